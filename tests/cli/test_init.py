@@ -1,6 +1,7 @@
 """`init` writes a configuration that `check` takes and the planner predicts to fit, or one sentence and no file."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,14 @@ import pytest
 from benchmarks.shapes import qwen3_30b_a3b
 from expertmesh.cli.data import check
 from expertmesh.cli.main import main
-from expertmesh.config import Config, load_config
+from expertmesh.config import Config, LoraConfig, load_config
 from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.training.startup.preflight import preflight
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.training.tiny_run import write_inputs
 
 CHAT = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Nothing special."}]
-FOR_ONE_H100 = "full fine-tuning does not fit: 463."
+FOR_ONE_H100 = "full fine-tuning does not fit: 461."
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_what_it_writes_for_this_machine_passes_check_and_fits(
     assert len([line for line in text.splitlines() if not line.startswith("#")]) <= 16
     assert "messages; " in text
     assert "found by " in text
-    assert (config.lora, config.precision.compute, config.data.max_length) == (None, "float32", 128)
+    assert (config.lora, config.precision.compute, config.data.max_length) == (None, "float32", 64)
     assert check.run(config, nproc=2) == 0
     prediction = forecast(config, preflight(config, 2))
     assert prediction.warning is None
@@ -103,10 +104,82 @@ def test_quantised_experts_stay_as_they_are_published(tmp_path: Path, data: str)
     assert written("fp8", "--data", data, "--lora").precision.frozen == "as_published"
 
 
+def optimizer_steps(config: Config, capsys: pytest.CaptureFixture[str]) -> int:
+    """In all, as `check` counts them; it must find nothing to warn of."""
+    capsys.readouterr()
+    assert check.run(config, nproc=2) == 0
+    said = capsys.readouterr().out
+    assert "warning" not in said
+    found = re.search(r" in the first epoch, (\d+) in ", said)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.parametrize(("count", "packed"), [(12, False), (200, True), (3000, True)])
+def test_small_data_get_twenty_optimizer_steps(
+    tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str], count: int, packed: bool
+) -> None:
+    write_inputs(tmp_path)
+    config = written("model", "--data", rows(tmp_path, [{"messages": CHAT}] * count))
+    assert (config.data.packing, config.train.num_epochs > 1) == (packed, not packed)
+    assert 20 <= optimizer_steps(config, capsys) <= 60
+    Path("new.yaml").unlink()
+    config = written("model", "--data", rows(tmp_path, [{"messages": CHAT}] * count), "train.global_batch_size=4")
+    assert config.train.global_batch_size == 4
+    assert optimizer_steps(config, capsys) >= 20
+
+
+def test_large_data_get_the_whole_global_batch(large: Path, tmp_path: Path, data: str) -> None:
+    long = [CHAT[0], {"role": "assistant", "content": "Nothing special. " * 1000}]
+    config = written(str(large), "--data", rows(tmp_path, [{"messages": long}] * 1300), "--devices", "8xh100")
+    assert (config.train.global_batch_size, config.data.packing, config.data.max_length) == (64, True, 4096)
+    assert config.train.num_epochs == 1
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_pairs_are_trained_as_pairs(tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str], lora: bool) -> None:
+    write_inputs(tmp_path)
+    row = {"prompt": "What is it? ", "chosen": "Nothing special.", "rejected": "Nothing."}
+    config = written("model", "--data", rows(tmp_path, [row] * 200), *["--lora"] * lora)
+    assert (config.objective.name, config.data.packing, config.lora is not None) == ("dpo", False, lora)
+    assert config.optim.learning_rate == (5e-6 if lora else 1e-6)
+    assert optimizer_steps(config, capsys) >= 20
+    prediction = forecast(config, preflight(config, 2)).prediction
+    assert prediction is not None
+    assert f"# {prediction.peak_memory_bytes / 2**30:.1f} GiB a rank of " in Path("new.yaml").read_text()
+
+
+def test_key_value_is_what_the_file_says_and_what_is_planned(
+    tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    wanted = ["train.micro_batch_size=3", "parallel.ep=2", "lora.r=4", "lora.targets=[attention]", "log.report_to=[]"]
+    config = written("model", "--data", data, *wanted, "data.max_length=96", "output_dir=elsewhere")
+    text = Path("new.yaml").read_text()
+    assert (config.train.micro_batch_size, config.parallel.ep, config.data.max_length) == (3, 2, 96)
+    assert config.lora == LoraConfig(r=4, targets=("attention",))
+    assert (config.optim.learning_rate, config.output_dir) == (1e-4, "elsewhere")
+    assert "LoRA on attention, on 1x2 cpu" in text
+    assert "micro-batch 3 × 2 data ranks" in text
+    assert "\noutput_dir: elsewhere\n" in text
+    prediction = forecast(config, preflight(config, 2)).prediction
+    assert prediction is not None
+    assert f", {prediction.step_seconds:.3g} s a step, " in text
+    for wrong, says in (
+        ("train.nope=1", "train.nope is not a key of the configuration"),
+        ("parallel.ep=3", "parallel.ep 3 does not divide"),
+        ("objective.name=dpo", "which only objective.name sft trains on"),
+        ("data.max_length=1000", "max_position_embeddings 128"),
+    ):
+        assert main(["init", "model", "--data", data, wrong, "--output", "other.yaml"]) == 2
+        assert says in capsys.readouterr().err
+        assert not Path("other.yaml").exists()
+
+
 def test_nothing_is_written_where_nothing_fits(large: Path, data: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(large), "--data", data, "--devices", "1 h100", "--full"]) == 2
     said = capsys.readouterr().err
-    assert "does not fit on 1x1 h100 at --max-length 4,096" in said
+    assert "does not fit on 1x1 h100 with rows of 64 tokens" in said
     assert FOR_ONE_H100 in said
     assert not list(Path().glob("*.yaml"))
 
@@ -116,10 +189,7 @@ def test_nothing_is_written_where_nothing_fits(large: Path, data: str, capsys: p
     [
         ([{"messages": CHAT}, {"messages": [{"role": "user"}]}], "mine.jsonl:2: "),
         ([{"question": "What?"}], "mine.jsonl:1: the row's keys (question) fit none of the formats"),
-        (
-            [{"prompt": "a", "chosen": "b", "rejected": "c"}],
-            "mine.jsonl:1: the row is of format preference, ",
-        ),
+        ([{"prompt": "a", "chosen": "b", "rejected": ""}], "mine.jsonl:1: 'rejected' is empty"),
         ([{"messages": CHAT[:1]}], "has no target token at all"),
     ],
 )

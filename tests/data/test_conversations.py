@@ -293,8 +293,10 @@ def test_the_demos_template_refuses_calls_and_counts_tools(tmp_path: Path) -> No
     with refused("data.malformed-row", naming="leaves out the name of a call of assistant message 3"):
         build(tmp_path, [row], DEMO_TEMPLATE)
     del row["messages"][2:4]
+    row["tools"].append({"type": "web_search", "function": None})
+    row["messages"][0] |= {"text": ["a", 1], "thinking": {"a": 1}, "tools": 3}
     _, report = build(tmp_path, [row], DEMO_TEMPLATE)
-    assert report.unwritten == {"tools": 1, "name": 1}
+    assert report.unwritten == {"tools": 1, "name": 1, "text": 1, "thinking": 1}
 
 
 BROKEN = {

@@ -162,6 +162,9 @@ class InitOptions:
 
     model: Model
     data: Annotated[str, Option(metavar="PATH", help="file, directory or hub id of the data to train on")]
+    overrides: Annotated[
+        list[str] | None, Argument(metavar="KEY=VALUE", help="what the file is to say, e.g. parallel.ep=4")
+    ] = None
     devices: Annotated[
         str | None, Option(metavar="DEVICES", help="as of plan, e.g. 8xh100 (default: those of this machine)")
     ] = None

@@ -5,6 +5,7 @@ mappings, lists and scalars exist: tags that would build objects, and aliases, a
 lines along so that a later complaint can name `file:line`.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -142,10 +143,11 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOA
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^(?:{_INT.pattern})$"), list("-+0123456789"))
 
 
-def dump_yaml(value: Any, *, flow: bool = False) -> str:
-    """YAML text that `parse_yaml` reads back as `value`, keys in their order; `flow`: between braces, as part of a
-    sentence.
-    """
-    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20, default_flow_style=flow)
+def dump_yaml(value: Any, *, one_line: bool = False) -> str:
+    """YAML text that `parse_yaml` reads back as `value`, keys in their order; `one_line` of it, in braces, if asked."""
+    width = math.inf if one_line else 1000
+    text = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width, default_flow_style=one_line
+    )
     assert isinstance(text, str)
-    return text.rstrip("\n") if flow else text
+    return text.removesuffix("...\n").rstrip("\n") if one_line else text

@@ -92,8 +92,8 @@ class BlockEncoder:
             if isinstance(result, MalformedRow):
                 self._skip(block, raw, result)
                 continue
-            odd = list({kind: None for each in result for kind in each.odd if kind not in counted})
-            if self._keeps(block, raw, odd):
+            in_text = dict.fromkeys(kind for each in result for kind in each.odd if kind not in counted)
+            if self._keeps(block, raw, list(in_text)):
                 lengths += [len(each.input_ids) for each in result]
                 self._add_samples(block, raw, result)
         block.report.dated = int(self._encoder.date_written is not None)

@@ -263,7 +263,7 @@ def _how_to_name(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> 
         kept = {ours: theirs for ours, theirs in source.columns.items() if theirs not in columns.values()}
         # Not `max_rows`, which may be that of a first look (`expertmesh init`).
         given = source.model_dump(exclude_defaults=True, exclude={"max_rows"}) | {"columns": kept | columns}
-        entries.append(dump_yaml([given] if alone else given, flow=True))
+        entries.append(dump_yaml([given] if alone else given, one_line=True))
     chat = f", or {entries[1]} for conversations by the chat template" if len(entries) > 1 else ""
     return f"write {key.removesuffix('.0') if alone else key}: {entries[0]}{chat}"
 

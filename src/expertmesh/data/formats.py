@@ -400,7 +400,7 @@ def _role(value: Any, where: str, roles: Mapping[str, str]) -> str:
     reason = f"{where} has the unknown role {value!r} (known: {', '.join(roles)})"
     if not isinstance(value, str):
         raise MalformedRow(reason)
-    stands_for = dump_yaml({value: "assistant"}, flow=True)
+    stands_for = dump_yaml({value: "assistant"}, one_line=True)
     raise MalformedRow(
         reason, mend=f"correct the row, or say what the role stands for, as in roles: {stands_for} {_BESIDE_PATH}"
     )

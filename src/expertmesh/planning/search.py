@@ -118,7 +118,7 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
     # Thousands of layouts of a large job are told apart by their most frugal form; the best get all their variants.
     found = {axes: _least_moved(job, each) for axes, each in frugal.items()}
     for axes in sorted(found, key=lambda axes: order(found[axes]))[:FULLY_CONSIDERED]:
-        found[axes] = min([found[axes], *_variants(job, [each.layout for each in frugal[axes]])], key=order)
+        found[axes] = min([found[axes], *variants(job, [each.layout for each in frugal[axes]])], key=order)
     return Plan(job, tuple(sorted(found.values(), key=order)), tuple(rejected))
 
 
@@ -257,7 +257,7 @@ def _refusal(job: Job, layout: Layout) -> str | None:
     return None
 
 
-def _variants(job: Job, layouts: Sequence[Layout]) -> Iterator[Candidate]:
+def variants(job: Job, layouts: Sequence[Layout]) -> Iterator[Candidate]:
     """Each mode with every micro-batch size from one sequence up to the first that does not fit; of `layouts`, which
     differ in ep, the one that moves least of those that fit.
     """

@@ -1,39 +1,71 @@
-"""How `expertmesh init` would train a model on these devices: all weights, or adapters, by what the planner fits."""
+"""How `expertmesh init` would train a model on these devices: all weights, or adapters, by what the planner fits; and
+how much an optimizer step takes of the data.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
+from typing import Any
 
 from transformers import PreTrainedConfig
 
+from expertmesh.cli.data.check import FEW_STEPS
 from expertmesh.cli.options import InitOptions, PlanOptions
+from expertmesh.cli.plan.first_rows import FirstRows
 from expertmesh.cli.plan.read import read_figures
-from expertmesh.config import LoraConfig
+from expertmesh.config import Config, LoraConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.layout import resolve_layout
 from expertmesh.launcher.launch import local_ranks
 from expertmesh.planning.forecast import devices_here
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
-from expertmesh.planning.search import GIB, Candidate, Job, Plan, plan
+from expertmesh.planning.search import GIB, Candidate, Job, Plan, plan, variants
 from expertmesh.weights.quantised.published import quantisation
 
+# Of a step, where the data are enough for FEW_STEPS of them; and how often few data are trained on at most.
 _SEQUENCES = 64
+_MOST_EPOCHS = 10
+# To what a length is rounded up: cp and tp divide it.
+_LENGTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the command line sets: `given` the keys alone, `config` with the defaults of all others."""
+
+    given: Mapping[str, Any]
+    config: Config
+
+    def has(self, section: str, key: str) -> bool:
+        return key in (self.given.get(section) or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How the data are cut into steps."""
+
+    length: int
+    """Tokens of a row, at most."""
+    packed: bool
+    global_batch_size: int
+    """Sequences, or pairs, of a step."""
+    epochs: int
+    steps: int | None
+    """Of an epoch; None where nobody has counted the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to train: all weights, or adapters on `targets` with experts kept in `frozen`."""
+    """One way to train: all weights, or adapters beside experts kept in `frozen`."""
 
-    targets: tuple[str, ...] = ()
+    lora: LoraConfig | None = None
     frozen: str | None = None
 
-    @property
-    def lora(self) -> LoraConfig | None:
-        return LoraConfig(targets=self.targets) if self.targets else None
-
     def __str__(self) -> str:
-        if not self.targets:
+        if self.lora is None:
             return "full fine-tuning"
         kept = f", frozen experts in {self.frozen}" if self.frozen else ""
-        return f"LoRA on {' and '.join(self.targets)}{kept}"
+        return f"LoRA on {' and '.join(self.lora.targets)}{kept}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,45 +79,102 @@ class Choice:
     passed_over: tuple[str, ...]
 
 
-def choose(options: InitOptions, config: PreTrainedConfig, length: int) -> Choice:
+def enough_rows(devices: Devices, length: int) -> int:
+    """So many rows are plenty: they make `FEW_STEPS` steps even if `length` tokens pack dozens of them."""
+    return min(10**6, FEW_STEPS * max(_SEQUENCES, devices.count) * max(1, length // 32))
+
+
+def sizes_of(found: FirstRows, wishes: Wishes, devices: Devices, length: int) -> Sizes:
+    """A step of `_SEQUENCES`, or of fewer where the data would make less than `FEW_STEPS` steps of them.
+
+    The fewest are one for each device. Where that is not enough, rows are made no longer than the data, then each gets
+    a sequence of its own, and then the data are gone through again.
+    """
+    train = wishes.config.train
+    unit = devices.count * train.micro_batch_size if wishes.has("train", "micro_batch_size") else devices.count
+    packings = [not found.pairs and wishes.config.data.packing]
+    if packings == [True] and not wishes.has("data", "packing"):
+        packings = [True, False]
+    lengths = [length]
+    if found.all_read and not wishes.has("data", "max_length"):
+        lengths += [min(length, -(-found.longest // _LENGTH) * _LENGTH)]
+    size, is_given = -(-_SEQUENCES // unit) * unit, wishes.has("train", "global_batch_size")
+    if found.rows is None:
+        return Sizes(length, packings[0], train.global_batch_size if is_given else size, 1, None)
+    shapes = [(each, packings[0]) for each in lengths] + [(lengths[-1], packing) for packing in packings[1:]]
+    # At least so many sequences: packed rows are never fuller than full.
+    counts = {(each, packed): ceil(found.rows * (found.tokens / each if packed else 1)) for each, packed in shapes}
+    unit = train.global_batch_size if is_given else unit
+    length, packed = next((shape for shape in shapes if ceil(counts[shape] / unit) >= FEW_STEPS), shapes[-1])
+    count = counts[length, packed]
+    size = max(unit, min(size, count // FEW_STEPS // unit * unit)) if not is_given else unit
+    steps = ceil(count / size)
+    return Sizes(length, packed, size, min(_MOST_EPOCHS, ceil(FEW_STEPS / steps)), steps)
+
+
+def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devices: Devices, sizes: Sizes) -> Choice:
     """The first way that fits; `InputError` where none does."""
-    devices = _devices(options)
-    size = -(-_SEQUENCES // devices.count) * devices.count
     passed_over: list[str] = []
     refusals: list[InputError] = []
-    ways = list(_ways(options.lora, quantised=quantisation(config) is not None))
+    ways = list(_ways(options.lora, wishes, quantised=quantisation(config) is not None))
+    fixed = wishes.config.parallel if "parallel" in wishes.given else None
     for way in ways:
         try:
-            job, why_unpacked = _job(options, way, devices, length, size)
+            job, why_unpacked = _job(options, wishes, way, devices, sizes)
         except InputError as error:
             refusals.append(error)
             passed_over.append(f"{way}: {error}")
             continue
-        found = plan(job)
-        if found.best is not None:
-            return Choice(way, job, found.best, why_unpacked, tuple(passed_over))
+        if fixed is not None:
+            resolve_layout(fixed, devices.count, job.model.anatomy.num_experts, devices.per_node)
+        found = plan(job, fixed=fixed)
+        best = found.best if wishes.config.objective.name == "sft" else next(_of_pairs(found), None)
+        if best is not None:
+            return Choice(way, job, best, why_unpacked, tuple(passed_over))
         passed_over.append(f"{way} {_why_not(found)}")
     if len(refusals) == len(ways):
         raise refusals[0]
     raise InputError(
         "\n".join(
-            [f"{options.model} does not fit on {devices} at --max-length {length:,}; more devices may", *passed_over]
+            [
+                f"{options.model} does not fit on {devices} with rows of {sizes.length:,} tokens; more devices may",
+                *passed_over,
+            ]
         ),
         key="plan.nothing-fits",
     )
 
 
-def _ways(lora: bool | None, *, quantised: bool) -> Iterator[Way]:
+def _of_pairs(found: Plan) -> Iterator[Candidate]:
+    """The candidates whose micro-batch is a number of pairs, each of which is two rows."""
+    job = found.job
+    for each in found.candidates:
+        if job.global_batch_size // 2 % each.layout.data_ranks == 0:
+            even = [one for one in variants(job, [each.layout]) if one.workload.batch.rows % 2 == 0]
+            yield from sorted(even, key=lambda one: one.speed.seconds)[:1]
+
+
+def _ways(lora: bool | None, wishes: Wishes, *, quantised: bool) -> Iterator[Way]:
     """The most wanted first: what trains most, then what keeps most digits of what is frozen."""
+    given = wishes.config.lora
+    if "lora" in wishes.given:
+        lora = given is not None
+    frozen_as: tuple[str | None, ...] = ("as_published",) if quantised else (None, "nf4")
+    if wishes.has("precision", "frozen"):
+        frozen_as, lora = (wishes.config.precision.frozen,), True
     if lora is not True:
         yield Way()
-    if lora is not False:
-        for frozen in ("as_published",) if quantised else (None, "nf4"):
-            for targets in (("attention", "experts"), ("attention",)):
-                yield Way(targets, frozen)
+    if lora is False:
+        return
+    is_said = given is not None and (wishes.has("lora", "targets") or given.from_adapter is not None)
+    for frozen in frozen_as:
+        for targets in ((),) if is_said else (("attention", "experts"), ("attention",)):
+            base = given or LoraConfig()
+            yield Way(base if is_said else base.model_copy(update={"targets": targets}), frozen)
 
 
-def _devices(options: InitOptions) -> Devices:
+def devices_of(options: InitOptions) -> Devices:
+    """Those that are named, or those of this machine."""
     if options.devices is not None:
         return parse_devices(options.devices, hardware_table())
     here = devices_here(local_ranks(None))
@@ -97,14 +186,19 @@ def _devices(options: InitOptions) -> Devices:
     return here
 
 
-def _job(options: InitOptions, way: Way, devices: Devices, length: int, size: int) -> tuple[Job, str | None]:
+def _job(options: InitOptions, wishes: Wishes, way: Way, devices: Devices, sizes: Sizes) -> tuple[Job, str | None]:
     """In bfloat16, where devices and the model can; in float32 else."""
+    config = wishes.config
     computes = ("float32",) if devices.name == "cpu" else ("bfloat16", "float32")
+    if wishes.has("precision", "compute"):
+        computes = (config.precision.compute,)
     for compute in computes:
         wanted = PlanOptions(
             options.model,
             str(devices),
-            seq_len=length,
+            seq_len=sizes.length,
+            params=config.precision.params,  # type: ignore[arg-type]
+            no_packing=not sizes.packed,
             compute=compute,  # type: ignore[arg-type]
             frozen=way.frozen,  # type: ignore[arg-type]
             trust_remote_code=options.trust_remote_code,
@@ -115,11 +209,14 @@ def _job(options: InitOptions, way: Way, devices: Devices, length: int, size: in
             if error.key == "precision.compute-unsupported" and compute != computes[-1]:
                 continue
             raise
-        return Job(figures, devices, size), why_unpacked
+        rows = sizes.global_batch_size * (1 if config.objective.name == "sft" else 2)
+        return Job(figures, devices, rows, config.optim.name), why_unpacked
     raise AssertionError("float32 is never refused as a dtype to compute in")
 
 
 def _why_not(found: Plan) -> str:
+    if not found.rejected:
+        return "does not fit: a micro-batch of one pair is two rows"
     least = min((each.least.memory.total for each in found.rejected if each.least is not None), default=None)
     if least is None:
         return f"has no layout: {found.rejected[0].reason}"

@@ -1,28 +1,81 @@
-"""What the first rows of a data source are, through the tokenizer's template: what `expertmesh init` says of the data.
+"""What the first rows of a data source are, through the tokenizer's template: what `expertmesh init` knows of the data.
 
 A few rows take a moment and show nearly every mistake; `expertmesh check` reads all of them.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.config import DataConfig, DataSource
+from expertmesh.config import Config, DataSource
+from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset
+from expertmesh.data.sources import locations
 
-ROWS = 100
+ROWS = 500
 
 
-def first_rows(path: str, tokenizer: PreTrainedTokenizerBase, length: int, vocab_size: int) -> tuple[str, str]:
-    """(format and targets, lengths) of the first rows of `path`, each as a few words.
+@dataclass(frozen=True, slots=True)
+class FirstRows:
+    """What the data are, by their first rows."""
 
-    Raises `InputError` for what training would refuse about them, template included, and for preferences.
+    pairs: bool
+    """Whether they are preferences."""
+    what: str
+    """Format and targets, in a few words."""
+    lengths: str
+    """The longest row, or how many are cut, in a few words."""
+    longest: int
+    """Tokens of the longest sample."""
+    tokens: float
+    """Of a sample, on average."""
+    rows: int | None
+    """How many an epoch trains on, if the first ones are like the others; None for enough."""
+    all_read: bool
+    """Whether these are all."""
+
+
+def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, enough: int) -> FirstRows:
+    """The first rows of `data.train`; no more than `enough` are counted.
+
+    Rows of preferences are taken as such unless `objective` says sft. Raises `InputError` for what training would
+    refuse about them, template included.
     """
-    source = DataSource(path=path, max_rows=ROWS)
-    config = DataConfig(train=(source,), max_length=length)
-    dataset, report = build_dataset(config.train, config, tokenizer, model_vocab_size=vocab_size)
+    sources = [
+        source.model_copy(update={"max_rows": min(ROWS, source.max_rows or ROWS)}) for source in config.data.train
+    ]
+    data, pairs = config.data.model_copy(update={"stream": False}), config.objective.name == "dpo"
+    try:
+        dataset, report = build_dataset(sources, data, tokenizer, model_vocab_size=vocab_size, pairs=pairs)
+    except InputError as error:
+        if error.key != "data.other-objective" or "objective" in config.model_fields_set:
+            raise
+        pairs = True
+        dataset, report = build_dataset(sources, data, tokenizer, model_vocab_size=vocab_size, pairs=True)
     how = report.methods.most_common(1)[0][0]
-    longest = max(len(dataset.sample(number).input_ids) for number in range(len(dataset)))
-    name, share = report.sources[0].format, report.target_tokens / report.tokens
-    found = f"{name}; {share:.0%} of the tokens are targets, found by {how}"
+    share = report.target_tokens / report.tokens
+    counted = enough if config.data.stream else _counted(config.data.train, max(enough, ROWS + 1))
+    longest = int(dataset.lengths.max())
+    lengths = f"the longest of the first {report.rows} rows has {longest:,} tokens"
     if report.cut:
-        return found, f"cuts {report.cut} of the first {report.rows} rows, which are longer"
-    return found, f"the longest of the first {report.rows} rows has {longest:,} tokens"
+        lengths = f"cuts {report.cut} of the first {report.rows} rows, which are longer"
+    return FirstRows(
+        pairs,
+        f"{report.sources[0].format}; {share:.0%} of the tokens are targets, found by {how}",
+        lengths,
+        longest,
+        report.tokens / len(dataset),
+        max(1, counted * report.samples // report.rows) if counted < enough else None,
+        counted == report.rows,
+    )
+
+
+def _counted(sources: Sequence[DataSource], most: int) -> int:
+    """Rows of an epoch, at most `most` of each source."""
+    count = 0
+    for source in sources:
+        left = min(most, source.max_rows or most)
+        rows = (row for location in locations(source.path) for row in location.rows(lambda number: True, {}))
+        count += source.repeat * sum(1 for _, row in zip(range(left), rows, strict=False) if row is not None)
+    return count

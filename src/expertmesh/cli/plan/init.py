@@ -1,26 +1,40 @@
-"""`expertmesh init MODEL --data FILE`: a configuration of a dozen lines that fits a model, its data and these devices.
+"""`expertmesh init MODEL --data FILE [KEY=VALUE]`: a configuration of a dozen lines that fits a model, its data, these
+devices.
 
 For someone's first run. `plan` chooses layout, micro-batch and activation checkpointing, for full fine-tuning if that
-fits, else for adapters, at last with experts in 4 bits; each choice stands in the file with its reason. Reads
-config.json, the tokenizer and the first rows of the data; never overwrites a file.
+fits, else for adapters, at last with experts in 4 bits; the data say what is trained and how much a step takes. Each
+choice stands in the file with its reason, and gives way to KEY=VALUE. Reads config.json, the tokenizer and the first
+rows of the data; never overwrites a file.
 """
 
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from expertmesh.cli.data.check import note_lines
 from expertmesh.cli.options import InitOptions
-from expertmesh.cli.plan.choose import Choice, choose
-from expertmesh.cli.plan.first_rows import first_rows
+from expertmesh.cli.plan.choose import Choice, Sizes, Wishes, choose, devices_of, enough_rows, sizes_of
+from expertmesh.cli.plan.first_rows import FirstRows, first_rows
 from expertmesh.cli.plan.read import usual_length
 from expertmesh.cli.printing import bytes_text
-from expertmesh.config import ModelConfig
-from expertmesh.config.errors import InputError
-from expertmesh.config.files import make_config
-from expertmesh.config.yaml_text import dump_yaml, parse_yaml
+from expertmesh.config import Config, ObjectiveConfig
+from expertmesh.config.errors import ExpertmeshError, InputError
+from expertmesh.config.files import config_from, make_config
+from expertmesh.config.overrides import apply_override
+from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.data import load_tokenizer
-from expertmesh.planning.search import GIB, Candidate, Job, run_costs
+from expertmesh.planning.forecast import forecast
+from expertmesh.planning.hardware import Devices
+from expertmesh.planning.search import GIB, run_costs
+from expertmesh.training.startup.model_check import Checked
+from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import read_model_config
+
+# Sections whose keys have a line each.
+_BLOCKS = ("model", "data", "train")
 
 
 def run(options: InitOptions) -> int:
@@ -29,13 +43,35 @@ def run(options: InitOptions) -> int:
     path = Path(options.output or f"{name}.yaml")
     if path.exists():
         raise _refuse_existing(path)
-    config, _ = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
-    model = ModelConfig(name_or_path=options.model, trust_remote_code=options.trust_remote_code)
-    length = options.max_length or usual_length(config)
-    found = first_rows(options.data, load_tokenizer(model), length, int(config.get_text_config().vocab_size))
-    choice = choose(options, config, length)
-    text = "\n".join(_lines(options, path, choice, found)) + "\n"
-    make_config(parse_yaml(text, str(path)).value, source=str(path))  # what is wrong with it is a bug of ours
+    devices, overrides = devices_of(options), options.overrides or []
+    wishes = _wishes(options, path, overrides)
+    model = wishes.config.model
+    config, _ = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
+    length = usual_length(config)
+    if wishes.has("data", "max_length"):
+        length = wishes.config.data.max_length
+    data = wishes.config.data.model_copy(update={"max_length": length})
+    found = first_rows(
+        wishes.config.model_copy(update={"data": data}),
+        load_tokenizer(model, data.chat_template),
+        int(config.get_text_config().vocab_size),
+        enough_rows(devices, length),
+    )
+    if found.pairs:
+        wishes = replace(wishes, config=wishes.config.model_copy(update={"objective": ObjectiveConfig(name="dpo")}))
+    sizes = sizes_of(found, wishes, devices, length)
+    choice = choose(options, wishes, config, devices, sizes)
+    values = _values(wishes, path, choice, sizes)
+    for override in overrides:
+        apply_override(values, override)
+    values["output_dir"] = values.pop("output_dir")
+    written = make_config(copy.deepcopy(values), source=str(path))
+    notes: list[ExpertmeshError] = []
+    checked = preflight(written, devices.count, devices.per_node, weights=False, notes=notes)
+    comments = _comments(written, checked, choice, sizes, found)
+    head = _head(written, checked, path, choice)
+    text = "\n".join([*head, *_lines(values, _without(comments, overrides))]) + "\n"
+    assert config_from(text, str(path)) == written
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -45,6 +81,8 @@ def run(options: InitOptions) -> int:
         raise InputError(f"{path}: cannot be written ({error.strerror})", key="cli.unwritable-report") from error
     sys.stdout.write(text)
     print(f"wrote {path}")
+    if options.devices is None:
+        print("\n".join(note_lines(notes)), end="\n" * bool(notes))
     return 0
 
 
@@ -52,60 +90,120 @@ def _refuse_existing(path: Path) -> InputError:
     return InputError(f"{path} exists already and stays as it is; choose another --output", key="init.exists")
 
 
-def _lines(options: InitOptions, path: Path, choice: Choice, data: tuple[str, str]) -> Iterator[str]:
-    """The file: every line is a choice, and its comment the reason."""
-    job, best, devices = choice.job, choice.best, choice.job.devices
-    batch, layout = best.workload.batch, best.layout
-    ranks = f"--nproc {devices.per_node}"
-    more = f" on each of {devices.nodes} nodes (docs/launching.md)" if devices.nodes > 1 else ""
-    yield f"# expertmesh init: {choice.way}, on {devices}. Predicted:"
-    took = f"{best.speed.seconds:.3g} s a step, {best.tokens_per_second:,.0f} tokens/s"
-    took += ", with full rows and even routing"
-    yield f"# {best.memory.total / GIB:.1f} GiB a rank of {job.budget / GIB:.1f}, {took}."
-    yield from (f"# {line}." for reason in choice.passed_over for line in reason.splitlines())
-    yield f"#   expertmesh check {path} --nproc {devices.count}    # every row, target tokens marked"
-    yield f"#   expertmesh train {path} {ranks}{more}"
-    yield "model:"
-    yield f"  {_pair('name_or_path', options.model)}"
-    if options.trust_remote_code:
-        yield "  trust_remote_code: true"
-    yield from _precision(choice)
-    yield "data:"
-    yield f"  train: [{{{_pair('path', options.data, flow=True)}}}]  # {data[0]}"
-    yield f"  max_length: {job.model.length}  # {data[1]}"
-    if choice.why_unpacked is not None:
-        yield f"  packing: false  # {choice.why_unpacked}"
-    if choice.way.targets:
-        yield f"lora: {{r: 16, alpha: 32, targets: [{', '.join(choice.way.targets)}]}}"
-    yield f"optim: {{learning_rate: {'1.0e-4' if choice.way.targets else '1.0e-5'}}}"
-    yield "train:"
-    made_of = f"micro-batch {batch.rows} × {layout.data_ranks} data rank{'s' * (layout.data_ranks > 1)}"
-    yield f"  global_batch_size: {job.global_batch_size}  # a step: {made_of} × accumulation {batch.accumulation}"
-    yield f"  micro_batch_size: {batch.rows}"
-    yield f"  activation_checkpointing: {best.workload.mode}  # none | selective | full: less memory, more time"
-    yield "  num_epochs: 1"
-    axes = {axis: layout.size(axis) for axis in ("ep", "fsdp", "replicate", "tp", "cp", "pp")}
-    sizes = ", ".join(f"{axis}: {size}" for axis, size in axes.items() if size > 1 or axis in ("ep", "fsdp"))
-    yield f"parallel: {{{sizes}}}  # {_experts(job, best)}"
-    checkpoint = bytes_text(int(run_costs(job, best, None, None, None).checkpoint_bytes))
-    yield _pair("output_dir", f"runs/{path.stem}") + f"  # started again, it continues; a checkpoint has {checkpoint}"
+def _wishes(options: InitOptions, path: Path, overrides: list[str]) -> Wishes:
+    """What the command line says, as far as a configuration can: the rest of it is chosen."""
+    given: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(given, override)
+    values: dict[str, Any] = {
+        "model": {"name_or_path": options.model, "trust_remote_code": options.trust_remote_code},
+        "data": {"train": [{"path": options.data}]},
+        "output_dir": f"runs/{path.stem}",
+    }
+    if options.max_length is not None:
+        given["data"] = values["data"] = {"max_length": options.max_length, **values["data"], **given.get("data", {})}
+    if (rows := (given.get("train") or {}).get("micro_batch_size")) is not None:
+        values["train"] = {"global_batch_size": rows}  # what is chosen is a multiple as well
+    if options.lora or (given.get("precision") or {}).get("frozen"):
+        values["lora"] = {}
+    return Wishes(given, make_config(values, overrides, "the command line"))
 
 
-def _precision(choice: Choice) -> Iterator[str]:
-    compute, frozen = choice.job.model.precision.compute, choice.way.frozen
-    values = ([f"compute: {compute}"] if compute != "bfloat16" else []) + ([f"frozen: {frozen}"] if frozen else [])
-    if values:
-        yield f"precision: {{{', '.join(values)}}}"
+def _values(wishes: Wishes, path: Path, choice: Choice, sizes: Sizes) -> dict[str, Any]:
+    """The keys that are written, before KEY=VALUE."""
+    given, best, way = wishes.config, choice.best, choice.way
+    is_dpo = given.objective.name == "dpo"
+    values: dict[str, Any] = {"model": {"name_or_path": given.model.name_or_path}}
+    if given.model.trust_remote_code:
+        values["model"]["trust_remote_code"] = True
+    compute = choice.job.model.precision.compute
+    precision: dict[str, Any] = {"compute": compute} if compute != "bfloat16" else {}
+    precision |= {"frozen": way.frozen} if way.frozen else {}
+    if precision:
+        values["precision"] = precision
+    values["data"] = {"train": [{"path": given.data.train[0].path}], "max_length": choice.job.model.length}
+    if not is_dpo and (choice.why_unpacked is not None or not sizes.packed):
+        values["data"]["packing"] = False
+    if way.lora is not None:
+        said = {"r": 16, "alpha": 32, "targets": list(way.lora.targets)}
+        values["lora"] = {} if way.lora.from_adapter is not None else said
+    if is_dpo:
+        values["objective"] = {"name": "dpo"}
+    rates = {(False, False): 1e-5, (True, False): 1e-4, (False, True): 1e-6, (True, True): 5e-6}
+    values["optim"] = {"learning_rate": rates[way.lora is not None, is_dpo]}
+    values["train"] = {
+        "global_batch_size": sizes.global_batch_size,
+        "micro_batch_size": best.workload.batch.rows // (2 if is_dpo else 1),
+        "activation_checkpointing": best.workload.mode,
+        "num_epochs": sizes.epochs,
+    }
+    axes = {axis: best.layout.size(axis) for axis in ("ep", "fsdp", "replicate", "tp", "cp", "pp")}
+    values["parallel"] = {axis: size for axis, size in axes.items() if size > 1 or axis in ("ep", "fsdp")}
+    return values | {"output_dir": f"runs/{path.stem}"}
 
 
-def _experts(job: Job, best: Candidate) -> str:
-    experts, layout = job.model.anatomy.num_experts, best.layout
+def _comments(
+    config: Config, checked: Checked, choice: Choice, sizes: Sizes, found: FirstRows
+) -> dict[tuple[str, ...], str]:
+    """The reason of each choice, by its key."""
+    layout, train = checked.layout, config.train
+    accumulation = train.global_batch_size // (train.micro_batch_size * layout.data_ranks)
+    ranks = f"{layout.data_ranks} data rank{'s' * (layout.data_ranks > 1)}"
+    step = f"a step: micro-batch {train.micro_batch_size} × {ranks} × accumulation {accumulation}"
+    if sizes.steps is not None:
+        step += f"; about {sizes.steps:,} steps an epoch"
+    experts = checked.anatomy.num_experts
     here = f"all {experts} experts" if layout.ep == 1 else f"{experts // layout.ep} of {experts} experts"
-    return f"a rank holds {f'1/{layout.efsdp} of ' if layout.efsdp > 1 else ''}{here}"
+    size = bytes_text(int(run_costs(choice.job, choice.best, None, None, None).checkpoint_bytes))
+    comments = {
+        ("data", "train"): found.what,
+        ("data", "max_length"): found.lengths,
+        ("train", "global_batch_size"): step,
+        ("train", "activation_checkpointing"): "none | selective | full: less memory, more time",
+        ("parallel",): f"a rank holds {f'1/{layout.efsdp} of ' if layout.efsdp > 1 else ''}{here}",
+        ("output_dir",): f"started again, it continues; a checkpoint has {size}",
+    }
+    if not sizes.packed:
+        comments["data", "packing"] = "the data are few: each row is a sequence of its own"
+    if choice.why_unpacked is not None:
+        comments["data", "packing"] = choice.why_unpacked
+    if sizes.epochs > 1:
+        comments["train", "num_epochs"] = "the data are few"
+    return comments
 
 
-def _pair(key: str, value: str, *, flow: bool = False) -> str:
-    """`key: value` as YAML, in quotes where it needs them; `flow`: also between braces."""
-    if flow and any(mark in value for mark in ",[]{}"):
-        return f"{key}: '{value.replace(chr(39), chr(39) * 2)}'"
-    return dump_yaml({key: value}).rstrip("\n")
+def _without(comments: Mapping[tuple[str, ...], str], overrides: list[str]) -> dict[tuple[str, ...], str]:
+    """Those of keys that nobody has set; what a step is made of is said of any."""
+    keys = [tuple(override.partition("=")[0].split(".")) for override in overrides]
+    said = {key for key in comments if any(key == each[: len(key)] or each == key[: len(each)] for each in keys)}
+    return {key: comment for key, comment in comments.items() if key not in said - {("train", "global_batch_size")}}
+
+
+def _head(config: Config, checked: Checked, path: Path, choice: Choice) -> Iterator[str]:
+    """What the file is, what was predicted for it, and what to do with it."""
+    devices: Devices = choice.job.devices
+    predicted = forecast(config, checked, devices)
+    assert predicted.prediction is not None, "a model that is planned has a prediction"
+    memory, took = predicted.prediction.peak_memory_bytes or 0, predicted.prediction.step_seconds
+    said = f"{memory / GIB:.1f} GiB a rank of {choice.job.budget / GIB:.1f}"
+    if took is not None:
+        rate = f"{predicted.prediction.tokens_per_second:,.0f} tokens/s"
+        said += f", {took:.3g} s a step, {rate}, with full rows and even routing"
+    yield f"# expertmesh init: {choice.way}, on {devices}. Predicted:"
+    yield f"# {said}{f'; {predicted.warning}' if predicted.warning else ''}."
+    yield from (f"# {line}." for reason in choice.passed_over for line in reason.splitlines())
+    more = f" on each of {devices.nodes} nodes (docs/launching.md)" if devices.nodes > 1 else ""
+    yield f"#   expertmesh check {path} --nproc {devices.count}    # every row, target tokens marked"
+    yield f"#   expertmesh train {path} --nproc {devices.per_node}{more}"
+
+
+def _lines(values: Mapping[str, Any], comments: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+    """YAML, a line for each key."""
+    for section, value in values.items():
+        inside = section in _BLOCKS and isinstance(value, dict)
+        if inside:
+            yield f"{section}:"
+        for key, one in value.items() if inside else [(section, value)]:
+            comment = comments.get((section, key) if inside else (section,))
+            line = f"{'  ' * inside}{key}: {dump_yaml(one, one_line=True)}"
+            yield f"{line}  # {comment}" if comment else line

@@ -99,7 +99,7 @@ class TargetFinder:
         self._nothing = re.compile("|".join([r"\s", *map(re.escape, self._special_strings)]).join(("(?:", ")*")))
         self._owner = os.getpid()
         self._given: dict[str, Any] = {}
-        self._tools: list[Mapping[str, Any]] = []
+        self._tools: list[dict[str, Any]] = []
         self._limit = 0
         self._remembered: dict[int, tuple[frozenset[Part], frozenset[Part]]] = {}
 
@@ -286,7 +286,7 @@ class TargetFinder:
     def _has_marks(self) -> bool:
         return _GENERATION_MARK.search(self._template) is not None
 
-    def _written(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[Span]]:
+    def _written(self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None) -> tuple[str, list[Span]]:
         """The text of a conversation, and the spans that the template marks; none if it has no marks.
 
         `tools` are the row's unless they are given.
@@ -314,7 +314,7 @@ class TargetFinder:
     def _render(
         self,
         messages: Messages,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
         *,
         generation_prompt: bool = False,
     ) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from expertmesh.data.formats import THINKING_KEYS, THOUGHT, Messages, thoughts, visible
 
-TEXT, THINKING, CALLS, TOOLS = "text", "thinking", "calls", "tools"
+TEXT, THINKING, CALLS, TOOLS, KEY = "text", "thinking", "calls", "tools", "key"
 
 # Which call a result belongs to: few templates write it, and the order of the messages says it as well.
 _IDENTITIES = ("id", "tool_call_id")
@@ -28,7 +28,7 @@ class Part:
     """One part of a conversation."""
 
     kind: str
-    """text, thinking, calls, tools, or the key of a message that it stands under."""
+    """text, thinking, calls, tools, or any other key of a message."""
     path: tuple[str | int, ...]
     """Where it stands in {messages, tools}."""
     role: str = ""
@@ -44,12 +44,13 @@ class Part:
     @property
     def name(self) -> str:
         """What it is called in counts."""
-        return f"text of {self.role} messages" if self.kind == TEXT else self.kind
+        return f"text of {self.role} messages" if self.kind == TEXT else str(self.path[-1 if self.kind == KEY else 0])
 
     def replaced(self, value: Any, word: str) -> Any:
         """`value`, which stands at `path`, with `word` in the place of the part."""
         if self.kind == TOOLS:
-            return {**value, "function": {**value.get("function", {}), "name": word}}
+            function = value.get("function")
+            return {**value, "function": {**(function if isinstance(function, Mapping) else {}), "name": word}}
         if self.kind == TEXT:
             head, closed, tail = value.rpartition(_CLOSE)
             return head + closed + tail.replace(tail.strip(), word, 1)
@@ -82,14 +83,14 @@ def _parts_of_message(message: Mapping[str, Any], path: tuple[str | int, ...]) -
         if key in ("role", "content", "tool_calls", *_IDENTITIES) or value in ("", [], {}):
             continue
         if role != "assistant" or key not in THINKING_KEYS or not isinstance(value, str):
-            yield Part(key, (*path, key), role)
+            yield Part(KEY, (*path, key), role)
         elif value.strip():
             yield Part(THINKING, (*path, key), role, value.strip())
 
 
 def with_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], words: Mapping[Part, str]
-) -> tuple[Messages, list[Mapping[str, Any]]]:
+) -> tuple[Messages, list[dict[str, Any]]]:
     """The conversation and its tools with a word in the place of each of these parts."""
     changed: Any = copy.deepcopy({"messages": list(messages), TOOLS: list(tools)})
     for part, word in words.items():

@@ -71,10 +71,9 @@ def preflight(
         notes.append(error)
         checked = check_model(_without_extras(config), model_config, directory, world_size, ranks_per_node)
     load_tokenizer(model, config.data.chat_template)
-    checkpoint_bytes = 0
     with _noted(notes):
-        checkpoint_bytes = refuse_disk(config, checked.model)
-    return replace(checked, checkpoint_bytes=checkpoint_bytes)
+        checked = replace(checked, checkpoint_bytes=refuse_disk(config, checked.model))
+    return checked
 
 
 def _without_extras(config: Config) -> Config:
