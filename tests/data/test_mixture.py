@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertmesh.config import DataConfig, DataSource
+from expertmesh.config import DataConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, Mixture, TrainingBatches, build_dataset
-from expertmesh.training.resume import config_differences
 from tests.data.test_build import VOCABULARY, write
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 
@@ -95,14 +94,3 @@ def test_keys_that_would_do_nothing_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=said):
         sources(tmp_path, first, second, **options)
-
-
-def test_older_checkpoints_know_no_later_key_of_a_source(tmp_path: Path) -> None:
-    new = {"data.train": [DataSource(path="a").model_dump(mode="json")]}
-    old = {"data.train": [{"path": "a", "format": "auto"}]}
-    assert config_differences(old, new) == ({}, [])
-    new["data.train"][0]["repeat"] = 2
-    assert config_differences(old, new)[0] == {"data.train": "data.train.0.repeat was 1 and is 2"}
-    new["data.train"].append({"path": "b"})
-    (sentence,) = config_differences(old, new)[0].values()
-    assert sentence.startswith('data.train was [{"path": "a", ')

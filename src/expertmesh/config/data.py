@@ -161,10 +161,15 @@ class DataConfig(Section):
             if source.repeat > 1:
                 yield f"data.train.{at}.repeat does nothing beside weights, by which rows are drawn; remove it"
 
-    def key_of(self, source: DataSource) -> str:
-        """Where one of the sources stands in the file: data.train.0."""
+    def configured(self, source: DataSource) -> tuple[str, DataSource]:
+        """Return where a source, or one of fewer of its rows, stands in the file (data.train.0), and how."""
         listed = ((f"data.{key}.{at}", each) for key in ("train", "eval") for at, each in enumerate(getattr(self, key)))
-        return next(key for key, each in listed if each == source)
+        whole = source.model_copy(update={"max_rows": None})
+        return next((key, each) for key, each in listed if each.model_copy(update={"max_rows": None}) == whole)
+
+    def key_of(self, source: DataSource) -> str:
+        """Return where one of the sources stands in the file: data.train.0."""
+        return self.configured(source)[0]
 
     def format_of(self, source: DataSource) -> DataFormat:
         """The configured one."""

@@ -254,7 +254,7 @@ def _how_to_name(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> 
     ]
     if recipe.tokenizer.chat_template is None:
         guesses = guesses[:1]
-    key = recipe.config.key_of(source)
+    key, source = recipe.config.configured(source)
     alone = len(recipe.config.train if key.startswith("data.train") else recipe.config.eval) == 1
     entries = []
     for guess in guesses:

@@ -18,10 +18,12 @@ from expertmesh.config.errors import (
     ExpertmeshError,
     InputError,
     IntegrityError,
+    MissingHereError,
     SecurityError,
 )
 
-_CLASSES = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityError, DistributedFailure)}
+_KINDS = (InputError, MissingHereError, IntegrityError, SecurityError, DistributedFailure)
+_CLASSES = {kind.__name__: kind for kind in _KINDS}
 _MESSAGE_BYTES = 16384
 T = TypeVar("T")
 
