@@ -223,7 +223,7 @@ class TargetFinder:
                 what = f"the {part.path[-1]} of a call" if part.kind == CALLS else "the text"
                 raise MalformedRow(
                     f"the chat template leaves out {what} of {part.role} message {part.message + 1}; use a template "
-                    "that writes it (data.chat_template), or remove the row"
+                    "that writes it (data.chat_template)"
                 )
         return [part for part in suspects if part.kind != THINKING or part.message in turns]
 

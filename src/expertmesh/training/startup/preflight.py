@@ -50,7 +50,7 @@ def preflight(
     _refuse_paths(config)
     with _noted(notes):
         refuse_output_dir(config)
-    here = _without_extras(config)
+    here = _without_flash_attention(config)
     with _noted(notes):
         _refuse_machine(config)
         here = config
@@ -69,19 +69,20 @@ def preflight(
         if notes is None:
             raise
         notes.append(error)
-        checked = check_model(_without_extras(config), model_config, directory, world_size, ranks_per_node)
+        moe = config.moe.model_copy(update={"dispatch": "auto", "kernels": "auto"})
+        here = here.model_copy(update={"moe": moe})
+        checked = check_model(here, model_config, directory, world_size, ranks_per_node)
     load_tokenizer(model, config.data.chat_template)
     with _noted(notes):
         checked = replace(checked, checkpoint_bytes=refuse_disk(config, checked.model))
     return checked
 
 
-def _without_extras(config: Config) -> Config:
-    """The same with torch's own code in the place of what a machine may lack."""
-    moe = config.moe.model_copy(update={"dispatch": "auto", "kernels": "auto"})
-    is_extra = config.model.attention in ("flash_attention_2", "flex_attention")
-    model = config.model.model_copy(update={"attention": "auto"} if is_extra else {})
-    return config.model_copy(update={"moe": moe, "model": model})
+def _without_flash_attention(config: Config) -> Config:
+    """A model cannot be built with it, even on meta, where its package is not installed."""
+    if config.model.attention != "flash_attention_2":
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
 
 
 @contextmanager
