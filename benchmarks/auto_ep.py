@@ -1,7 +1,7 @@
 """How much slower `ep: auto` is than the best ep by the planner's times: `python -m benchmarks.auto_ep`.
 
-Published models, device kinds and micro-batches, full fine-tuning and adapters. docs/parallelism.md has the result, beside
-that of the largest ep within a node. Some minutes; no GPU.
+Published models, device kinds and micro-batches, full fine-tuning and adapters. docs/parallelism.md has the result,
+beside that of the largest ep within a node. Some minutes; no GPU.
 """
 
 import json
@@ -66,9 +66,7 @@ def main() -> None:
         best = (min(each.speed.seconds for each in found) for found in jobs)
         more = sorted(rule(found).speed.seconds / least - 1 for found, least in zip(jobs, best, strict=True))
         mean, tenth = sum(more) / len(more), more[int(0.9 * len(more))]
-        print(
-            f"{name}: {len(jobs):,} jobs, {mean:.1%} slower in the mean, a tenth over {tenth:.1%}, at most {more[-1]:.0%}"
-        )
+        print(f"{name}: {len(jobs):,} jobs, mean {mean:.1%} slower, a tenth over {tenth:.1%}, at most {more[-1]:.0%}")
 
 
 if __name__ == "__main__":
