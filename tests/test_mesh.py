@@ -137,8 +137,8 @@ def test_auto_has_no_parts_of_nodes_and_says_why_it_is_that_ep(monkeypatch: pyte
     layout = resolve_layout(parallel, 16, 8, None, few)
     assert layout == Layout(fsdp=16, ep=8)  # two whole nodes
     assert ep_reason(parallel, replace(layout, ep=4), few) == (
-        "ep 4 of 1, 2, 4, 8 moves least: 1,500.0 MiB of experts and 300.0 MiB of rows a layer and micro-batch, on nodes "
-        "of 4 ranks"
+        "ep 4 of 1, 2, 4, 8 moves least: 1,500.0 MiB of experts and 300.0 MiB of rows a layer and micro-batch, on "
+        "nodes of 4 ranks"
     )
     assert resolve_layout(parallel, 12, 8, None, few).ep == 4
     assert resolve_layout(parallel, 12, 8, 6, few).ep == 2
