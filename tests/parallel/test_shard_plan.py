@@ -12,7 +12,7 @@ import expertmesh as em
 from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.model import plan_model
 from expertmesh.parallel.apply import shard_model
-from expertmesh.parallel.shard_plan import ShardOptions
+from expertmesh.parallel.shard_plan import ShardOptions, expert_traffic
 from expertmesh.state.stage_view import full_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -88,3 +88,12 @@ def test_an_ep_that_does_not_divide_the_experts_is_refused_though_the_mesh_knew_
     layout = resolve_layout(em.ParallelConfig(ep=4), 4)
     with refused("layout.ep-divides-experts", naming="6 experts"):
         plan_model(tiny_model("qwen3_moe", num_experts=6), layout, ShardOptions(FP32))
+
+
+@pytest.mark.parametrize("moe", [{"interleave": True}, {"dispatch": "deepep"}, {"dispatch": "all_gather"}])
+def test_auto_takes_no_ep_with_which_an_option_has_no_effect(moe: dict[str, Any]) -> None:
+    """A tiny model on a rank of millions of tokens: nothing but the option is against ep 1."""
+    for given, expected in (({}, 1), (moe, 2)):
+        options = ShardOptions(FP32, em.MoeConfig(aux_loss_coef=0.0, **given))
+        traffic = expert_traffic(tiny_model("qwen3_moe"), options, 2**24)
+        assert resolve_layout(em.ParallelConfig(), 4, 8, None, traffic).ep == expected

@@ -19,6 +19,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
 from expertmesh.distributed.layout import Layout
+from expertmesh.experts.dispatchers import deepep
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
 from expertmesh.parallel.checkpointing import (
     CheckpointedLayers,
@@ -225,12 +226,16 @@ def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> Expe
             expert += 2 * (elements * compute if kind is None else kind.bytes)
             expert += elements * reduce if parameter.requires_grad else 0
 
+    moe = options.moe
+
     def can_have(layout: Layout) -> bool:
         try:
-            dims = plan_expert_dims(model, anatomy, layout)
+            dims, dispatch = plan_expert_dims(model, anatomy, layout), choose_dispatch(moe, layout)
         except InputError:
             return False
-        return all(dims.get(name, 0) == 0 for name in formats)
+        # What the user has asked for needs rows that are sent, some of it a kernel.
+        asked = (layout.ep > 1 or moe.dispatch == "auto") and (dispatch != "deepep" or layout.ep in deepep.RANKS)
+        return asked and all(dims.get(name, 0) == 0 for name in formats)
 
     trips = 5 if options.activation_checkpointing == "full" else 4
     return ExpertTraffic(router, expert, spec.hidden_size * compute, tokens, trips, can_have)
