@@ -44,7 +44,7 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel.pp_virtual_stages": ("deepseek_v3", {"num_hidden_layers": 4}),
 }
 # What one process does without: it has nobody to send rows to.
-ALONE = ("moe.dispatch=", "moe.interleave=", "parallel.")
+ALONE = ("moe.dispatch=", "parallel.")
 PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
 
 

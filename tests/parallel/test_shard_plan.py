@@ -90,7 +90,7 @@ def test_an_ep_that_does_not_divide_the_experts_is_refused_though_the_mesh_knew_
         plan_model(tiny_model("qwen3_moe", num_experts=6), layout, ShardOptions(FP32))
 
 
-@pytest.mark.parametrize("moe", [{"interleave": True}, {"dispatch": "deepep"}, {"dispatch": "all_gather"}])
+@pytest.mark.parametrize("moe", [{"dispatch": "deepep"}, {"dispatch": "all_to_all"}])
 def test_auto_takes_no_ep_with_which_an_option_has_no_effect(moe: dict[str, Any]) -> None:
     """A tiny model on a rank of millions of tokens: nothing but the option is against ep 1."""
     for given, expected in (({}, 1), (moe, 2)):

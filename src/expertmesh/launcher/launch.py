@@ -210,7 +210,8 @@ def launch(
             try:
                 job = Job([], directory, requests, config.distributed.timeout_seconds)
                 code = _attempt([str(config_path), str(directory), *worker], job, meeting)
-                if (number := requests.forced or requests.requested) and not job.has_saved():
+                if code and not job.has_saved():
+                    number = requests.forced or requests.requested
                     at = job.ranks[0].progress.status() if job.ranks else None
                     tell(stopped_sentence(number, at, _run_of(config, options)), error=True)
                 return code
