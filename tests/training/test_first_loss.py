@@ -107,7 +107,7 @@ def test_steps_too_small_for_all_experts_and_losses_of_pairs_are_no_collapse() -
     assert not [line for _ in range(30) for line in pairs.lines(_report(grad_norm=0.0, skipped="no finite loss"))]
 
 
-def test_an_expert_that_takes_all_tokens_is_no_collapse_until_others_starve_after_warm_up() -> None:
+def test_routers_have_collapsed_when_experts_starve_after_warm_up() -> None:
     """As the demo's routers do: one becomes a shared expert, and while they spread many are without a token."""
     shared, early = Collapse(1000, LAYER, warmup=8, reports=10), Collapse(1000, LAYER, warmup=9, reports=10)
     assert not [line for _ in range(60) for line in shared.lines(_report(load=16.0, dead=31))]

@@ -118,7 +118,7 @@ def test_a_changed_setting_is_said_under_each_name_that_readers_know(
     assert json.loads(config_files(model, None)["config.json"]) == json.loads(file.read_text()) | said
 
 
-def test_a_changed_setting_of_the_text_model_is_said_where_the_base_says_it(tmp_path: Path) -> None:
+def test_a_changed_setting_is_said_where_the_base_says_it(tmp_path: Path) -> None:
     file = next(file for file in PUBLISHED if "3.5" in file.stem)
     model, expected = _model(tmp_path, file.read_text()), json.loads(file.read_text())
     model.config.text_config.router_aux_loss_coef = 0.5
