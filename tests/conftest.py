@@ -5,6 +5,7 @@
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,3 +52,14 @@ def _log_as_it_was() -> Iterator[None]:
     yield
     log.handlers, log.propagate = before[:2]
     log.setLevel(before[2])
+
+
+@pytest.fixture
+def cache_of_model_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give transformers a cache of the test's own for code that models bring; it imports from there."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)

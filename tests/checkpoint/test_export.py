@@ -4,14 +4,13 @@ import errno
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import expertmesh as em
 from expertmesh.config.errors import IntegrityError, SecurityError
@@ -148,11 +147,7 @@ def test_tensors_that_the_model_leaves_out_are_copied_from_where_they_are_or_sai
     assert not report.kept
 
 
-def test_code_of_the_model_s_own_runs_only_with_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        monkeypatch.delitem(sys.modules, name)
+def test_code_of_the_model_s_own_runs_only_with_the_flag(tmp_path: Path, cache_of_model_code: None) -> None:
     write_list_model(tmp_path / "source")
     run_ranks(_load_and_write, 2, tmp_path / "source", 2, tmp_path, True)
     with refused("model.remote-code"):

@@ -24,6 +24,8 @@ from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import _rows, padded, whole, worst
 
+pytestmark = pytest.mark.usefixtures("cache_of_model_code")
+
 
 def _train_step(model: Any, optimizer: Any) -> None:
     mesh = mesh_of(model)

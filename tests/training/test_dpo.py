@@ -20,7 +20,6 @@ from expertmesh.step import loss as loss_module
 from expertmesh.step.objective import Dpo
 from expertmesh.training import objective
 from expertmesh.training.reporting.first_loss import first_dpo_loss_lines
-from expertmesh.training.resume import config_differences
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused, refused_on_ranks
@@ -180,13 +179,6 @@ def test_what_a_preference_run_cannot_have_is_refused_before_weights_are_read(in
     noisy = write_inputs(tmp_path / "noisy", attention_dropout=0.1)
     with refused("model.noise-in-training", naming="attention_dropout 0.1"):
         preflight(preference_config(noisy, tmp_path / "run"), 1)
-
-
-def test_a_run_from_before_there_were_objectives_goes_on_as_what_it_was() -> None:
-    known = {"train.seed": 1}
-    assert config_differences(known, known | {"objective.name": "sft", "data.format": "auto"}) == ({}, [])
-    forbidden, _ = config_differences(known, known | {"objective.name": "dpo", "data.format": "auto"})
-    assert forbidden == {"objective.name": "objective.name was sft and is dpo"}
 
 
 def test_a_batch_without_a_reference_is_refused() -> None:

@@ -244,7 +244,7 @@ def test_fewer_steps_than_max_steps_are_said(inputs: Path, tmp_path: Path, capfd
         (["data.train.0.path=./absent.jsonl"], 1, "absent.jsonl does not exist"),
         (["model.name_or_path=/nowhere/model"], 1, "/nowhere/model"),
         (["moe.compute=grouped_mm", "precision={params: float64, compute: float64, reduce: float64}"], 1, "float64"),
-        (["moe.dispatch=hierarchical"], 2, "ep 2 is not several whole nodes"),
+        (["moe.dispatch=hierarchical"], 2, "ep 1 is not several whole nodes"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_rank_starts(

@@ -60,13 +60,18 @@ JOBS = {
     "adapters": Job(
         "qwen3_moe",
         2,
-        ("lora={r: 4, dropout: 0.1, targets: [attention, experts, router]}",),
+        ("parallel.ep=2", "lora={r: 4, dropout: 0.1, targets: [attention, experts, router]}"),
         {"ep 2 = ep 4", "saved model in plain transformers"},
     ),
     "adapters on experts in 4 bits": Job(
         "qwen3_moe",
         2,
-        ("lora={r: 4, targets: [attention, experts]}", "precision.frozen=nvfp4", "precision.compute=bfloat16"),
+        (
+            "parallel.ep=2",
+            "lora={r: 4, targets: [attention, experts]}",
+            "precision.frozen=nvfp4",
+            "precision.compute=bfloat16",
+        ),
         {"ep 2 = ep 4", "saved model in plain transformers"},
         self_test=True,
     ),

@@ -167,6 +167,6 @@ def test_the_layout_is_the_one_that_training_chooses(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = run_config(inputs / "qwen3_moe", inputs / "out", "parallel.ep=auto")
     setup = set_up(config, VerifyOptions(layers=layers), 4)
-    assert setup.layout == Layout(fsdp=4, ep=2) == preflight(config, 4).layout
+    assert setup.layout == Layout(fsdp=4, ep=1) == preflight(config, 4).layout
     assert setup.config.parallel == explicit(setup.layout)  # the job that is built
     assert setup.layers == (layers or 2, 2)

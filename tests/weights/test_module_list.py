@@ -1,6 +1,5 @@
 """Models whose experts are a list of MLPs: fused in memory, trained exactly, and back on disk as they were."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers import AutoModelForCausalLM
 
 import expertmesh as em
 from expertmesh.anatomy import describe
@@ -27,13 +26,7 @@ ROWS, LEARNING_RATE, STEPS = 4, 0.5, 2
 FP64 = em.PrecisionConfig(params="float64", compute="float64", reduce="float64")
 
 
-@pytest.fixture(autouse=True)
-def _code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers imports a model's own code from a cache; not from the user's here."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        monkeypatch.delitem(sys.modules, name)
+pytestmark = pytest.mark.usefixtures("cache_of_model_code")
 
 
 def _meta(directory: Path) -> Any:

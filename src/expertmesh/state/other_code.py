@@ -116,7 +116,7 @@ def refuse_media_on_some_ranks(model: nn.Module, batches: Sequence[Mapping[str, 
     Every rank calls it; one all-reduce of two integers on the default group, and a wait for it, of models with a tower.
     """
     config: Any = model.config
-    if mesh_of(model).layout.data_ranks == 1 or config.get_text_config() is config:
+    if config.get_text_config() is config or mesh_of(model).layout.data_ranks == 1:
         return
     media = [media_in(batch) for batch in batches]
     own = zlib.crc32(repr(media).encode())

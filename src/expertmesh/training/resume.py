@@ -227,11 +227,14 @@ def date_of(start: Path | None) -> datetime.date | None:
     """The date that chat templates write: that of the first start of the run whose checkpoint this is; None for a run
     that starts anew.
 
-    Reads the checkpoint's state: call it on one rank. Raises `IntegrityError` for a state that is none of a run.
+    Reads the checkpoint's state: call it on one rank. Of a checkpoint that no run has written, which `check_start`
+    refuses, it is today.
     """
     if start is None:
         return None
     saved = read_state_file(start, read_manifest(start)).state
+    if "identity" not in saved:
+        return datetime.date.today()
     try:
         return datetime.date.fromisoformat(saved["identity"]["date"])
     except (KeyError, TypeError, ValueError) as error:
