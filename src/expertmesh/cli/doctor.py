@@ -91,7 +91,7 @@ def run(output: str, as_json: bool = False) -> int:
 
 
 def packages() -> Finding:
-    """What is installed of what expertmesh needs or can use, against the versions that it is tested with."""
+    """Compare the installed packages with the versions that expertmesh is tested with."""
     lines, faults = [f"{name} {number}" for name, number in versions().items()], []
     python = SpecifierSet(metadata("expertmesh")["Requires-Python"])
     if not python.contains(versions()["python"], prereleases=True):
@@ -180,7 +180,7 @@ def without_secrets(text: str) -> str:
 
 
 def disk(directory: Path) -> Finding:
-    """Whether checkpoints can be published and a run be locked in `directory`. Leaves nothing there."""
+    """Try to publish a checkpoint and to lock a run in `directory`. Leaves nothing there."""
     while not directory.exists():
         directory = directory.parent
     free, faults, works = shutil.disk_usage(directory).free, [], []
@@ -200,7 +200,7 @@ def disk(directory: Path) -> Finding:
 
 
 def hub() -> Finding:
-    """Whether models can be downloaded. Who works offline needs no hub."""
+    """Ask the hub whether models can be downloaded. Who works offline needs none."""
     cache, token = Path(constants.HF_HUB_CACHE), "a token is set" if get_token() else "no token"
     faults: tuple[str, ...] = ()
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
@@ -221,7 +221,7 @@ def hub() -> Finding:
 
 
 def _publish(scratch: Path) -> str | None:
-    """What a checkpoint needs: files synced, a directory renamed over an empty one."""
+    """Do what a checkpoint needs: sync files, rename a directory over an empty one."""
     try:
         (scratch / "new").mkdir()
         (scratch / "new" / "file").write_bytes(b"content")
@@ -235,7 +235,7 @@ def _publish(scratch: Path) -> str | None:
 
 
 def _lock(scratch: Path) -> str | None:
-    """What keeps two runs out of one output_dir."""
+    """Try what keeps two runs out of one output_dir."""
     try:
         with RunLock(scratch):
             try:
