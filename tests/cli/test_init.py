@@ -199,3 +199,9 @@ def test_mistakes_in_the_data_are_said_before_anything_is_written(
     assert main(["init", str(large), "--data", rows(tmp_path, content), "--devices", "8 h100"]) == 2
     assert says in capsys.readouterr().err
     assert not list(Path().glob("*.yaml"))
+
+
+def test_an_axis_that_is_given_leaves_ep_to_the_rule(tmp_path: Path, data: str) -> None:
+    write_inputs(tmp_path)
+    parallel = written("model", "--data", data, "--devices", "1x4 h100", "parallel.tp=2").parallel
+    assert (parallel.tp, parallel.fsdp, parallel.ep) == (2, 2, 1)

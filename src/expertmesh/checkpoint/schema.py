@@ -113,8 +113,8 @@ class TensorEntry(Strict):
 
 
 class Manifest(Strict):
-    """What manifest.json holds. `model` and `optimizer` map tensor names to dtype, shape and tiling; `trained` are the
-    parameters that the optimizer updates.
+    """The content of manifest.json. `model` and `optimizer` map tensor names to dtype, shape and tiling; `trained` are
+    the parameters that the optimizer updates.
     """
 
     format: Literal["expertmesh-checkpoint"] = "expertmesh-checkpoint"

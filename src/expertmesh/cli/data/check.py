@@ -72,7 +72,7 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
 
 
 def note_lines(notes: Sequence[ExpertmeshError]) -> Iterator[str]:
-    """What stops `train` here and would not with another machine or `output_dir`."""
+    """Say what stops `train` here and would not with another machine or `output_dir`."""
     return (f"note: train would stop here: {note}" for note in notes)
 
 
@@ -110,8 +110,8 @@ def checked_here(config: Config, nproc: int | None = None, notes: list[Expertmes
 
 
 def _here(nproc: int | None) -> tuple[int, int | None]:
-    """How many ranks `train` would start here, with --nproc `nproc` if this machine can have so many, and how many of
-    them on this machine.
+    """Count the ranks that `train` would start here, with --nproc `nproc` if this machine can have so many, and those of
+    them that are on this machine.
     """
     return (nproc, nproc) if nproc is not None and has_room_for(nproc) else job_size()
 

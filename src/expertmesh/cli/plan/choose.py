@@ -1,5 +1,5 @@
-"""How `expertmesh init` would train a model on these devices: all weights, or adapters, by what the planner fits; and
-how much an optimizer step takes of the data.
+"""Choose how `expertmesh init` trains a model on these devices: all weights, or adapters, by what the planner fits;
+and how much an optimizer step takes of the data.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ _LENGTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the command line sets: `given` the keys alone, `config` with the defaults of all others."""
+    """Settings of the command line: `given` the keys alone, `config` with the defaults of all others."""
 
     given: Mapping[str, Any]
     config: Config
@@ -42,7 +42,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How the data are cut into steps."""
+    """The cut of the data into steps."""
 
     length: int
     """Tokens of a row, at most."""
@@ -51,7 +51,7 @@ class Sizes:
     """Sequences, or pairs, of a step."""
     epochs: int
     steps: int | None
-    """Of an epoch; None where nobody has counted the data."""
+    """Optimizer steps of an epoch; None where nobody has counted the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devic
             passed_over.append(f"{way}: {error}")
             continue
         if fixed is not None:
-            resolve_layout(fixed, devices.count, job.model.anatomy.num_experts, devices.per_node)
+            experts, traffic = job.model.anatomy.num_experts, job.model.traffic
+            resolve_layout(fixed, devices.count, experts, devices.per_node, traffic)
         found = plan(job, fixed=fixed)
         best = found.best if wishes.config.objective.name == "sft" else next(_of_pairs(found), None)
         if best is not None:

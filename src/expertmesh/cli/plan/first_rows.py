@@ -1,4 +1,4 @@
-"""What the first rows of a data source are, through the tokenizer's template: what `expertmesh init` knows of the data.
+"""Look at the first rows of a data source through the tokenizer's template: all that `expertmesh init` knows of it.
 
 A few rows take a moment and show nearly every mistake; `expertmesh check` reads all of them.
 """
