@@ -110,8 +110,8 @@ def checked_here(config: Config, nproc: int | None = None, notes: list[Expertmes
 
 
 def _here(nproc: int | None) -> tuple[int, int | None]:
-    """Count the ranks that `train` would start here, with --nproc `nproc` if this machine can have so many, and those of
-    them that are on this machine.
+    """Count the ranks that `train` would start here, with --nproc `nproc` if this machine can have so many, and those
+    of them that are on this machine.
     """
     return (nproc, nproc) if nproc is not None and has_room_for(nproc) else job_size()
 
