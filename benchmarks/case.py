@@ -86,15 +86,22 @@ def write_checkpoint(case: Case, directory: Path, max_shard_size: str = "50GB") 
 
     Every system loads this one directory, so equal losses and gradient norms show that they compute the same thing.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    torch.manual_seed(0)
-    auto: Any = AutoModelForCausalLM
-    model = auto.from_config(qwen3_moe_config(case), dtype=getattr(torch, case.params))
+    model = random_model(case, torch.device("cpu"))
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return dataclasses.replace(case, checkpoint=str(directory))
+
+
+def random_model(case: Case, device: torch.device) -> Any:
+    """transformers' model of `case`, the same at every call; made on `device`, where that is faster than on a host."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    with device:
+        return auto.from_config(qwen3_moe_config(case), dtype=getattr(torch, case.params)).train()
 
 
 def qwen3_moe_config(case: Case) -> Any:

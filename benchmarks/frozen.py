@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
 import expertmesh as em
-from benchmarks.case import Case, input_ids, qwen3_moe_config
+from benchmarks.case import Case, input_ids, random_model
 from benchmarks.probes import alternating, median, seconds_of
 from benchmarks.result import markdown
 from benchmarks.systems import SETTINGS
@@ -88,7 +87,7 @@ def _seconds(case: Case, mesh: Mesh, lora: em.LoraConfig, repeats: int) -> dict[
 def build(case: Case, mesh: Mesh, lora: em.LoraConfig, frozen: str | None) -> tuple[Callable[[], None], Any]:
     """An optimizer step of a random model with adapters, and the model."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(qwen3_moe_config(case), dtype=torch.bfloat16).train()
+    model = random_model(dataclasses.replace(case, params="bfloat16"), mesh.device)
     em.parallelize(
         model,
         mesh,

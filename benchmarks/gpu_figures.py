@@ -10,18 +10,16 @@ import dataclasses
 import gc
 import importlib.util
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM
 
 import expertmesh as em
 from benchmarks import frozen, layer, lora
-from benchmarks.case import Case, LayerCase, Shape, input_ids, qwen3_moe_config
+from benchmarks.case import Case, LayerCase, Shape, input_ids, qwen3_moe_config, random_model
 from benchmarks.gpu import Row
 from benchmarks.gpu_stage import Run, Stage, start_one_rank
 from benchmarks.probes import median, peak_bytes, seconds_of, synchronize
@@ -43,6 +41,8 @@ STEP = Case(
     tokens=8192, sequence=4096, compute="bfloat16", params="float32", layers=2, hidden=2048, experts=128,
     expert_width=768, vocabulary=32768, heads=32, head_dim=128,
 )  # fmt: skip
+# Of an optimizer; its loss, on the device.
+Step = Callable[[], torch.Tensor]
 PEERS = ("liger_kernel", "sonicmoe", "nccl_extensions", "deep_ep", "flash_attn")
 
 
@@ -174,83 +174,167 @@ def _planned_and_measured(run: Run, case: Case, mode: Any, adapters: em.LoraConf
         figures = figures_of(config, length=length, precision=precision, lora=adapters, packed=False)
         found = evaluate(Job(figures, devices, rows), Layout(), mode, Batch(rows, 1))
         row = {"planned_bytes": found.memory.total - found.memory.overhead, "planned_seconds": found.speed.seconds}
-    step = _step(run, case, precision, mode, adapters)
-    step()
-    if run.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        row |= {
-            "allocated_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
-        }
-    row["seconds"] = median([seconds_of(step, run.device) for _ in range(run.pick(5, 1))])
-    return row
+    # What adapters leave frozen is kept in the compute dtype, as `load_model` does.
+    built = case if adapters is None else dataclasses.replace(case, params="bfloat16")
+    step = _ours(run, built, em.ParallelConfig(ep=1), precision, mode, adapters)
+    return row | _measured(run, step, run.pick(5, 1))
 
 
 def of_step(run: Run) -> Iterator[Row]:
-    """Steps of as many layers as fit: tokens a second, and the share of it that the host would need alone."""
+    """Steps of as many layers as fit, beside transformers' own: both hold the same weights, and lose the same."""
     start_one_rank(run)
     case = dataclasses.replace(run.pick(STEP, _small()), layers=run.pick(4, 2), params="bfloat16")
     precision = em.PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="float32")
-    step = _step(run, case, precision, "selective", None)
+    systems: dict[str, Callable[[], Step]] = {
+        "transformers": partial(_transformers, run, case, recomputed=False),
+        "ours": partial(_ours, run, case, em.ParallelConfig(ep=1), precision, "none"),
+        "ours, selective": partial(_ours, run, case, em.ParallelConfig(ep=1), precision, "selective"),
+    }
+    yield from _beside(run, case, systems, run.pick(7, 1))
+
+
+def of_whole(run: Run) -> Iterator[Row]:
+    """A LoRA step of all of Qwen3-30B-A3B on one device, beside transformers with PEFT; random weights."""
+    start_one_rank(run)
+    case = dataclasses.replace(run.pick(STEP, _small()), layers=run.pick(48, 2), params="bfloat16")
+    case = dataclasses.replace(case, vocabulary=run.pick(151936, case.vocabulary))
+    adapters = em.LoraConfig(r=16, targets=("attention", "experts"))
+    for tokens in run.pick((4096, 16384), (case.tokens,)):
+        each = dataclasses.replace(case, tokens=tokens)
+        systems: dict[str, Callable[[], Step]] = {
+            "ours": partial(_ours, run, each, em.ParallelConfig(ep=1), em.PrecisionConfig(), "full", adapters),
+            "transformers and PEFT": partial(_transformers, run, each, recomputed=True, adapters=adapters),
+        }
+        yield from _beside(run, each, systems, run.pick(3, 1))
+
+
+def _beside(run: Run, case: Case, systems: dict[str, Callable[[], Step]], times: int) -> Iterator[Row]:
+    """Each of `systems`, one after the other, since not all fit at once; that their losses agree after two updates."""
+    losses: dict[str, float] = {}
+    for name, build in systems.items():
+        row: Row = {"system": name, "layers": case.layers, "tokens": case.tokens}
+        try:
+            step = build()
+            losses[name] = float([step() for _ in range(3)][-1])
+            measured = _measured(run, step, times)
+            yield row | {"loss": losses[name], **measured, "tokens_per_second": case.tokens / measured["seconds"]}
+        except torch.OutOfMemoryError as problem:
+            yield row | {"out_of_memory": str(problem).partition(". ")[0]}
+        step = build = None  # type: ignore[assignment]
+        _forget(run)
+    yield {"case": "losses agree", **losses, "ok": max(losses.values()) <= 1.01 * min(losses.values())}
+
+
+def _measured(run: Run, step: Step, times: int) -> Row:
+    """Of a step: its peak, median seconds, and how long the host takes to launch it."""
     step()
-    seconds = median([seconds_of(step, run.device) for _ in range(run.pick(7, 1))])
-    launched = []
-    for _ in range(run.pick(5, 1)):
+    row: Row = {}
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        row = {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+    row["seconds"] = median([seconds_of(step, run.device) for _ in range(times)])
+    launching = []
+    for _ in range(times):
         synchronize(run.device)
         start = time.perf_counter()
         step()
-        launched.append(time.perf_counter() - start)
-    yield {
-        "layers": case.layers, "tokens": case.tokens, "seconds": seconds, "tokens_per_second": case.tokens / seconds,
-        "host_seconds": median(launched),
-    }  # fmt: skip
+        launching.append(time.perf_counter() - start)
+    return row | {"host_seconds": median(launching)}
 
 
 def of_profile(run: Run) -> Iterator[Row]:
-    """Device time of one layer by kernel, launches, and how long the device has nothing to do; a trace in --out."""
+    """Device time by kernel, launches, and how long the device is busy: of one layer's experts, and of a step of two
+    layers; a trace of the former in --out.
+    """
+    start_one_rank(run)
     shape = run.pick(Shape(), SMALL["tiny"])
     weights = layer.make_weights(shape, run.device, torch.bfloat16)
     ours = layer.TRITON if layer.TRITON in layer.systems_on(run.device) else "expertmesh_grouped_mm"
     experts = layer.SYSTEMS[ours](shape, weights)
     inputs = layer.make_inputs(shape, run.pick(8192, 64), "real", run.device, torch.bfloat16)
+    yield from _kernels(run, "layer", lambda: layer.forward_backward(experts, inputs, weights), "layer_trace.json")
+    case = run.pick(STEP, _small())
+    precision = em.PrecisionConfig(params=case.params, compute="bfloat16", reduce="float32")  # type: ignore[arg-type]
+    yield from _kernels(run, "step", _ours(run, case, em.ParallelConfig(ep=1), precision, "none"))
+
+
+def _kernels(run: Run, name: str, call: Callable[[], object], trace: str | None = None) -> Iterator[Row]:
     for _ in range(3):
-        layer.forward_backward(experts, inputs, weights)
+        call()
     on_cuda, times = run.device.type == "cuda", 5
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
         for _ in range(times):
-            layer.forward_backward(experts, inputs, weights)
+            call()
         synchronize(run.device)
-    spent: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    spent: dict[str, tuple[float, float]] = {}
     for event in profiler.key_averages():
+        # An operation's device time is that of its kernels, which are events themselves; so are ranges with a name.
+        if on_cuda and (event.device_type.name != "CUDA" or event.is_user_annotation):
+            continue
         microseconds = event.self_device_time_total if on_cuda else event.self_cpu_time_total
         if microseconds:
-            spent[event.key[:80]][0] += event.count / times
-            spent[event.key[:80]][1] += microseconds / times
+            spent[event.key] = event.count / times, microseconds / times
     busy = sum(microseconds for _, microseconds in spent.values()) / 1e6
-    seconds = _seconds(run, lambda: layer.forward_backward(experts, inputs, weights))
-    yield {"seconds": seconds, "device_busy_seconds": busy, "launches": sum(count for count, _ in spent.values())}
-    for kernel, (count, microseconds) in sorted(spent.items(), key=lambda each: -each[1][1])[:25]:
-        yield {"kernel": kernel, "launches": count, "us": microseconds}
-    profiler.export_chrome_trace(str(run.out / "layer_trace.json"))
+    seconds = _seconds(run, call)
+    launches = sum(count for count, _ in spent.values())
+    yield {"of": name, "seconds": seconds, "device_busy_seconds": busy, "launches": launches}
+    for kernel, (count, microseconds) in sorted(spent.items(), key=lambda each: -each[1][1])[:30]:
+        yield {"of": name, "kernel": kernel[:160], "launches": count, "us": microseconds}
+    if trace is not None:
+        profiler.export_chrome_trace(str(run.out / trace))
 
 
-def _step(run: Run, case: Case, precision: Any, mode: Any, adapters: em.LoraConfig | None) -> Callable[[], None]:
-    """An optimizer step of a random model of `case`."""
-    torch.manual_seed(0)
-    auto: Any = AutoModelForCausalLM
-    model = auto.from_config(qwen3_moe_config(case), dtype=getattr(torch, case.params)).train()
-    mesh = em.init_mesh(em.ParallelConfig(ep=1), device=run.device)
+def _ours(
+    run: Run, case: Case, parallel: em.ParallelConfig, precision: Any, mode: Any, adapters: em.LoraConfig | None = None
+) -> Step:
+    """An optimizer step of a random model of `case`, which returns its loss."""
+    model = random_model(case, run.device)
+    mesh = em.init_mesh(parallel, device=run.device)
     em.parallelize(model, mesh, precision=precision, activation_checkpointing=mode, lora=adapters)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    ids = input_ids(case, 0).to(run.device)
+    targets = em.count_targets(ids)
+
+    def loss() -> torch.Tensor:
+        return em.forward_backward(model, [{"input_ids": ids, "labels": ids}], target_tokens=targets).loss
+
+    return _updating(model, loss, partial(em.clip_grad_norm_, model, 1.0))
+
+
+def _transformers(run: Run, case: Case, recomputed: bool, adapters: em.LoraConfig | None = None) -> Step:
+    """The same by transformers' model alone, adapted by PEFT; `recomputed`: with its gradient checkpointing."""
+    model = random_model(case, run.device)
+    model.set_experts_implementation("grouped_mm")
+    if adapters is not None:
+        from peft import LoraConfig, get_peft_model
+
+        lora_config = LoraConfig(
+            r=adapters.r, lora_alpha=adapters.alpha, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        )  # fmt: skip
+        model.enable_input_require_grads()
+        model = get_peft_model(model, lora_config, autocast_adapter_dtype=False)
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = input_ids(case, 0).to(run.device)
 
-    def step() -> None:
-        em.forward_backward(model, [{"input_ids": ids, "labels": ids}], target_tokens=em.count_targets(ids))
-        em.clip_grad_norm_(model, 1.0)
+    def loss() -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        found.backward()
+        return found.detach()
+
+    return _updating(model, loss, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def _updating(model: Any, loss: Step, clip: Callable[[], object]) -> Step:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+
+    def step() -> torch.Tensor:
+        found = loss()
+        clip()
         optimizer.step()
         optimizer.zero_grad()
+        return found
 
     return step
 
@@ -280,5 +364,5 @@ def _forget(run: Run) -> None:
 
 STAGES: dict[str, Stage] = {
     "ceilings": of_ceilings, "layer_bench": of_layer_bench, "lora_bench": of_lora_bench,
-    "frozen_bench": of_frozen_bench, "memory": of_memory, "step": of_step, "profile": of_profile,
+    "frozen_bench": of_frozen_bench, "memory": of_memory, "step": of_step, "whole": of_whole, "profile": of_profile,
 }  # fmt: skip

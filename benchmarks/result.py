@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from expertmesh import __version__
 from expertmesh.training.reporting.machine import device_name
 
 
@@ -52,7 +53,10 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("expertmesh", "torch", "transformers", "accelerate", "peft")},
+        "versions": {
+            "expertmesh": __version__,
+            **{name: _version(name) for name in ("torch", "transformers", "accelerate", "peft")},
+        },
     }
 
 

@@ -9,12 +9,12 @@ import hashlib
 import platform
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import transformers
 
+from expertmesh import __version__
 from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST
 from expertmesh.checkpoint.part import ListedTensor, Note, SharedBox, note_path, read_fingerprints, read_note
 from expertmesh.checkpoint.schema import KINDS, FileEntry, Manifest, TensorEntry, Tiling
@@ -136,7 +136,7 @@ def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
         world_size=job.world_size,
         layout=job.layout,
         versions={
-            "expertmesh": version("expertmesh"),
+            "expertmesh": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),

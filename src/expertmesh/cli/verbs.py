@@ -9,13 +9,13 @@ import importlib
 import inspect as signatures
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer import Argument, Option
 
+from expertmesh import __version__
 from expertmesh.cli.options import (
     DEFAULT_SHARD_SIZE,
     DTYPE,
@@ -92,7 +92,7 @@ def call(module: str, *arguments: object) -> int:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"expertmesh {version('expertmesh')}")
+        print(f"expertmesh {__version__}")
         raise typer.Exit
 
 

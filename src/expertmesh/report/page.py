@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
@@ -23,6 +22,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from expertmesh import __version__
 from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import duration
@@ -98,7 +98,7 @@ def _filled(template: str, **content: Any) -> str:
             script=Markup(script),
             script_hash=digest,
             written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-            version=version("expertmesh"),
+            version=__version__,
             **content,
         )
     )

@@ -10,13 +10,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 
+from expertmesh import __version__
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
@@ -123,7 +124,7 @@ def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
         "objective": config.objective.name,
         "only": list(options.only),
         "notes": list(setup.notes),
-        "versions": {name: version(name) for name in ("expertmesh", "torch", "transformers")},
+        "versions": {"expertmesh": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
 
 

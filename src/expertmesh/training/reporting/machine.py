@@ -4,13 +4,13 @@ import os
 import platform
 import socket
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
 
+from expertmesh import __version__
 from expertmesh.distributed.mesh import current_device
 
 
@@ -27,7 +27,7 @@ def machine_lines(output_dir: str) -> Iterator[str]:
 def versions() -> dict[str, str]:
     """Of what decides what a run computes."""
     return {
-        "expertmesh": version("expertmesh"),
+        "expertmesh": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
