@@ -11,6 +11,7 @@ from expertmesh.config import Config, load_config
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.verification.options import VerifyOptions
+from expertmesh.verification.setup import set_up
 from tests.training.tiny_run import run_config, write_inputs
 
 
@@ -61,6 +62,7 @@ def test_a_model_alone_is_verified_on_random_tokens(inputs: Path, started: list[
     asked = VerifyOptions.load(options.arguments)
     assert asked.random_data
     assert asked.report is None
+    assert "token ids are random: no data was named" in set_up(config, asked, 4).notes
 
 
 def test_stages_get_micro_batches_to_pass_on(inputs: Path, started: list[tuple[Config, RunOptions]]) -> None:

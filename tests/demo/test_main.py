@@ -77,8 +77,11 @@ def test_the_demo_fails_unless_the_loss_fell_by_a_third(
     assert demo.show(tmp_path, run) == code
 
 
+@pytest.mark.parametrize(("accelerators", "ranks"), [(0, 2), (1, 1), (8, 2)])
 @pytest.mark.usefixtures("few_samples")
-def test_the_trainers_exit_code_is_the_demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainers_exit_code_is_the_demos_on_any_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerators: int, ranks: int
+) -> None:
     started: list[list[str]] = []
 
     class Failed:
@@ -89,6 +92,8 @@ def test_the_trainers_exit_code_is_the_demos(tmp_path: Path, monkeypatch: pytest
         return Failed()
 
     monkeypatch.setattr(demo.subprocess, "run", start)
+    monkeypatch.setattr("expertmesh.launcher.launch._accelerators", lambda: accelerators)
     assert demo.run(tmp_path) == 5
     assert started[0][1:4] == ["-m", "expertmesh", "train"]
-    assert started[0][-2:] == ["--nproc", "2"]
+    assert started[0][-2:] == ["--nproc", str(ranks)]
+    assert load_config(tmp_path / "config.yaml").parallel.ep == ranks

@@ -1,4 +1,5 @@
-"""`expertmesh demo [--output DIR]`: build a small MoE model and data, train it on 2 ranks, compare.
+"""`expertmesh demo [--output DIR]`: build a small MoE model and data, train it on 2 ranks, or on the one
+accelerator that is there, compare.
 
 For a first look at expertmesh on any machine, without downloads. Inputs that an earlier demo left complete
 are used again; every run gets a directory of its own and nothing is deleted. Training goes through the public
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.demo.dataset import Sample, stdlib_samples, write_dataset
+from expertmesh.launcher.launch import local_ranks
 
 RANKS = 2
 MAX_LENGTH = 512
@@ -27,7 +29,7 @@ NEEDED_FALL = 1 / 3
 PROMPTS = ("What does `os.path.join` do?", "What does `shutil.copytree` do?", "What is `pathlib.PurePath`?")
 
 CONFIG = """\
-# Written by `expertmesh demo`. Train on it with `expertmesh train CONFIG --nproc 2`.
+# Written by `expertmesh demo`. Train on it with `expertmesh train CONFIG --nproc {ranks}`.
 model:
   name_or_path: {model}
 precision:
@@ -42,23 +44,24 @@ data:
 optim: {{name: adamw, learning_rate: 3.0e-3, max_grad_norm: 1.0}}
 schedule: {{name: cosine, warmup_ratio: 0.05}}
 train: {{global_batch_size: 4, micro_batch_size: 2, num_epochs: 3, seed: 42}}
-parallel: {{ep: 2}}         # each rank holds half of the experts
+parallel: {{ep: {ranks}}}         # each rank holds an equal share of the experts
 output_dir: {run}
 """
 
 
 def run(root: Path) -> int:
     """Run the demo in the directory `root`; returns the exit code."""
-    config = build_inputs(root)
+    ranks = min(RANKS, local_ranks(None))
+    config = build_inputs(root, ranks)
     output = fresh_run(root)
-    command = ["train", str(config), f"output_dir={output}", "--nproc", str(RANKS)]
+    command = ["train", str(config), f"output_dir={output}", "--nproc", str(ranks)]
     print(f"\n$ expertmesh {' '.join(command)}", flush=True)
     code = subprocess.run([sys.executable, "-m", "expertmesh", *command], check=False).returncode
     return code or show(root, output)
 
 
-def build_inputs(root: Path) -> Path:
-    """Make data, tokenizer, model and config under `root` unless they are there; returns the config's path.
+def build_inputs(root: Path, ranks: int = RANKS) -> Path:
+    """Make data, tokenizer, model and config for `ranks` under `root` unless they are there; returns the config's path.
 
     `inputs.json` is written last: where it matches this Python, everything before it is complete.
     """
@@ -67,7 +70,7 @@ def build_inputs(root: Path) -> Path:
     data.mkdir(parents=True, exist_ok=True)
     paths = {"model": model, "train": train, "evaluation": evaluation, "run": root / "run"}
     quoted = {name: _yaml_text(str(path)) for name, path in paths.items()}
-    config.write_text(CONFIG.format(max_length=MAX_LENGTH, **quoted), encoding="utf-8")
+    config.write_text(CONFIG.format(max_length=MAX_LENGTH, ranks=ranks, **quoted), encoding="utf-8")
     expected = json.dumps({"python": platform.python_version(), "max_length": MAX_LENGTH, "version": 1})
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == expected:
         print(f"using the data and the model of an earlier demo in {root}")

@@ -73,7 +73,7 @@ class Setup:
 def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     """Read config.json, headers, tokenizer and data, and decide. Raises `InputError` for whatever cannot work."""
     config, notes = _without_chance(config)
-    refuse_config(config)
+    refuse_config(config, names_data=not options.random_data)
     model_config, directory = read_model_config(
         config.model.name_or_path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )

@@ -47,7 +47,8 @@ def preflight(
     hub repository are not downloaded. Of weights only config.json is read; for their headers see `refuse_weights`. What
     another machine or `output_dir` mends is put into `notes`, if there are any.
     """
-    _refuse_paths(config)
+    _refuse_output_url(config)
+    _refuse_data(config)
     with _noted(notes):
         refuse_output_dir(config)
     here = _without_flash_attention(config)
@@ -106,9 +107,11 @@ def refuse_weights(checked: Checked) -> None:
         plan_load(checked.model, files)
 
 
-def refuse_config(config: Config) -> None:
+def refuse_config(config: Config, *, names_data: bool = True) -> None:
     """Refuse what a look at the machine tells, without the model: files and packages that are not there."""
-    _refuse_paths(config)
+    _refuse_output_url(config)
+    if names_data:
+        _refuse_data(config)
     _refuse_machine(config)
 
 
@@ -137,13 +140,16 @@ def refuse_disk(config: Config, model: nn.Module) -> int:
     return checkpoint
 
 
-def _refuse_paths(config: Config) -> None:
+def _refuse_output_url(config: Config) -> None:
     if is_url(config.output_dir):
         raise InputError(
             f"output_dir {config.output_dir}: a run lives on a disk; choose a directory, and set checkpoint.remote to "
             "the URL, which gets its checkpoints and its result",
             key="storage.unsupported-url",
         )
+
+
+def _refuse_data(config: Config) -> None:
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for index, source in enumerate(sources):
             try:
