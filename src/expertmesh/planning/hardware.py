@@ -25,8 +25,8 @@ class Efficiency(Section):
     products: float = Field(default=0.65, gt=0, le=1)
     """Dense matrix products in bf16: large ones of the published H100 runs reach 0.6 to 0.75."""
     experts: float = Field(default=0.45, gt=0, le=1)
-    """Grouped products alone: of a layer of Qwen3-30B's shape they reach 544 of 989 TFLOP/s on an H100 (`make gpu`), and
-    less with fewer rows for each expert. What is moved around them counts as memory."""
+    """Grouped products alone: in a layer of Qwen3-30B's shape 544 of 989 TFLOP/s on an H100 (`make gpu`), and less
+    with fewer rows for each expert. What is moved around them counts as memory."""
     attention: float = Field(default=0.35, gt=0, le=1)
     """Fused attention, forward and backward: FlashAttention-2 on an H100, about 350 TFLOP/s (arXiv 2407.08608)."""
     memory: float = Field(default=0.7, gt=0, le=1)
