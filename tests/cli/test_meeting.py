@@ -56,11 +56,11 @@ def test_machines_with_other_numbers_of_ranks_are_all_told(port: int) -> None:
         assert error.key == "launch.local-world-sizes-differ"
 
 
-def test_a_machine_that_does_not_come_is_named(port: int) -> None:
-    for number, words in ((0, r"node 1, 2 of 3 did not come"), (1, "node 0 cannot be reached")):
-        with pytest.raises(DistributedFailure, match=words) as failure:
-            Meeting(1, node(number, port), 0.2).open(StopRequests())
-        assert failure.value.key == "launch.node-missing"
+@pytest.mark.parametrize(("number", "words"), [(0, "node 1, 2 of 3 did not come"), (1, "node 0 cannot be reached")])
+def test_a_machine_that_does_not_come_is_named(port: int, number: int, words: str) -> None:
+    with pytest.raises(DistributedFailure, match=words) as failure:
+        Meeting(1, node(number, port), 0.2).open(StopRequests())
+    assert failure.value.key == "launch.node-missing"
 
 
 def test_a_port_in_use_is_named(port: int) -> None:
