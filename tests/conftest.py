@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.one_launch import Launched, Launches
+
 _LIST = Path(__file__).with_name("slow.yaml").read_text()
 _SLOW: dict[str, dict[str, str]] = yaml.safe_load(_LIST)
 
@@ -52,6 +54,19 @@ def _log_as_it_was() -> Iterator[None]:
     yield
     log.handlers, log.propagate = before[:2]
     log.setLevel(before[2])
+
+
+@pytest.fixture(scope="module")
+def _launches(request: pytest.FixtureRequest) -> Iterator[Launches]:
+    launches = Launches(request)
+    yield launches
+    launches.end()
+
+
+@pytest.fixture
+def launched(request: pytest.FixtureRequest, _launches: Launches) -> Launched:
+    """Run this case of `one_launch` on ranks that the module's cases share."""
+    return lambda: _launches.results(request.node)
 
 
 @pytest.fixture

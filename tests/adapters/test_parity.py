@@ -21,6 +21,7 @@ from expertmesh.experts import expert_mlp
 from expertmesh.state.sharded_model import module_state
 from tests.adapters.reference import EXPERTS, AdapterDistance, PeftRun, tiny_peft_run, train_adapters
 from tests.parallel.test_uneven_routing import EVERY_ROW, FIRST_EP_GROUP, _route_by_half
+from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import run_ranks
 
 Layout = tuple[int, int, int]  # ep, replicate, rows of a micro-batch; the accumulation count follows from 8 rows a step
@@ -44,25 +45,31 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
 def _train(run: PeftRun, world: int, layouts: list[Layout], **options: Any) -> list[list[AdapterDistance]]:
     """By rank and layout; the ranks are started once for all layouts."""
+    return run_ranks(_case(run, world, layouts, **options)[1], world)
 
+
+def _case(
+    run: PeftRun, world: int, layouts: list[Layout], **options: Any
+) -> tuple[int, Callable[[], list[AdapterDistance]]]:
     def all_layouts() -> list[AdapterDistance]:
         parallels = [(em.ParallelConfig(ep=ep, replicate=replicate), micro) for ep, replicate, micro in layouts]
         return [train_adapters(run, parallel, micro, **options) for parallel, micro in parallels]
 
-    return run_ranks(all_layouts, world)
+    return world, all_layouts
 
 
-def _check(run: PeftRun, world: int, layouts: list[Layout], tolerance: float = TOLERANCE, **options: Any) -> None:
-    for distances in _train(run, world, layouts, **options):
+def _check(by_rank: list[list[AdapterDistance]], tolerance: float = TOLERANCE) -> None:
+    for distances in by_rank:
         for distance in distances:
             distance.check(tolerance)
 
 
 @pytest.mark.parametrize(("family", "world", "layouts"), MATRIX)
+@one_launch(lambda expected, family, world, layouts: _case(expected(family), world, layouts))
 def test_every_adapter_gradient_and_two_steps_equal_stock_peft(
-    expected: Expected, family: str, world: int, layouts: list[Layout]
+    launched: Launched, family: str, world: int, layouts: list[Layout]
 ) -> None:
-    _check(expected(family), world, layouts)
+    _check(launched())
 
 
 @pytest.mark.parametrize(
@@ -74,23 +81,27 @@ def test_every_adapter_gradient_and_two_steps_equal_stock_peft(
     ],
     ids=["loop", "checkpointed", "selective"],
 )
-def test_the_other_ways_to_compute_give_the_same(expected: Expected, options: dict[str, Any]) -> None:
-    _check(expected("deepseek_v3"), 4, [(2, 1, 1)], **options)
+@one_launch(lambda expected, options: _case(expected("deepseek_v3"), 4, [(2, 1, 1)], **options))
+def test_the_other_ways_to_compute_give_the_same(launched: Launched, options: dict[str, Any]) -> None:
+    _check(launched())
 
 
-def test_in_double_precision_nothing_is_left_but_the_last_digits(expected: Expected) -> None:
-    _check(expected("qwen3_moe", dtype=torch.float64), 4, [(2, 1, 1)], 1e-10)
+@one_launch(lambda expected: _case(expected("qwen3_moe", dtype=torch.float64), 4, [(2, 1, 1)]))
+def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launched) -> None:
+    _check(launched(), 1e-10)
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 1, 1)], ids=["three experts on two", "six experts on four"])
+@one_launch(lambda expected, layout: _case(expected("qwen3_moe", num_experts=6), 4, [layout]))
 def test_adapters_that_efsdp_does_not_divide_by_experts_are_sharded_on_a_later_dim(
-    expected: Expected, layout: Layout
+    launched: Launched, layout: Layout
 ) -> None:
-    _check(expected("qwen3_moe", num_experts=6), 4, [layout])
+    _check(launched())
 
 
-def test_a_rank_that_the_grouped_kernel_does_not_take_and_the_other_scaling(expected: Expected) -> None:
-    _check(expected("qwen3_moe", lora=(("r", 3), ("use_rslora", True))), 2, [(2, 1, 1)])
+@one_launch(lambda expected: _case(expected("qwen3_moe", lora=(("r", 3), ("use_rslora", True))), 2, [(2, 1, 1)]))
+def test_a_rank_that_the_grouped_kernel_does_not_take_and_the_other_scaling(launched: Launched) -> None:
+    _check(launched())
 
 
 # What all-linear means to PEFT in this family: attention, experts and router, with twice the rank for gate and up.
@@ -106,7 +117,7 @@ OF_OTHERS = {
 
 def test_ranks_and_scalings_of_their_own_as_other_people_s_adapters_have_them(expected: Expected) -> None:
     run = expected("qwen3_moe", **OF_OTHERS)
-    _check(run, 4, [(2, 1, 1), (4, 1, 1)])
+    _check(_train(run, 4, [(2, 1, 1), (4, 1, 1)]))
     run_of_base = _train(run, 2, [(2, 1, 1)], tamper=_one_scaling)[0][0]
     with pytest.raises(AssertionError, match="AdapterDistance"):
         run_of_base.check(TOLERANCE)
@@ -123,18 +134,23 @@ def _one_scaling(model: nn.Module, mesh: Mesh) -> None:
 def test_heads_dense_mlps_and_shared_experts(expected: Expected) -> None:
     parameters = ("shared_experts.gate_proj.weight", "shared_experts.down_proj.weight", "layers.0.mlp.up_proj.weight")
     run = expected("deepseek_v3", modules=("lm_head", "kv_a_proj_with_mqa"), parameters=parameters)
-    _check(run, 4, [(2, 1, 2), (2, 2, 1)])
+    _check(_train(run, 4, [(2, 1, 2), (2, 2, 1)]))
 
 
 def test_transposed_experts_that_do_not_say_so(expected: Expected) -> None:
     """PEFT takes their outputs for inputs, so that its A is our B."""
     parameters = ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj")
-    _check(expected("llama4", parameters=parameters), 2, [(2, 1, 1)])
+    _check(_train(expected("llama4", parameters=parameters), 2, [(2, 1, 1)]))
 
 
-def test_experts_alone_with_everything_before_them_frozen(expected: Expected) -> None:
+@one_launch(lambda expected: _case(expected("qwen3_moe", parameters=tuple(EXPERTS[1:])), 2, [(2, 1, 1), (1, 1, 1)]))
+def test_experts_alone_with_everything_before_them_frozen(launched: Launched) -> None:
     """The rows that reach the first layer's experts have no gradient at all."""
-    _check(expected("qwen3_moe", parameters=tuple(EXPERTS[1:])), 2, [(2, 1, 1), (1, 1, 1)])
+    _check(launched())
+
+
+def _half(expected: Expected, confined: tuple[int, ...]) -> PeftRun:
+    return expected("qwen3_moe", dtype=torch.float64, prepare=_route_by_half, confined=confined)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +161,18 @@ def test_experts_alone_with_everything_before_them_frozen(expected: Expected) ->
         (1, FIRST_EP_GROUP),  # efsdp 4
     ],
 )
-def test_ranks_whose_experts_get_no_token_take_part(expected: Expected, ep: int, confined: tuple[int, ...]) -> None:
-    run = expected("qwen3_moe", dtype=torch.float64, prepare=_route_by_half, confined=confined)
-    idle = run.gradients["base_model.model.model.layers.0.mlp.experts.lora_A.weight"].unflatten(0, (8, -1))
+@one_launch(lambda expected, ep, confined: _case(_half(expected, confined), 4, [(ep, 1, 1)]))
+def test_ranks_whose_experts_get_no_token_take_part(
+    launched: Launched, expected: Expected, ep: int, confined: tuple[int, ...]
+) -> None:
+    idle = (
+        _half(expected, confined)
+        .gradients["base_model.model.model.layers.0.mlp.experts.lora_A.weight"]
+        .unflatten(0, (8, -1))
+    )
     assert idle[2:4].abs().sum() == 0
     assert bool(idle[4:].abs().sum() == 0) is (confined == EVERY_ROW)
-    _check(run, 4, [(ep, 1, 1)], 1e-10)
+    _check(launched(), 1e-10)
 
 
 def _adapters_of(model: nn.Module, part: str) -> dict[str, nn.Parameter]:

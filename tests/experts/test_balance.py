@@ -29,6 +29,7 @@ from expertmesh.training.reporting.metrics import expert_load
 from expertmesh.training.run import train
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_config, tiny_model
+from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import run_ranks
 from tests.support.reference import OPTIM, Row, padded
 from tests.training.tiny_run import metrics, run_config, train_steps, weights, write_inputs
@@ -132,6 +133,12 @@ def _whole(tensor: Any) -> torch.Tensor:
     return whole.detach().clone()
 
 
+def _four_steps(layout: tuple[int, int, int, int], mode: str) -> tuple[int, Callable[[], Found]]:
+    world, ep, replicate, micro_batch = layout
+    parallel, want = em.ParallelConfig(ep=ep, replicate=replicate), expected()
+    return world, lambda: _train(want, parallel, micro_batch, activation_checkpointing=mode)
+
+
 # (world size, ep, replicate, rows of a micro-batch)
 @pytest.mark.parametrize(
     ("layout", "mode"),
@@ -143,12 +150,12 @@ def _whole(tensor: Any) -> torch.Tensor:
         ((4, 2, 2, 2), "full"),
     ],
 )
+@one_launch(_four_steps)
 def test_four_steps_move_the_bias_as_the_rule_does_and_alike_on_every_rank(
-    layout: tuple[int, int, int, int], mode: str
+    launched: Launched, layout: tuple[int, int, int, int], mode: str
 ) -> None:
-    world, ep, replicate, micro_batch = layout
-    parallel, want = em.ParallelConfig(ep=ep, replicate=replicate), expected()
-    for found in run_ranks(lambda: _train(want, parallel, micro_batch, activation_checkpointing=mode), world):
+    want = expected()
+    for found in launched():
         assert all(torch.equal(got, count) for got, count in zip(found.loads, want.counts, strict=True))
         assert all(torch.equal(got, bias) for got, bias in zip(found.biases, want.biases, strict=True))
         assert found.weight <= 1e-5

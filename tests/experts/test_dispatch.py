@@ -1,5 +1,6 @@
 """Dispatch and combine on real ranks: the result, the gradients, and exactly what is sent."""
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from expertmesh.experts.dispatchers.hierarchical import HierarchicalDispatcher
 from expertmesh.experts.pairs import LocalPairs, segments_of
 from expertmesh.planning.traffic import _of_dispatch
 from tests.support.all_gather_dispatch import AllGatherDispatcher
+from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import run_ranks
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 3
@@ -80,8 +82,11 @@ def _compare_with_local(kind: Callable[..., Dispatcher], routing: Routing) -> fl
 
 @pytest.mark.parametrize("kind", [AllToAllDispatcher, AllGatherDispatcher, _hierarchical])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_results_and_gradients_equal_a_single_process(kind: Callable[..., Dispatcher], routing: str) -> None:
-    assert max(run_ranks(_compare_with_local, 4, kind, ROUTINGS[routing])) <= 1e-5
+@one_launch(lambda kind, routing: (4, functools.partial(_compare_with_local, kind, ROUTINGS[routing])))
+def test_results_and_gradients_equal_a_single_process(
+    launched: Launched, kind: Callable[..., Dispatcher], routing: str
+) -> None:
+    assert max(launched()) <= 1e-5
 
 
 class _Traffic(TorchDispatchMode):
@@ -128,8 +133,9 @@ def _count_traffic(routing: Routing) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_each_token_travels_once_to_each_rank_that_holds_its_experts(routing: str) -> None:
-    for counts in run_ranks(_count_traffic, 4, ROUTINGS[routing]):
+@one_launch(lambda routing: (4, functools.partial(_count_traffic, ROUTINGS[routing])))
+def test_each_token_travels_once_to_each_rank_that_holds_its_experts(launched: Launched, routing: str) -> None:
+    for counts in launched():
         _, (pairs, _), (rows, _), (returned, _) = counts["forward"]
         assert rows == (counts["distinct"], HIDDEN)
         assert pairs == (counts["pairs"], 2)

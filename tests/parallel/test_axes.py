@@ -1,12 +1,13 @@
 """All parallel axes together equal the unsharded model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import expertmesh as em
-from tests.support.ranks import run_ranks
-from tests.support.reference import reference, train_sharded
+from tests.support.one_launch import Launched, one_launch
+from tests.support.reference import Distance, reference, train_sharded
 
 TOLERANCE = 1e-5
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -19,9 +20,14 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+def _case(world: int, layout: dict[str, Any], family: str) -> tuple[int, Callable[[], Distance]]:
+    expected = reference(family)
+    return world, lambda: train_sharded(expected, em.ParallelConfig(**layout), 2)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=lambda value: str(value).replace("'", ""))
-def test_axes_together_equal_one_process(world: int, layout: dict[str, Any], family: str) -> None:
-    expected = reference(family)
-    for distance in run_ranks(train_sharded, world, expected, em.ParallelConfig(**layout), 2):
+@one_launch(_case)
+def test_axes_together_equal_one_process(launched: Launched, world: int, layout: dict[str, Any], family: str) -> None:
+    for distance in launched():
         distance.check(TOLERANCE)

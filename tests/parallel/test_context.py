@@ -38,6 +38,7 @@ from tests.experts.test_balance import expected as balanced
 from tests.parallel.test_router_loss import _packed, _train, expected
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
+from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import run_ranks
 from tests.support.reference import Distance, _rows, padded, reference, train_sharded
 
@@ -58,7 +59,7 @@ CASES: list[tuple[str, dict[str, Any], int, Axes, int]] = [
 ]
 
 
-def _run(
+def _case(
     family: str,
     world: int,
     axes: Axes,
@@ -66,31 +67,39 @@ def _run(
     changes: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
-) -> list[Distance]:
+) -> tuple[int, Callable[[], Distance]]:
     want, parallel = reference(family, dtype, **(changes or {})), em.ParallelConfig(**axes)
-    return run_ranks(lambda: train_sharded(want, parallel, micro_batch, **options), world)
+    return world, lambda: train_sharded(want, parallel, micro_batch, **options)
+
+
+def _case_of_matrix(
+    family: str, changes: dict[str, Any], world: int, axes: Axes, micro_batch: int
+) -> tuple[int, Callable[[], Distance]]:
+    return _case(family, world, axes, micro_batch, changes, torch.float64 if family == "gpt_oss" else torch.float32)
 
 
 @pytest.mark.parametrize(("family", "changes", "world", "axes", "micro_batch"), CASES)
+@one_launch(_case_of_matrix)
 def test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_model(
-    family: str, changes: dict[str, Any], world: int, axes: Axes, micro_batch: int
+    launched: Launched, family: str, changes: dict[str, Any], world: int, axes: Axes, micro_batch: int
 ) -> None:
     """GPT-OSS in fp64: a bias of its queries starts at zero, and after two steps the unsharded fp32 model is 2e-5 from
     its own fp64 there, on some processors.
     """
-    double = family == "gpt_oss"
-    for distance in _run(family, world, axes, micro_batch, changes, torch.float64 if double else torch.float32):
-        distance.check(1e-10 if double else TOLERANCE)
+    for distance in launched():
+        distance.check(1e-10 if family == "gpt_oss" else TOLERANCE)
 
 
-def test_in_double_precision_nothing_is_left_but_the_last_digits() -> None:
-    for distance in _run("qwen3_moe", 2, WITH_EP, 4, dtype=torch.float64):
+@one_launch(lambda: _case("qwen3_moe", 2, WITH_EP, 4, dtype=torch.float64))
+def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launched) -> None:
+    for distance in launched():
         distance.check(1e-10)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
-def test_checkpointed_blocks_exchange_again_and_give_the_same(family: str) -> None:
-    for distance in _run(family, 2, WITH_EP, 2, activation_checkpointing=True):
+@one_launch(lambda family: _case(family, 2, WITH_EP, 2, activation_checkpointing=True))
+def test_checkpointed_blocks_exchange_again_and_give_the_same(launched: Launched, family: str) -> None:
+    for distance in launched():
         distance.check(TOLERANCE)
 
 
@@ -336,7 +345,8 @@ def _swapped_exchange(model: nn.Module, mesh: Mesh) -> None:
     ],
 )
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None], shows_in: str) -> None:
-    distance, _ = _run("qwen3_moe", 2, ALONE, 4, tamper=bug)
+    world, train = _case("qwen3_moe", 2, ALONE, 4, tamper=bug)
+    distance, _ = run_ranks(train, world)
     with pytest.raises(AssertionError):
         distance.check(TOLERANCE)
     found = getattr(distance, shows_in)

@@ -18,6 +18,7 @@ import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import dispatch
 from expertmesh.step import grad_norm
+from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import run_ranks
 from tests.support.reference import Distance, reference, train_sharded
 
@@ -27,17 +28,22 @@ LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 1), (4, 2, 1, 2), (4, 4, 1, 1),
 TOLERANCE = 1e-5
 
 
-def _run(
+def _case(
     family: str,
     layout: tuple[int, int, int, int],
     dtype: torch.dtype = torch.float32,
     changes: dict[str, Any] | None = None,
     **options: Any,
-) -> list[Distance]:
+) -> tuple[int, Callable[[], Distance]]:
     world, ep, replicate, micro_batch = layout
     expected = reference(family, dtype, **(changes or {}))
     parallel = em.ParallelConfig(ep=ep, replicate=replicate)
-    return run_ranks(lambda: train_sharded(expected, parallel, micro_batch, **options), world)
+    return world, lambda: train_sharded(expected, parallel, micro_batch, **options)
+
+
+def _run(family: str, layout: tuple[int, int, int, int], **options: Any) -> list[Distance]:
+    world, train = _case(family, layout, **options)
+    return run_ranks(train, world)
 
 
 def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
@@ -47,10 +53,11 @@ def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda n: "world{}-ep{}-replicate{}-micro{}".format(*n))
+@one_launch(lambda family, layout: _case(family, layout))
 def test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_model(
-    family: str, layout: tuple[int, int, int, int]
+    launched: Launched, family: str, layout: tuple[int, int, int, int]
 ) -> None:
-    _check(_run(family, layout))
+    _check(launched())
 
 
 def test_eight_ranks_in_two_expert_groups_equal_the_unsharded_model() -> None:
@@ -58,12 +65,16 @@ def test_eight_ranks_in_two_expert_groups_equal_the_unsharded_model() -> None:
 
 
 @pytest.mark.parametrize("layout", [(2, 2, 1, 2), (4, 2, 1, 1)])
-def test_in_double_precision_nothing_is_left_but_the_last_digits(layout: tuple[int, int, int, int]) -> None:
-    _check(_run("qwen3_moe", layout, torch.float64), 1e-10)
+@one_launch(lambda layout: _case("qwen3_moe", layout, torch.float64))
+def test_in_double_precision_nothing_is_left_but_the_last_digits(
+    launched: Launched, layout: tuple[int, int, int, int]
+) -> None:
+    _check(launched(), 1e-10)
 
 
-def test_one_expert_after_the_other_gives_the_same_result() -> None:
-    _check(_run("deepseek_v3", (4, 2, 1, 1), moe=em.MoeConfig(compute="loop")))
+@one_launch(lambda: _case("deepseek_v3", (4, 2, 1, 1), moe=em.MoeConfig(compute="loop")))
+def test_one_expert_after_the_other_gives_the_same_result(launched: Launched) -> None:
+    _check(launched())
 
 
 @pytest.mark.parametrize(("family", "mode"), [("qwen3_moe", "none"), ("deepseek_v3", "full")])
@@ -78,17 +89,22 @@ def test_rows_that_travel_node_by_node_give_the_same_result(
     ("layout", "mode"),
     [((2, 1, 1, 1), "full"), ((4, 2, 1, 1), "full"), ((4, 1, 2, 1), "selective"), ((4, 4, 1, 2), "selective")],
 )
-def test_checkpointed_blocks_give_the_same_result(layout: tuple[int, int, int, int], mode: str) -> None:
-    _check(_run("deepseek_v3", layout, activation_checkpointing=mode))
+@one_launch(lambda layout, mode: _case("deepseek_v3", layout, activation_checkpointing=mode))
+def test_checkpointed_blocks_give_the_same_result(
+    launched: Launched, layout: tuple[int, int, int, int], mode: str
+) -> None:
+    _check(launched())
 
 
-def test_experts_that_efsdp_does_not_divide_are_sharded_on_a_later_dim() -> None:
-    _check(_run("qwen3_moe", (4, 2, 1, 1), changes={"num_experts": 6}))
+@one_launch(lambda: _case("qwen3_moe", (4, 2, 1, 1), changes={"num_experts": 6}))
+def test_experts_that_efsdp_does_not_divide_are_sharded_on_a_later_dim(launched: Launched) -> None:
+    _check(launched())
 
 
 @pytest.mark.parametrize("layout", [(2, 2, 1, 1), (4, 2, 2, 1)])
-def test_tied_embeddings_get_both_gradients(layout: tuple[int, int, int, int]) -> None:
-    _check(_run("qwen3_moe", layout, changes={"tie_word_embeddings": True}))
+@one_launch(lambda layout: _case("qwen3_moe", layout, changes={"tie_word_embeddings": True}))
+def test_tied_embeddings_get_both_gradients(launched: Launched, layout: tuple[int, int, int, int]) -> None:
+    _check(launched())
 
 
 def _double_expert_gradients(model: nn.Module, mesh: Mesh) -> None:

@@ -22,13 +22,14 @@ from expertmesh.step import forward_backward, grad_norm, pipeline_schedule
 from tests.adapters.reference import tiny_peft_run, train_adapters
 from tests.support.errors import refused
 from tests.support.models import tiny_model
+from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.reference import Distance, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
 
 
-def _run(
+def _case(
     family: str,
     world: int,
     parallel: dict[str, Any],
@@ -36,10 +37,17 @@ def _run(
     changes: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
-) -> list[Distance]:
+) -> tuple[int, Callable[[], Distance]]:
     expected = reference(family, dtype, **(changes or {}))
     config = em.ParallelConfig(**{"ep": 1, **parallel})
-    return run_ranks(lambda: train_sharded(expected, config, micro_batch, **options), world)
+    return world, lambda: train_sharded(expected, config, micro_batch, **options)
+
+
+def _run_with_bug(
+    bug: Callable[[nn.Module, Mesh], None], world: int, parallel: dict[str, Any], *options: Any
+) -> list[Distance]:
+    world, train = _case("qwen3_moe", world, parallel, *options, tamper=bug)
+    return run_ranks(train, world)
 
 
 def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
@@ -48,8 +56,9 @@ def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_two_stages_equal_the_unsharded_model(schedule: str) -> None:
-    _check(_run("qwen3_moe", 2, {"pp": 2, "pp_schedule": schedule}))
+@one_launch(lambda schedule: _case("qwen3_moe", 2, {"pp": 2, "pp_schedule": schedule}))
+def test_two_stages_equal_the_unsharded_model(launched: Launched, schedule: str) -> None:
+    _check(launched())
 
 
 # (world size, axes, rows of a micro-batch, changes of the model)
@@ -75,24 +84,27 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_equals_the_unsharded_model(layout: str) -> None:
-    world, parallel, micro_batch, changes = LAYOUTS[layout]
-    _check(_run("qwen3_moe", world, parallel, micro_batch, changes))
+@one_launch(lambda layout: _case("qwen3_moe", *LAYOUTS[layout]))
+def test_every_layout_equals_the_unsharded_model(launched: Launched, layout: str) -> None:
+    _check(launched())
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "olmoe"])
-def test_other_families_with_ep_inside_stages(family: str) -> None:
-    _check(_run(family, 4, {"pp": 2, "ep": 2}))
+@one_launch(lambda family: _case(family, 4, {"pp": 2, "ep": 2}))
+def test_other_families_with_ep_inside_stages(launched: Launched, family: str) -> None:
+    _check(launched())
 
 
-def test_in_double_precision_nothing_is_left_but_the_last_digits() -> None:
-    _check(_run("qwen3_moe", 2, {"pp": 2}, dtype=torch.float64), 1e-10)
+@one_launch(lambda: _case("qwen3_moe", 2, {"pp": 2}, dtype=torch.float64))
+def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launched) -> None:
+    _check(launched(), 1e-10)
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint_layers": (1,)}], ids=["all blocks", "one block"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_checkpointed_blocks_give_the_same_result(mode: str, options: dict[str, Any]) -> None:
-    _check(_run("deepseek_v3", 4, {"pp": 2, "ep": 2}, activation_checkpointing=mode, **options))
+@one_launch(lambda mode, options: _case("deepseek_v3", 4, {"pp": 2, "ep": 2}, activation_checkpointing=mode, **options))
+def test_checkpointed_blocks_give_the_same_result(launched: Launched, mode: str, options: dict[str, Any]) -> None:
+    _check(launched())
 
 
 def test_adapters_equal_stock_peft(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -149,16 +161,15 @@ def _count_the_tied_weight_twice(model: nn.Module, mesh: Mesh) -> None:
     ],
 )
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None], shows_in: str) -> None:
-    for distance in _run(
-        "qwen3_moe", 2, {"pp": 2}, 2, {"tie_word_embeddings": bug is _count_the_tied_weight_twice}, tamper=bug
-    ):
+    tied = {"tie_word_embeddings": bug is _count_the_tied_weight_twice}
+    for distance in _run_with_bug(bug, 2, {"pp": 2}, 2, tied):
         error = getattr(distance, shows_in)
         assert (error[0] if isinstance(error, tuple) else error) > 1e-3
 
 
 def test_a_tied_gradient_of_one_stage_alone_is_seen() -> None:
     with pytest.raises(RankFailed, match=r"model\.embed_tokens\.weight differs between stages"):
-        _run("qwen3_moe", 2, {"pp": 2}, 2, {"tie_word_embeddings": True}, tamper=_forget_the_tied_gradient)
+        _run_with_bug(_forget_the_tied_gradient, 2, {"pp": 2}, 2, {"tie_word_embeddings": True})
 
 
 def _refused(family: str, parallel: em.ParallelConfig, **changes: Any) -> str:
@@ -232,13 +243,13 @@ def test_a_step_sends_what_the_formula_says(virtual: int) -> None:
 
 
 # Others are in test_axes.py.
-AXES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "tp, tied": (4, {"pp": 2, "tp": 2}, {"tie_word_embeddings": True}),
-    "cp, interleaved": (4, {"pp": 2, "cp": 2, "pp_virtual_stages": 2}, {"num_hidden_layers": 4}),
+AXES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+    "tp, tied": (4, {"pp": 2, "tp": 2}, 2, {"tie_word_embeddings": True}),
+    "cp, interleaved": (4, {"pp": 2, "cp": 2, "pp_virtual_stages": 2}, 2, {"num_hidden_layers": 4}),
 }
 
 
 @pytest.mark.parametrize("axes", AXES)
-def test_stages_of_other_axes_equal_the_unsharded_model(axes: str) -> None:
-    world, parallel, changes = AXES[axes]
-    _check(_run("qwen3_moe", world, parallel, 2, changes))
+@one_launch(lambda axes: _case("qwen3_moe", *AXES[axes]))
+def test_stages_of_other_axes_equal_the_unsharded_model(launched: Launched, axes: str) -> None:
+    _check(launched())

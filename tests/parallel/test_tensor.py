@@ -31,8 +31,9 @@ from tests.parallel.test_router_loss import MOE
 from tests.parallel.test_router_loss import _train as train_with_router_losses
 from tests.parallel.test_router_loss import expected as expected_with_router_losses
 from tests.support.models import tiny_model
+from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import run_ranks
-from tests.support.reference import Reference, _rows, padded, reference, train_sharded
+from tests.support.reference import Distance, Reference, _rows, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
 Parallel = dict[str, Any]
@@ -70,11 +71,18 @@ CASES: dict[str, tuple[int, str, Changes, Parallel, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_model(case: str) -> None:
+def _case(case: str) -> tuple[int, Callable[[], Distance]]:
     world, family, changes, parallel, micro_batch, options = CASES[case]
     expected, layout = _reference(family, changes), em.ParallelConfig(**{"ep": 1, **parallel})
-    for distance in run_ranks(lambda: train_sharded(expected, layout, micro_batch, **options), world):
+    return world, lambda: train_sharded(expected, layout, micro_batch, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+@one_launch(_case)
+def test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_model(
+    launched: Launched, case: str
+) -> None:
+    for distance in launched():
         distance.check(TOLERANCE)
 
 

@@ -4,13 +4,15 @@ The first embedding dimension marks the half of the vocabulary that a token belo
 alone: the lower half goes to experts 0 and 1, the upper half to experts 4 and 5.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import expertmesh as em
-from tests.support.ranks import run_ranks
-from tests.support.reference import reference, train_sharded
+from tests.support.one_launch import Launched, one_launch
+from tests.support.reference import Reference, reference, train_sharded
 
 
 @torch.no_grad()
@@ -27,6 +29,11 @@ def _route_by_half(model: nn.Module) -> None:
 EVERY_ROW, FIRST_EP_GROUP = (0, 1, 2, 3), (0, 1)
 
 
+def _expected(confined: tuple[int, ...]) -> Reference:
+    # In fp64: the marker dwarfs everything else, so that in fp32 some gradients are mostly cancellation.
+    return reference("qwen3_moe", torch.float64, prepare=_route_by_half, confined=confined)
+
+
 @pytest.mark.parametrize(
     ("ep", "confined"),
     [
@@ -36,11 +43,13 @@ EVERY_ROW, FIRST_EP_GROUP = (0, 1, 2, 3), (0, 1)
         (1, FIRST_EP_GROUP),  # efsdp 4
     ],
 )
-def test_ranks_without_a_token_take_part_and_every_gradient_is_right(ep: int, confined: tuple[int, ...]) -> None:
-    # In fp64: the marker dwarfs everything else, so that in fp32 some gradients are mostly cancellation.
-    expected = reference("qwen3_moe", torch.float64, prepare=_route_by_half, confined=confined)
+@one_launch(lambda ep, confined: (4, functools.partial(train_sharded, _expected(confined), em.ParallelConfig(ep=ep))))
+def test_ranks_without_a_token_take_part_and_every_gradient_is_right(
+    launched: Launched, ep: int, confined: tuple[int, ...]
+) -> None:
+    expected = _expected(confined)
     idle = expected.gradients["model.layers.0.mlp.experts.down_proj"][4:].abs().sum()
     assert bool(idle == 0) is (confined == EVERY_ROW)
     assert expected.gradients["model.layers.0.mlp.experts.down_proj"][2:4].abs().sum() == 0
-    for distance in run_ranks(lambda: train_sharded(expected, em.ParallelConfig(ep=ep)), 4):
+    for distance in launched():
         distance.check(1e-10)

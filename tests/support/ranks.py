@@ -2,28 +2,33 @@
 
 Forking keeps torch and transformers imported (0.3 s for four ranks instead of 15 s through a launcher). Every run
 has a wall-clock limit for the whole job and a shorter one for each collective, and leaves no process behind,
-whether it passes, fails or hangs.
+whether it passes, fails or hangs. `LivingRanks` are started once for many functions: what a process pays at its first
+steps (pages that it copies after the fork, code that runs for the first time) is then paid once.
 """
 
 import datetime
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo  # imported lazily by DTensor; here once, instead of two seconds in every forked rank
 import torch.distributed as dist
+import torch.distributed.tensor.debug
 from accelerate.state import AcceleratorState, GradientState
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -64,33 +69,130 @@ def run_ranks(
             context.Process(target=_rank_main, args=(fn, args, rank, world_size, scratch, timeout), daemon=True)
             for rank in range(world_size)
         ]
-        for rank in range(world_size):
-            Path(scratch, f"stack-{rank}").touch()
-        gc.disable()  # until the ranks have frozen what is here
-        try:
-            for process in processes:
-                process.start()
-        finally:
-            gc.enable()
+        _start(processes, scratch)
         try:
             if meanwhile is not None:
                 meanwhile(processes)
             _wait_for_all(processes, timeout)
         finally:
-            _end([process for process in processes if process.is_alive()])
-            for process in processes:
-                process.join()
+            _end(processes)
         return _collect(processes, Path(scratch), timeout)
 
 
+class LivingRanks:
+    """Forked gloo ranks that run some of `fns`, one after the other, each in process groups of its own.
+
+    The ranks have what this process has when they are started, so whatever `fns` need is computed before. A function
+    that fails, in whichever way, ends the ranks: `alive` is then false, and the next one wants new ranks. Functions
+    leave the process as it was: what patches anything is for `run_ranks`.
+    """
+
+    def __init__(self, fns: Sequence[Callable[[], Any]], world_size: int, timeout: float = LIMIT_SECONDS) -> None:
+        """Start the ranks. `timeout` is in seconds, for each function."""
+        self.alive = True
+        self._timeout = timeout
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._scratch = Path(self._directory.name)
+        context = multiprocessing.get_context("fork")
+        pipes = [context.Pipe() for _ in range(world_size)]
+        self._connections = [here for here, _ in pipes]
+        self._processes: list[Any] = [
+            context.Process(
+                target=_living_rank_main,
+                args=(fns, there, rank, world_size, self._directory.name, timeout),
+                daemon=True,
+            )
+            for rank, (_, there) in enumerate(pipes)
+        ]
+        _start(self._processes, self._directory.name)
+        for _, there in pipes:
+            there.close()
+
+    def start(self, number: int) -> bool:
+        """Have every rank run `fns[number]`; false, without blame, if they did not survive the end of the one before.
+
+        gloo's teardown aborts at random after correct runs.
+        """
+        try:
+            for connection in self._connections:
+                connection.send(number)
+            started = self._all_answer(GRACE_SECONDS)
+        except OSError:
+            started = False
+        if not started:
+            self.end()
+        return started
+
+    def results(self) -> list[Any]:
+        """What each rank's function gave, in rank order; raises `RankFailed` as `run_ranks` does."""
+        try:
+            if not self._all_answer(self._timeout):
+                _end(self._processes)
+            results = _collect(self._processes, self._scratch, self._timeout)
+        except BaseException:  # a failed rank, or whoever ended this test
+            self.end()
+            raise
+        for path in self._scratch.glob("result-*"):
+            path.unlink()
+        return results
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        self.alive = False
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._directory.cleanup()
+
+    def _all_answer(self, seconds: float) -> bool:
+        """Wait for a word from every rank; when one has ended, the others get the grace of `run_ranks`."""
+        deadline = time.monotonic() + seconds
+        all_alive = True
+        pending = dict(zip(self._processes, self._connections, strict=True))
+        while pending and time.monotonic() < deadline:
+            # Not the end of a pipe alone: ranks that were forked later have a copy of it.
+            sentinels = [process.sentinel for process in pending]
+            wait([*sentinels, *pending.values()], timeout=deadline - time.monotonic())
+            for process, connection in list(pending.items()):
+                try:
+                    if connection.poll():
+                        connection.recv()
+                    elif wait([process.sentinel], timeout=0):
+                        raise EOFError
+                    else:
+                        continue
+                except (EOFError, OSError):
+                    process.join()  # a sentinel is ready a moment before its process can be waited for
+                    all_alive = False
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                del pending[process]
+        return all_alive and not pending
+
+
+def _start(processes: Sequence[BaseProcess], scratch: str) -> None:
+    for rank in range(len(processes)):
+        Path(scratch, f"stack-{rank}").touch()
+    gc.disable()  # until the ranks have frozen what is here
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        gc.enable()
+
+
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Kill ranks that hang, when they have written where they are."""
-    for process in processes:
+    """Kill ranks that hang, when they have written where they are; no process is left."""
+    hanging = [process for process in processes if process.is_alive()]
+    for process in hanging:
         os.kill(process.pid or 0, signal.SIGUSR1)
-    if processes:
+    if hanging:
         time.sleep(0.5)
-    for process in processes:
+    for process in hanging:
         process.kill()
+    for process in processes:
+        process.join()
 
 
 def _wait_for_all(processes: list[Any], timeout: float) -> None:
@@ -111,7 +213,7 @@ def _collect(processes: list[Any], scratch: Path, timeout: float) -> list[Any]:
         error, result = scratch / f"error-{rank}", scratch / f"result-{rank}"
         if error.exists():
             failures.append((error.stat().st_mtime, f"rank {rank} raised:\n{error.read_text()}"))
-        elif process.exitcode != 0 or not result.exists():
+        elif process.exitcode not in (0, None) or not result.exists():
             stack = (scratch / f"stack-{rank}").read_text()  # where it crashed, if a signal ended it
             what = f"rank {rank} hung or died (exit {process.exitcode}, limit {timeout} s)"
             failures.append((time.time(), f"{what}\n{stack}"))
@@ -125,6 +227,35 @@ def _collect(processes: list[Any], scratch: Path, timeout: float) -> list[Any]:
 def _rank_main(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, scratch: str, timeout: float
 ) -> None:
+    _set_up(rank, scratch)
+    correct = _run(lambda: fn(*args), rank, world, scratch, f"{scratch}/store", timeout)
+    # gloo's teardown aborts at random after correct runs; leaving here skips it.
+    os._exit(0 if correct else 1)
+
+
+def _living_rank_main(
+    fns: Sequence[Callable[[], Any]], orders: Connection, rank: int, world: int, scratch: str, timeout: float
+) -> None:
+    _set_up(rank, scratch)
+    parent = os.getppid()
+    random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    for turn in itertools.count():
+        while not orders.poll(1):
+            if os.getppid() != parent:
+                os._exit(1)
+        number = orders.recv()
+        if turn > 0:  # only now is every rank done with them
+            _forget_groups()
+        torch.set_rng_state(random_states[0])
+        np.random.set_state(random_states[1])
+        random.setstate(random_states[2])
+        orders.send("starting")
+        if not _run(fns[number], rank, world, scratch, f"{scratch}/store-{turn}", timeout):
+            os._exit(1)
+        orders.send("done")
+
+
+def _set_up(rank: int, scratch: str) -> None:
     # Garbage of the process that forked must never be collected here: a process group in it would wait for its threads,
     # which a fork does not copy.
     gc.freeze()
@@ -133,20 +264,30 @@ def _rank_main(
     stack = os.open(f"{scratch}/stack-{rank}", os.O_WRONLY)
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
-    code = 0
+
+
+def _run(fn: Callable[[], Any], rank: int, world: int, scratch: str, store: str, timeout: float) -> bool:
+    """Write what `fn` gives in a default group of its own, or the traceback of what it raises, and return false."""
     # A Trainer's arguments may have set up one process alone in the process that forked.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     try:
-        store = dist.FileStore(f"{scratch}/store", world)
         limit = datetime.timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-        result = fn(*args)
+        file_store = dist.FileStore(store, world)
+        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world, timeout=limit)
+        result = fn()
         dist.barrier()
         Path(scratch, f"result-{rank}").write_bytes(pickle.dumps(result))
     except BaseException as error:
         key = f"{type(error).__name__} of key {error.key}\n" if isinstance(error, ExpertmeshError) else ""
         Path(scratch, f"error-{rank}").write_text(traceback.format_exc() + key)
-        code = 1
-    # gloo's teardown aborts at random after correct runs; leaving here skips it.
-    os._exit(code)
+        return False
+    return True
+
+
+def _forget_groups() -> None:
+    """End all groups, and empty DTensor's caches: equal device meshes share entries, whose groups are then gone."""
+    gc.collect()
+    dist.destroy_process_group()
+    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(torch.distributed.tensor.debug, name, lambda: None)()

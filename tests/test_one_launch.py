@@ -1,0 +1,110 @@
+"""Cases that share a launch are tests of their own: each gets its own result, or its own failing ranks' tracebacks."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import expertmesh as em
+from tests.support.one_launch import Launched, one_launch
+from tests.support.ranks import LivingRanks, RankFailed
+
+_STARTED_BY = os.getpid()
+
+
+def _sum_of_ranks() -> tuple[float, int, float]:
+    """What collectives of groups give, which process this is, and a random number."""
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total, group=mesh.expert.get_group("ep"))
+    return float(total), os.getpid(), float(torch.rand(()))
+
+
+def _raise_on_all() -> None:
+    raise ValueError("on all ranks")
+
+
+def _raise_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("on rank 1 alone")
+    dist.barrier()
+
+
+def _crash_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+BROKEN: dict[str, tuple[Callable[[], object], str]] = {
+    "all raise": (_raise_on_all, r"raised:(.|\n)*on all ranks\n(.|\n)*raised:(.|\n)*on all ranks\n"),
+    "one raises": (_raise_on_one, r"rank 1 raised:(.|\n)*on rank 1 alone"),
+    "one crashes": (_crash_on_one, r"rank 1 hung or died(.|\n)*Segmentation fault(.|\n)*_crash_on_one"),
+}
+ORDER = ["right", "all raise", "right again", "one raises", "and again", "one crashes", "at the end"]
+_SEEN: list[tuple[float, int, float]] = []
+
+
+@pytest.mark.parametrize("name", ORDER)
+@one_launch(lambda name: (2, BROKEN[name][0] if name in BROKEN else _sum_of_ranks))
+def test_a_case_that_fails_is_red_alone(launched: Launched, name: str) -> None:
+    if name in BROKEN:
+        with pytest.raises(RankFailed, match=BROKEN[name][1]):
+            launched()
+    else:
+        assert [total for total, *_ in launched()] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["first", "second", "third"])
+@one_launch(lambda name: (4, _sum_of_ranks))
+def test_cases_share_ranks_and_start_from_the_same_random_state(launched: Launched, name: str) -> None:
+    totals, pids, numbers = zip(*launched(), strict=True)
+    assert totals == (3.0, 3.0, 7.0, 7.0)
+    assert _STARTED_BY not in pids
+    _SEEN.append((totals[0], pids[0], numbers[0]))
+    assert set(_SEEN) == {_SEEN[0]}
+
+
+def _not_built(name: str) -> tuple[int, Callable[[], object]]:
+    if name == "not built":
+        raise KeyError(name)
+    return 1, dist.get_world_size
+
+
+@pytest.mark.parametrize("name", ["built", "not built"])
+@one_launch(_not_built)
+def test_a_case_that_cannot_be_built_is_red_alone(launched: Launched, name: str) -> None:
+    if name == "built":
+        assert launched() == [1]
+    else:
+        with pytest.raises(KeyError, match=name):
+            launched()
+
+
+def test_a_hang_is_shown_with_its_stack_and_leaves_no_process() -> None:
+    def hang() -> None:
+        if dist.get_rank() == 0:
+            time.sleep(1000)
+
+    ranks = LivingRanks([dist.get_world_size, hang], 2, timeout=5)
+    pids = [process.pid for process in ranks._processes]
+    assert ranks.start(0)
+    assert ranks.results() == [2, 2]
+    assert ranks.start(1)
+    with pytest.raises(RankFailed, match=r"rank 0 hung or died(.|\n)*in hang"):
+        ranks.results()
+    assert not ranks.alive
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_ranks_that_die_between_two_functions_are_nobodys_failure() -> None:
+    ranks = LivingRanks([dist.get_world_size], 2)
+    assert ranks.start(0)
+    assert ranks.results() == [2, 2]
+    ranks._processes[1].kill()
+    assert not ranks.start(0)
+    assert not ranks.alive
