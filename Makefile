@@ -23,7 +23,7 @@ OLDEST := tests/config tests/data tests/experts tests/weights tests/checkpoint t
 gpu:
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-.PHONY: setup test test-all test-oldest test-newest gpu families lint demo schema docs wheel clean
+.PHONY: setup test test-all test-oldest test-newest gpu families lint demo figures schema docs wheel clean
 
 setup: $(STAMP)
 
@@ -67,10 +67,14 @@ lint: setup
 	$(BIN)/python .ci/limits.py
 
 demo: setup
-	$(BIN)/expertmesh demo
+	$(BIN)/expertmesh demo $(ARGS)
 
 schema: setup
 	$(BIN)/expertmesh schema > schema/expertmesh.schema.json
+
+# The picture of the README, from benchmarks/data.
+figures: setup
+	$(BIN)/python -m benchmarks.figures
 
 # The site in build/site, from an environment of its own; fails for a link that leads nowhere or a page left out.
 docs:

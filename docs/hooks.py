@@ -1,10 +1,9 @@
 """What `mkdocs build` adds to the pages, so that nothing is written down twice.
 
-A comment in a page stands for text that lives elsewhere: `<!-- readme: HEADING -->` for a section of README.md,
-`<!-- example: FILE -->` for a file of examples/, `<!-- help: VERB -->` for what `expertmesh VERB --help` prints (no
-verb: the verbs themselves), `<!-- keys -->` for the keys of the configuration, and `<!-- other names -->` for what
-other trainers call them. Links to files of the repository
-outside docs/ become links to GitHub. A comment or a link that leads nowhere stops the build.
+A comment in a page stands for text that lives elsewhere: `<!-- example: FILE -->` for a file of examples/,
+`<!-- help: VERB -->` for what `expertmesh VERB --help` prints (no verb: the verbs themselves), `<!-- keys -->` for the
+keys of the configuration, and `<!-- other names -->` for what other trainers call them. Links to files of the
+repository outside docs/ become links to GitHub. A comment or a link that leads nowhere stops the build.
 
 It needs `expertmesh.config` and the command line, which import no torch, and no network.
 """
@@ -31,14 +30,14 @@ from expertmesh.config.base import Section
 from expertmesh.config.other_names import THEIRS
 
 ROOT = Path(__file__).parents[1]
-MARKER = re.compile(r"^<!-- (?P<kind>readme|example|help|keys|other names)(?:: (?P<what>.+?))? -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- (?P<kind>example|help|keys|other names)(?:: (?P<what>.+?))? -->$", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in the markers of a page, then point its links to where the site or GitHub has their files."""
-    sources = {"readme": _readme, "example": _example, "help": _help, "keys": lambda what: "\n".join(_keys(Config))}
+    sources = {"example": _example, "help": _help, "keys": lambda what: "\n".join(_keys(Config))}
     sources["other names"] = lambda what: "\n".join(_other_names())
     markdown = MARKER.sub(lambda found: sources[found["kind"]](found["what"] or ""), markdown)
     repository = f"{(config.repo_url or '').rstrip('/')}/blob/main"
@@ -62,15 +61,6 @@ def _target(target: str, repository: str, files: Files) -> str:
     if not (ROOT / path).exists():
         raise PluginError(f"the link to {target} leads nowhere")
     return f"{repository}/{path}"
-
-
-def _readme(heading: str) -> str:
-    """The text of one section of README.md, with links as a page in docs/ writes them."""
-    for section in re.split(r"^## ", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        title, _, text = section.partition("\n")
-        if title.strip() == heading:
-            return LINK.sub(lambda found: posixpath.relpath(found["target"], "docs") + (found["anchor"] or ""), text)
-    raise PluginError(f"README.md has no section {heading!r}")
 
 
 def _example(name: str) -> str:

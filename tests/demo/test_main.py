@@ -1,6 +1,7 @@
 """The demo's frame: inputs are used again, runs never overwrite each other, metrics give the verdict."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,38 @@ def test_the_demo_fails_unless_the_loss_fell_by_a_third(
     assert demo.show(tmp_path, run) == code
 
 
+@pytest.mark.parametrize("failing", ["train", "verify", "report", None])
+@pytest.mark.usefixtures("few_samples")
+def test_the_demo_trains_proves_and_draws_and_ends_with_the_code_of_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str | None
+) -> None:
+    started: list[str] = []
+
+    def start(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        verb = command[3]
+        started.append(verb)
+        said = "every byte equals\nnot asked for\nfloat32: gradients: 1e-7\nverified    6 checks\n"
+        return subprocess.CompletedProcess(command, 4 if verb == failing else 0, said)
+
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(demo, "show", lambda root, run: 0)
+    verbs = ["train", "verify", "report"]
+    assert demo.run(tmp_path) == (4 if failing else 0)
+    assert started == (verbs[: verbs.index(failing) + 1] if failing else verbs)
+    printed = capsys.readouterr().out
+    assert ("not asked for" in printed) == (failing == "verify")
+    assert ("gradients" in printed) == (failing != "train")
+    assert ("expertmesh init" in printed) == (failing is None)
+
+
+@pytest.mark.parametrize(("long", "steps"), [(False, demo.STEPS), (True, None)])
+@pytest.mark.usefixtures("few_samples")
+def test_the_long_demo_goes_through_the_data_three_times(tmp_path: Path, long: bool, steps: int | None) -> None:
+    train = load_config(demo.build_inputs(tmp_path, long=long)).train
+    assert train.max_steps == steps
+    assert train.num_epochs == (3 if long else 1)
+
+
 @pytest.mark.parametrize(("accelerators", "ranks"), [(0, 2), (1, 1), (8, 2)])
 @pytest.mark.usefixtures("few_samples")
 def test_the_trainers_exit_code_is_the_demos_on_any_machine(
@@ -87,11 +120,11 @@ def test_the_trainers_exit_code_is_the_demos_on_any_machine(
     class Failed:
         returncode = 5
 
-    def start(command: list[str], check: bool) -> Failed:
+    def start(command: list[str], **_: object) -> Failed:
         started.append(command)
         return Failed()
 
-    monkeypatch.setattr(demo.subprocess, "run", start)
+    monkeypatch.setattr(subprocess, "run", start)
     monkeypatch.setattr("expertmesh.launcher.launch._accelerators", lambda: accelerators)
     assert demo.run(tmp_path) == 5
     assert started[0][1:4] == ["-m", "expertmesh", "train"]

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3MoeConf
 SEED = 0
 
 
-def write_checkpoint(directory: Path, tokenizer: PreTrainedTokenizerBase, max_length: int = 512) -> int:
+def write_checkpoint(directory: Path, tokenizer: PreTrainedTokenizerBase, max_length: int = 256) -> int:
     """Write model and tokenizer to `directory` and return the number of parameters.
 
     bfloat16 on disk, as published; the same weights on every machine with the same torch. Leaves torch's
@@ -25,7 +25,7 @@ def write_checkpoint(directory: Path, tokenizer: PreTrainedTokenizerBase, max_le
         hidden_size=192,
         intermediate_size=512,
         moe_intermediate_size=192,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int = 4096, max_length: int = 512) -> PreTrainedTokenizerBase:
+def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024, max_length: int = 256) -> PreTrainedTokenizerBase:
     """Train byte-level BPE on `texts`; at most `vocabulary` tokens, special ones included. Deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

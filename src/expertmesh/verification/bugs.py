@@ -21,6 +21,7 @@ from expertmesh.verification.compare import gather
 from expertmesh.verification.job import Job
 from expertmesh.verification.layers import CHECKS
 from expertmesh.verification.layers.resume import check_resume
+from expertmesh.verification.layers.update import NOT_BY_ELEMENT
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check
 from expertmesh.weights.load import expert_tensors
@@ -52,7 +53,9 @@ def bugs(proof: Proof) -> list[Bug]:
     alone = "needs two data ranks" if layout.data_ranks == 1 else None
     routers = alone or _why_no_router(proof)
     shards = "needs two ranks that share a model" if layout.world_size == layout.replicate else None
-    moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
+    optimizer = setup.config.optim.name
+    moments = "sgd keeps no moments" if optimizer == "sgd" else None
+    stale = moments or NOT_BY_ELEMENT.get(optimizer)  # the trajectory alone is too coarse to tell
     update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
     between = Bug("the gradient from one stage to the one before lost", "backward", Hooks(loaded=_lose_between_stages))
     swapped = Bug("codes of a frozen matrix with their halves exchanged", "bytes", Hooks(loaded=_swap_nibbles))
@@ -64,7 +67,7 @@ def bugs(proof: Proof) -> list[Bug]:
         *([between] if layout.pp > 1 else []),
         Bug("expert gradients twice as large", "backward", Hooks(backward=_double)),
         Bug("clipped by each rank's own norm", "backward", Hooks(clip=_local_norm), refusal=shards),
-        Bug("moments of the step before", "update", Hooks(updated=_stale_moments()), update, moments),
+        Bug("moments of the step before", "update", Hooks(updated=_stale_moments()), update, stale),
         Bug("moments lost when resuming", "metamorphic", Hooks(resumed=_lose_moments), resume, moments),
     ]
 

@@ -18,7 +18,7 @@ from expertmesh.verification.reference.optimizer import plain_optimizer
 from expertmesh.verification.result import Check, Figure
 
 _SAMPLED = 1 << 18
-_NOT_BY_ELEMENT = {
+NOT_BY_ELEMENT = {
     "adamw_8bit": "moments are in blocks, of which a sample of elements has none whole",
     "muon": "matrices are orthogonalised, of which a sample of elements has none whole",
 }
@@ -40,7 +40,7 @@ def check_update(proof: Proof) -> list[Check]:
 def _steps(proof: Proof, job: Job, name: str, trajectory: Trajectory | str | None) -> list[Check]:
     """All steps of the setup: checks of the arithmetic, and of the trajectory if there is one."""
     config = proof.setup.config.optim
-    repeated = None if config.name in _NOT_BY_ELEMENT else _RepeatedOptimizer(job)
+    repeated = None if config.name in NOT_BY_ELEMENT else _RepeatedOptimizer(job)
     losses, norms = [], []
     for data in proof.setup.steps:
         losses.append(job.backward(job.batches(data)).loss)
@@ -52,7 +52,7 @@ def _steps(proof: Proof, job: Job, name: str, trajectory: Trajectory | str | Non
         proof.hooks.updated(job)
     what = f"{name}: {len(losses)} steps of {config.name} in fp64"
     if repeated is None:
-        checks = [Check.not_run(what, _NOT_BY_ELEMENT[config.name])]
+        checks = [Check.not_run(what, NOT_BY_ELEMENT[config.name])]
     else:
         weights = _worst_of_each_rank(repeated.weights(job))
         lost = "storing the weights rounds more than they move" if any(figure.limit >= 1 for figure in weights) else ""
