@@ -69,8 +69,10 @@ lint: setup
 demo: setup
 	$(BIN)/expertmesh demo $(ARGS)
 
+# The configuration's schema, and the tables of docs/ that come from the code.
 schema: setup
 	$(BIN)/expertmesh schema > schema/expertmesh.schema.json
+	$(BIN)/python docs/tables.py
 
 # The picture of the README, from benchmarks/data.
 figures: setup

@@ -1,6 +1,7 @@
 """What a stranger meets first is true: links, the reference of names, claimed versions, workflows, issue forms."""
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ def test_every_public_name_is_in_the_reference() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     assert sorted(_leaves(navigation)) == sorted(page.name for page in ROOT.glob("docs/*.md"))
+
+
+def test_pages_have_the_keys_options_and_examples_of_the_code() -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    pages = {page.name: page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md")}
+    marked = {name for name, text in pages.items() if tables["MARKED"].search(text)}
+    assert marked == {"cli.md", "configuration.md", "recipes.md"}
+    assert [name for name in marked if tables["current"](pages[name]) != pages[name]] == [], "make schema"
+    changed = pages["configuration.md"].replace("| `output_dir` |", "| `output` |")
+    assert tables["current"](changed) == pages["configuration.md"]
 
 
 def _leaves(entry: Any) -> list[str]:
