@@ -102,8 +102,7 @@ def _make_run(path: Path) -> None:
     counts = {"rows": 1, "samples": 1, "tokens": 1, "target_tokens": 1}
     record = {"schema_version": 1, "model_type": "m", "parameters": 1, "blocks": 1, "moe_layers": [], "starts": []}
     (path / "run.json").write_text(json.dumps(record | {"train_data": counts, "eval_data": None}))
-    owner = {"token": "ab", "host": "h", "space": "s", "process": 1, "process_started": "1", "launch": None}
-    (path / "lock.json").write_text(json.dumps(owner | {"started": 1.0, "heartbeat": 1.0}))
+    (path / "lock.json").write_text(json.dumps({"host": "h", "process": 1, "launch": None, "started": 1.0}))
     (path / "audit.json").write_text(json.dumps({"source": "s", "tensors": 1, "bytes_compared": 1}))
 
 

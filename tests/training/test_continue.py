@@ -24,7 +24,6 @@ from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.training import checkpoints, resume
-from expertmesh.training import run as run_module
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.run import train
@@ -197,14 +196,6 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start_by_rank_
     with mock.patch.object(prepare, "date_of", return_value=_Tomorrow.today()):
         (first, _) = run_ranks(_sentences, 2, [run_config(inputs, tmp_path / "new", *RUN, *data, resumed, FOUR)])
     assert "the first sample's ids from token " in first[0]
-
-
-def test_who_has_lost_the_lock_writes_no_model_and_all_ranks_say_so(inputs: Path, tmp_path: Path) -> None:
-    lost = InputError("output_dir was taken over", key="output.taken-over")
-    with mock.patch.object(run_module.RunLock, "check", side_effect=lost):
-        config = run_config(inputs, tmp_path, *RUN, "checkpoint.every_steps=null", "train.max_steps=1")
-        assert run_ranks(_sentences, 2, [config]) == [["output_dir was taken over"]] * 2
-    assert not (tmp_path / "model").exists()
 
 
 def test_which_checkpoint_to_resume_from_is_refused_in_words_where_it_cannot_be(
@@ -412,7 +403,7 @@ def test_the_best_interval_follows_from_what_saves_cost_and_how_often_ranks_fail
     mesh = SimpleNamespace(rank=0, layout=Layout(fsdp=4))
     run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=settings), mesh=mesh)
     none: Any = None
-    kept = RunCheckpoints(run, none, none, {}, none, None, 0, none, none, saved_at=time.monotonic() - 200)
+    kept = RunCheckpoints(run, none, none, {}, none, 0, none, none, saved_at=time.monotonic() - 200)
     assert not kept.overdue()  # the first is after 5 minutes
     with caplog.at_level("INFO"):
         kept._tell(saved(2, 60))

@@ -1,17 +1,14 @@
-"""One run at a time in an output directory: who is refused, who takes over, and that of many one wins."""
+"""One run at a time in an output directory: who is refused, who goes on after a run that died, and of many one wins."""
 
 import contextlib
+import errno
 import fcntl
-import itertools
-import json
 import os
 import random
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +17,8 @@ import pytest
 from expertmesh.config import InputError
 from expertmesh.io.terminal import print_log
 from expertmesh.training import lock as lock_module
-from expertmesh.training.lock import NAME, STALE_SECONDS, RunLock
+from expertmesh.training.lock import NAME, RunLock, holder
 from expertmesh.training.startup.data import held_by_another
-from tests.cli.jobs import wait_until
 from tests.support.errors import refused
 
 CONTENDERS, ROUNDS = 6, 12
@@ -51,23 +47,17 @@ def hold_and_die(directory: Path, launch: str | None = None) -> int:
     return child
 
 
-def write_lock(directory: Path, **changes: object) -> None:
-    """A lock of this process, but for `changes`."""
-    owner = replace(RunLock(directory).owner, **changes)  # type: ignore[arg-type]
-    written = directory / "written"
-    written.write_text(json.dumps(asdict(owner)))
-    written.replace(directory / NAME)  # who reads meanwhile never sees half of it
-
-
 def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path: Path) -> None:
     with RunLock(tmp_path / "new"):
         with pytest.raises(InputError) as refusal, RunLock(tmp_path / "new"):
             pass
         said = str(refusal.value)
         assert f"is in use by another run: process {os.getpid()} on {socket.gethostname()}, since 20" in said
-        assert "(last sign of life 0 s ago)" in said
-        assert f"remove {tmp_path / 'new' / NAME}" in said
+        found = holder(tmp_path / "new")
+        assert found is not None
+        assert found.lives
     assert list((tmp_path / "new").iterdir()) == []
+    assert holder(tmp_path / "new") is None
 
 
 def test_a_job_that_waits_for_tokens_learns_their_maker_from_the_lock(tmp_path: Path) -> None:
@@ -87,8 +77,11 @@ def test_the_lock_is_given_back_when_the_run_fails(tmp_path: Path) -> None:
         pass
 
 
-def test_the_lock_of_a_killed_run_is_taken_over_and_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_runs_lock_is_free_at_once_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dead = hold_and_die(tmp_path)
+    found = holder(tmp_path)
+    assert found is not None
+    assert not found.lives
     print_log("info")
     with RunLock(tmp_path):
         said = capsys.readouterr().out
@@ -96,7 +89,7 @@ def test_the_lock_of_a_killed_run_is_taken_over_and_said_so(tmp_path: Path, caps
         assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
-def test_a_restart_by_the_same_launcher_takes_over_without_a_word(
+def test_a_restart_by_the_same_launcher_goes_on_without_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hold_and_die(tmp_path, launch="one")
@@ -104,85 +97,79 @@ def test_a_restart_by_the_same_launcher_takes_over_without_a_word(
         assert capsys.readouterr().out == ""
 
 
-def test_a_process_that_only_has_the_number_of_the_holder_is_not_the_holder(tmp_path: Path) -> None:
-    write_lock(tmp_path, process_started="12345")
-    with RunLock(tmp_path):
+def test_a_restart_waits_for_the_attempt_before_it(tmp_path: Path) -> None:
+    def hold() -> None:
+        with RunLock(tmp_path, launch="one"):
+            (tmp_path / "held").touch()
+            time.sleep(1.5)
+
+    child = in_another_process(hold)
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    with refused("output.in-use", naming=f"process {child}"), RunLock(tmp_path, launch="two"):
         pass
-
-
-def test_a_stopped_holder_on_this_host_keeps_its_lock_however_old_its_heartbeat(tmp_path: Path) -> None:
-    write_lock(tmp_path, heartbeat=time.time() - 100 * STALE_SECONDS)
-    with refused("output.in-use", naming="last sign of life 300"), RunLock(tmp_path):
+    with RunLock(tmp_path, launch="one"):
         pass
+    os.waitpid(child, 0)
 
 
-def test_on_another_host_the_heartbeat_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_lock(tmp_path, host="far", space="far", process=1, heartbeat=time.time() - STALE_SECONDS + 60)
-    with refused("output.in-use", naming="process 1 on far"), RunLock(tmp_path):
+def test_a_stopped_holder_keeps_its_lock(tmp_path: Path) -> None:
+    def hold() -> None:
+        with RunLock(tmp_path):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    child = in_another_process(hold)
+    os.waitpid(child, os.WUNTRACED)
+    with refused("output.in-use", naming=f"process {child}"), RunLock(tmp_path):
         pass
-    monkeypatch.setattr(lock_module, "WATCH_SECONDS", 0.3)
-    print_log("info")
-    write_lock(tmp_path, host="far", space="far", process=1, heartbeat=time.time() - STALE_SECONDS - 1)
-    with RunLock(tmp_path):
-        assert "process 1 on far" in capsys.readouterr().out
+    os.kill(child, signal.SIGCONT)
+    os.waitpid(child, 0)
 
 
-def test_a_run_on_another_host_whose_clock_is_behind_keeps_its_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock_module, "WATCH_SECONDS", 300.0)
-    far = {"host": "far", "space": "far", "process": 1}
-    write_lock(tmp_path, **far, heartbeat=time.time() - 10 * STALE_SECONDS)
-    done, ages = threading.Event(), itertools.count(9 * int(STALE_SECONDS), -1)
+def test_a_child_that_outlives_its_killed_run_does_not_keep_the_lock(tmp_path: Path) -> None:
+    grandchild = tmp_path / "grandchild"
 
-    def beat() -> None:  # whenever the watch begins, there is another one
-        while not done.wait(0.1):
-            write_lock(tmp_path, **far, heartbeat=time.time() - next(ages))
+    def hold() -> None:
+        with RunLock(tmp_path / "run"):
+            grandchild.write_text(str(in_another_process(lambda: time.sleep(60))))
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    thread = threading.Thread(target=beat)
-    thread.start()
+    os.waitpid(in_another_process(hold), 0)
     try:
-        with refused("output.in-use", naming="process 1 on far"), RunLock(tmp_path):
+        with RunLock(tmp_path / "run"):
             pass
     finally:
-        done.set()
-        thread.join()
+        os.kill(int(grandchild.read_text()), signal.SIGKILL)
 
 
-def test_a_lock_that_was_never_written_holds_until_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "_WRITING_SECONDS", 0.1)
-    path = tmp_path / NAME
-    path.write_text("")
-    with refused("output.in-use", naming="unknown host"), RunLock(tmp_path):
-        pass
-    os.utime(path, (0, 0))
+def test_a_reader_in_the_way_for_a_moment_refuses_no_run(tmp_path: Path) -> None:
+    hold_and_die(tmp_path)
+
+    def read() -> None:
+        with (tmp_path / NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            (tmp_path / "reading").touch()
+            time.sleep(lock_module.READER_SECONDS / 3)
+
+    child = in_another_process(read)
+    while not (tmp_path / "reading").exists():
+        time.sleep(0.001)
     with RunLock(tmp_path):
         pass
+    os.waitpid(child, 0)
 
 
-def test_the_heartbeat_goes_on_and_notices_who_took_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.02)
-    path = tmp_path / NAME
-    with RunLock(tmp_path) as lock:
-        first = json.loads(path.read_text())
-        wait_until(lambda: json.loads(path.read_text())["heartbeat"] > first["heartbeat"])
-        later = json.loads(path.read_text())
-        assert {**later, "heartbeat": 0} == {**first, "heartbeat": 0}
-        lock.check()
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-        def is_taken_over() -> bool:
-            write_lock(tmp_path, host="far")  # again and again: a heartbeat in between may put the old owner back
-            with contextlib.suppress(InputError):
-                lock.check()
-                return False
-            return True
-
-        wait_until(is_taken_over)
-        with refused("output.taken-over", naming="on far"):
-            lock.check()
-    assert json.loads(path.read_text())["host"] == "far"  # not removed: it is not ours
+    monkeypatch.setattr(fcntl, "flock", none)
+    print_log("info")
+    with RunLock(tmp_path):
+        assert "this file system has no locks" in "".join(capsys.readouterr())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_locked_is_an_input_error(tmp_path: Path) -> None:

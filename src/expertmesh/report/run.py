@@ -19,7 +19,7 @@ from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.versioned_json import first_problem
 from expertmesh.report.goodput import Goodput, goodput
 from expertmesh.report.metrics import Metrics, read_metrics
-from expertmesh.training.lock import Owner, holder
+from expertmesh.training.lock import Holder, holder
 from expertmesh.training.reporting.data_record import DATA_FILE, DataRecord
 from expertmesh.training.reporting.record import RECORD_FILE, RunRecord, read_record
 
@@ -110,7 +110,7 @@ class Run:
     data: DataRecord | None
     checkpoints: tuple[int, ...]
     results: tuple[str, ...]
-    owner: Owner | None
+    holder: Holder | None
     notes: tuple[str, ...]
 
     @property
@@ -127,11 +127,11 @@ class Run:
 
     @property
     def state(self) -> State:
-        if self.owner is not None and not self.owner.is_gone():
+        if self.holder is not None and self.holder.lives:
             return "running"
         if self.results:
             return "finished"
-        if self.owner is not None:
+        if self.holder is not None:
             return "ended"
         return "stopped" if self.last_step else "not started"
 
@@ -178,7 +178,7 @@ def read_run(directory: Path) -> Run:
         data=_json_file(directory / DATA_FILE, DataRecord, notes),
         checkpoints=tuple(step for step, _ in published(directory / CHECKPOINTS)),
         results=tuple(name for name in RESULTS if (directory / name).is_dir()),
-        owner=holder(directory),
+        holder=holder(directory),
         notes=(*metrics.notes, *notes),
     )
 

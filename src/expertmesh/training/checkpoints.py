@@ -28,7 +28,6 @@ from expertmesh.training.startup.uploads import RunUploads, start_uploads
 from expertmesh.weights.companions import CopiedFiles, model_files, tokenizer_files
 
 if TYPE_CHECKING:
-    from expertmesh.training.lock import RunLock
     from expertmesh.training.resume import Counters
     from expertmesh.training.run_state import RunState
     from expertmesh.training.startup.prepare import Prepared
@@ -56,7 +55,6 @@ class RunCheckpoints:
     files: Mapping[str, bytes]
     beside_weights: CopiedFiles
     """On rank 0, what the result is written with in place of the tokenizer: the base may be gone by then."""
-    lock: "RunLock | None"
     saved_step: int
     selection: Selection
     uploads: RunUploads | None
@@ -86,9 +84,6 @@ class RunCheckpoints:
     def save(self, counters: "Counters") -> None:
         """Save the state after `counters.step`, first waiting for an earlier checkpoint. Every rank calls it."""
         self._tell(self.writer.finish())
-        with raise_on_all_ranks("checking the lock of output_dir"):
-            if self.lock is not None:
-                self.lock.check()
         state: dict[str, Any] = {"identity": asdict(self.run.identity), "counters": asdict(counters)}
         state["total_steps"] = self.run.total_steps
         self.writer.keep_step = counters.best.step if counters.best is not None else None
@@ -143,8 +138,8 @@ def best_interval(saved: SavedCheckpoint, seconds_between_failures: float) -> fl
     return max(math.sqrt(2 * saved.paused_seconds * seconds_between_failures), saved.seconds)
 
 
-def open_checkpoints(run: "Prepared", state: "RunState", lock: "RunLock | None") -> RunCheckpoints:
-    """Ready to save; removes what interrupted saves have left. `lock` is rank 0's, of the output directory.
+def open_checkpoints(run: "Prepared", state: "RunState") -> RunCheckpoints:
+    """Ready to save; removes what interrupted saves have left.
 
     Every rank calls it; issues two small all-reduces, and with `checkpoint.remote` a broadcast.
     """
@@ -170,4 +165,4 @@ def open_checkpoints(run: "Prepared", state: "RunState", lock: "RunLock | None")
     writer = CheckpointWriter(directory, keep_last=keep_last, asynchronous=asynchronous, uploads=queue)
     selection = Selection(config, state.counters)
     step, copied = state.counters.step, CopiedFiles(beside)
-    return RunCheckpoints(run, state.optimizer, writer, files, copied, lock, step, selection, uploads)
+    return RunCheckpoints(run, state.optimizer, writer, files, copied, step, selection, uploads)

@@ -56,11 +56,11 @@ def train(
 
 
 def _train(config: "Config", control: Control, checked: "Checked", predict: Predict | None) -> None:
-    is_main, lock = dist.get_rank() == 0, None
+    is_main = dist.get_rank() == 0
     with ExitStack() as stack:
         with raise_on_all_ranks("locking output_dir"):
             if is_main:
-                lock = stack.enter_context(RunLock(Path(config.output_dir), control.launch))
+                stack.enter_context(RunLock(Path(config.output_dir), control.launch))
         with raise_on_all_ranks("predicting a step"):
             wait_until_held(Path(config.output_dir))
             forecast = predict(config, checked) if is_main and predict is not None else None
@@ -70,7 +70,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
         reporter = stack.enter_context(open_reporter(run))
         state = load_state(run, control)
         expert_load = start_reports(reporter, run, forecast, state.counters, control.began)
-        checkpoints = open_checkpoints(run, state, lock)
+        checkpoints = open_checkpoints(run, state)
         loop = TrainingLoop(
             config=config,
             mesh=run.mesh,
@@ -89,9 +89,6 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
         )
         loop.run()
         control.progress.at(state.counters.step, "saving the result")
-        with raise_on_all_ranks("checking the lock of output_dir"):
-            if lock is not None:
-                lock.check()
         run.close()
         save_result(run, checkpoints.beside_weights)
         if checkpoints.uploads is not None:
