@@ -36,9 +36,9 @@ def _reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [sum(position * token for position, token in enumerate(ids, 1)) % 11 / 10 for ids in completion_ids]
 
 
-def _ends_often() -> Any:
+def _ends_often(**changes: Any) -> Any:
     """A model whose completions end at very different lengths: the end of a text is likely."""
-    model: Any = tiny_model("qwen3_moe")
+    model: Any = tiny_model("qwen3_moe", **changes)
     with torch.no_grad():
         model.lm_head.weight[1] *= 8
     return model
