@@ -21,7 +21,17 @@ from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
 import expertmesh as em
 from expertmesh.integrations import callbacks
-from tests.integrations.support import CONFIGS, Job, Result, _run, even_rows, furthest, tokenizer, uneven_rows
+from tests.integrations.support import (
+    CONFIGS,
+    ONE_LAYER,
+    Job,
+    Result,
+    _run,
+    even_rows,
+    furthest,
+    tokenizer,
+    uneven_rows,
+)
 from tests.integrations.test_dpo import pairs
 from tests.integrations.test_grpo import _ends_often, _reward, prompts
 from tests.support.errors import refused
@@ -269,13 +279,13 @@ TOGETHER: dict[type[Trainer], list[tuple[str, ...]]] = {
     ],
     GRPOTrainer: [
         ("temperature", "top_k", "repetition_penalty"),
-        ("top_p", "min_p", "generation_kwargs", "cache_implementation"),
+        ("top_p", "generation_kwargs", "cache_implementation"),
         ("disable_dropout", "trust_remote_code", "chat_template_kwargs", "num_iterations", "model_init_kwargs"),
         ("shuffle_dataset", "pad_to_multiple_of", "max_completion_length"),
         ("num_generations", "steps_per_generation", "remove_unused_columns"),
         ("beta", "router_aux_loss_coef", "scale_rewards", "reward_weights", "loss_type", "entropy_coef"),
         ("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile"),
-        ("epsilon", "epsilon_high", "delta"),  # of other signs of the advantage, or sides of the ratio
+        ("epsilon", "epsilon_high"),  # of other sides of the ratio
         ("sapo_temperature_neg", "sapo_temperature_pos"),
         ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
         ("use_adaptive_entropy", "entropy_coef_delta", "entropy_target"),
@@ -436,7 +446,7 @@ def _results(kind: type[Trainer], directory: Path) -> list[dict[tuple[str, ...],
 
 
 def _both(kind: type[Trainer], directory: Path, runs: dict[tuple[str, ...], Case]) -> list[Any]:
-    base = _ends_often(num_hidden_layers=1) if kind is GRPOTrainer else tiny_model("qwen3_moe", num_hidden_layers=1)
+    base = _ends_often() if kind is GRPOTrainer else tiny_model("qwen3_moe", **ONE_LAYER)
     base.save_pretrained(directory / "base")
     (directory / "marked.jinja").write_text(MARKED)
     return [run_ranks(_every_run, 2, kind, directory, runs, p)[0] for p in (em.ParallelConfig(ep=2), None)]
