@@ -518,10 +518,24 @@ def test_an_argument_does_what_it_does_to_the_stock_class(
     try:
         _compare(*(results[names] for results in _results(kind, directory)))
     except AssertionError:
-        if len(names) > 1:
-            alone = tmp_path_factory.mktemp("alone")
-            _compare(*(results[name,] for results in _both(kind, alone, {(name,): RUN[kind][name]})))
-        raise
+        differing = _differing_alone(kind, names, directory / names[0]) if len(names) > 1 else {}
+        if name in differing:
+            raise differing[name] from None
+        if not differing:  # only together
+            raise
+
+
+@functools.cache
+def _differing_alone(kind: type[Trainer], names: tuple[str, ...], directory: Path) -> dict[str, AssertionError]:
+    """Which cases of a run that differs are why: each is run by itself."""
+    both = _both(kind, directory, {(name,): RUN[kind][name] for name in names})
+    found = {}
+    for name in names:
+        try:
+            _compare(*(results[name,] for results in both))
+        except AssertionError as error:
+            found[name] = error
+    return found
 
 
 def _compare(ours: Result | str, theirs: Result | str) -> None:
