@@ -41,6 +41,8 @@ CONFIGS: dict[type[Trainer], type[TrainingArguments]] = {
     RewardTrainer: RewardConfig,
 }
 VOCABULARY, ROWS = 96, 48
+# Where layers are not the subject: "ep 2, accumulated" of test_sft.py and each `layers=2` have two.
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
 FP32 = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
 
 

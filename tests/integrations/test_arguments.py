@@ -21,7 +21,17 @@ from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
 import expertmesh as em
 from expertmesh.integrations import callbacks
-from tests.integrations.support import CONFIGS, Job, Result, _run, even_rows, furthest, tokenizer, uneven_rows
+from tests.integrations.support import (
+    CONFIGS,
+    ONE_LAYER,
+    Job,
+    Result,
+    _run,
+    even_rows,
+    furthest,
+    tokenizer,
+    uneven_rows,
+)
 from tests.integrations.test_dpo import pairs
 from tests.integrations.test_grpo import _ends_often, _reward, prompts
 from tests.support.errors import refused
@@ -31,16 +41,22 @@ from tests.support.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
-BEST = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}
+BEST = {**SAVED, "eval_strategy": "steps", "eval_steps": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`args` has the argument's value and what it needs."""
+    """`args` has the argument's value and what it needs; the model has one layer where one is enough."""
 
     args: dict[str, Any]
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
     rows: Callable[[], list[dict[str, Any]]] | None = None
+    layers: int = 1
+
+
+def _few() -> list[dict[str, Any]]:
+    """Epochs of three steps."""
+    return uneven_rows()[:12]
 
 
 def _with_sizes() -> list[dict[str, Any]]:
@@ -107,7 +123,7 @@ def _cases(needed: dict[str, Any] | None = None, given: dict[str, Any] | None = 
 
 OF_TRAINER: dict[str, Case] = {
     **_cases(
-        per_device_train_batch_size=1, max_steps=3, learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=2,
+        per_device_train_batch_size=1, max_steps=3, learning_rate=1e-2, warmup_steps=2,
         weight_decay=0.1, adam_beta1=0.5, adam_beta2=0.9, adam_epsilon=1e-3, gradient_accumulation_steps=2,
         max_grad_norm=0.1, label_smoothing_factor=0.1, activation_checkpointing=True, gradient_checkpointing=True,
         use_cache=True, neftune_noise_alpha=5.0, torch_empty_cache_steps=1, logging_steps=2,
@@ -116,7 +132,7 @@ OF_TRAINER: dict[str, Case] = {
         train_sampling_strategy="group_by_length", log_on_each_node=False, skip_memory_metrics=False,
     ),
     **_cases(
-        EVALUATED, eval_strategy="epoch", eval_steps=1, eval_delay=3, per_device_eval_batch_size=1,
+        EVALUATED, eval_strategy="epoch", eval_steps=1, per_device_eval_batch_size=1,
         prediction_loss_only=True, eval_on_start=True, eval_accumulation_steps=1,
     ),
     **_cases(
@@ -124,24 +140,28 @@ OF_TRAINER: dict[str, Case] = {
         include_for_metrics=["loss", "inputs"], batch_eval_metrics=True,
     ),
     "num_train_epochs": Case({"num_train_epochs": 0.25, "max_steps": -1}),
+    # In three steps cosine differs from the default, in two it does not.
+    "lr_scheduler_type": Case({"lr_scheduler_type": "cosine", "max_steps": 3}),
     "lr_scheduler_kwargs": Case(
-        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
+        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}, "max_steps": 3}
     ),
+    "eval_delay": Case({"eval_strategy": "steps", "eval_steps": 1, "eval_delay": 2}),
     "optim": Case({"optim": "sgd", "learning_rate": 0.1}),
     "average_tokens_across_devices": Case({"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}),
     "activation_checkpointing_kwargs": Case(
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}, layers=2
     ),
     "gradient_checkpointing_kwargs": Case(
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     ),
-    "logging_strategy": Case({"logging_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1.0}),
+    "logging_strategy": Case({"logging_strategy": "epoch", "max_steps": 4}, rows=_few),
     "dataloader_drop_last": Case(
-        {"dataloader_drop_last": True, "per_device_train_batch_size": 5, "max_steps": -1, "num_train_epochs": 1.0}
+        {"dataloader_drop_last": True, "per_device_train_batch_size": 5, "max_steps": -1, "num_train_epochs": 2.0},
+        rows=_few,
     ),
-    "logging_first_step": Case({"logging_first_step": True, "logging_steps": 3}),
-    "save_strategy": Case({"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1.0}),
-    "save_steps": Case({"save_strategy": "steps", "save_steps": 3}),
+    "logging_first_step": Case({"logging_first_step": True, "logging_steps": 2}),
+    "save_strategy": Case({"save_strategy": "epoch", "max_steps": 4}, rows=_few),
+    "save_steps": Case({"save_strategy": "steps", "save_steps": 2, "max_steps": 3}),
     "save_only_model": Case({**SAVED, "save_only_model": True}),
     "save_total_limit": Case({**SAVED, "save_total_limit": 1}),
     "metric_for_best_model": Case({**BEST, "metric_for_best_model": "mean"}, {"compute_metrics": _metrics}),
@@ -190,7 +210,7 @@ OF_DPO: dict[str, Case] = {
     "label_smoothing": Case({"loss_type": ["robust"], "label_smoothing": 0.1}),
     "loss_weights": Case({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
     "f_alpha_divergence_coef": Case({"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7}),
-    "discopop_tau": Case({"loss_type": ["discopop"], "discopop_tau": 0.1}),
+    "discopop_tau": Case({"loss_type": ["discopop"], "discopop_tau": 1.0}),
 }  # fmt: skip
 OF_REWARD: dict[str, Case] = {
     **_cases(
@@ -202,7 +222,7 @@ OF_REWARD: dict[str, Case] = {
 }  # fmt: skip
 OF_GRPO: dict[str, Case] = {
     **_cases(
-        disable_dropout=True, num_generations=2, max_completion_length=5, shuffle_dataset=False, pad_to_multiple_of=8,
+        disable_dropout=True, num_generations=2, max_completion_length=6, shuffle_dataset=False, pad_to_multiple_of=8,
         generation_batch_size=16, steps_per_generation=2, temperature=0.7, top_p=0.9, top_k=20, min_p=0.05,
         generation_kwargs={"no_repeat_ngram_size": 2}, repetition_penalty=1.2, cache_implementation="dynamic",
         beta=0.1, num_iterations=2, reward_weights=[0.5], scale_rewards="batch", loss_type="grpo",
@@ -229,6 +249,50 @@ OF_GRPO: dict[str, Case] = {
     "model_init_kwargs": Case({"model_init_kwargs": {"attn_implementation": "eager"}}),
 }  # fmt: skip
 RUN = {Trainer: OF_TRAINER, SFTTrainer: OF_SFT, DPOTrainer: OF_DPO, RewardTrainer: OF_REWARD, GRPOTrainer: OF_GRPO}
+
+# Cases of one run, none of which hides what another one does; where the run differs, each is run alone.
+TOGETHER: dict[type[Trainer], list[tuple[str, ...]]] = {
+    Trainer: [
+        ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps"),
+        ("lr_scheduler_type", "label_smoothing_factor", "neftune_noise_alpha", "seed", "label_names"),
+        ("gradient_accumulation_steps", "warmup_steps", "data_seed", "use_cache", "logging_steps", "log_on_each_node"),
+        ("activation_checkpointing", "train_sampling_strategy", "include_num_input_tokens_seen"),
+        ("gradient_checkpointing", "per_device_train_batch_size", "logging_nan_inf_filter"),
+        ("full_determinism", "torch_empty_cache_steps", "dataloader_pin_memory", "skip_memory_metrics"),
+        ("eval_steps", "per_device_eval_batch_size", "eval_on_start", "eval_accumulation_steps"),
+        ("eval_strategy", "prediction_loss_only"),
+        ("eval_use_gather_object", "include_for_metrics"),
+        ("accelerator_config, seeds", "logging_first_step"),
+    ],
+    SFTTrainer: [
+        ("shuffle_dataset", "pad_to_multiple_of", "loss_type", "trust_remote_code", "model_init_kwargs"),
+        ("dataset_text_field", "dataset_num_proc", "eos_token"),
+        ("dataset_kwargs", "pad_token"),
+    ],
+    DPOTrainer: [
+        ("beta", "disable_dropout", "trust_remote_code", "dataset_num_proc", "pad_token", "model_init_kwargs"),
+        ("router_aux_loss_coef", "use_weighting", "pad_to_multiple_of"),
+    ],
+    RewardTrainer: [
+        ("pad_to_multiple_of", "center_rewards_coefficient", "trust_remote_code", "disable_dropout", "pad_token"),
+        ("dataset_num_proc", "eos_token", "model_init_kwargs"),
+    ],
+    GRPOTrainer: [
+        ("temperature", "top_k", "repetition_penalty"),
+        ("top_p", "generation_kwargs", "cache_implementation"),
+        ("disable_dropout", "trust_remote_code", "chat_template_kwargs", "num_iterations", "model_init_kwargs"),
+        ("shuffle_dataset", "pad_to_multiple_of", "max_completion_length"),
+        ("num_generations", "steps_per_generation", "remove_unused_columns"),
+        ("beta", "router_aux_loss_coef", "scale_rewards", "reward_weights", "loss_type", "entropy_coef"),
+        ("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile"),
+        ("epsilon", "epsilon_high"),  # of other sides of the ratio
+        ("sapo_temperature_neg", "sapo_temperature_pos"),
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        ("use_adaptive_entropy", "entropy_coef_delta", "entropy_target"),
+        ("entropy_coef_min", "entropy_coef_max"),
+        ("log_completions", "num_completions_to_print", "log_unique_prompts", "log_multimodal"),
+    ],
+}
 
 # Each with the test that compares it.
 ELSEWHERE = {
@@ -354,32 +418,58 @@ def test_an_argument_that_is_refused_stops_by_its_name(name: str, tmp_path: Path
         ours(model="nowhere/to-be-found", args=args, parallel=em.ParallelConfig(ep=2))
 
 
+def _runs(kind: type[Trainer]) -> dict[tuple[str, ...], Case]:
+    """Every case once, by the names of the cases that one run has."""
+    together = TOGETHER[kind]
+    in_some = {name for names in together for name in names}
+    return {
+        names: _merged({name: RUN[kind][name] for name in names})
+        for names in [*together, *((name,) for name in RUN[kind] if name not in in_some)]
+    }
+
+
+def _merged(cases: dict[str, Case]) -> Case:
+    """One case of several; a value that is a case's subject stands before one that others need."""
+    subjects = {name: case.args[name] for name, case in cases.items() if name in case.args}
+    needed: dict[str, Any] = {}
+    for name, value in (item for case in cases.values() for item in case.args.items()):
+        assert needed.setdefault(name, value) == value or name in subjects, f"{[*cases]} need other values of {name}"
+    given = {name: value for case in cases.values() for name, value in case.given.items()}
+    (rows,) = {case.rows for case in cases.values()}
+    return Case({**needed, **subjects}, given, rows, max(case.layers for case in cases.values()))
+
+
 @functools.cache
-def _results(kind: type[Trainer], directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ours and the stock class end with in every case, each by one launch of two ranks."""
-    base = _ends_often() if kind is GRPOTrainer else tiny_model("qwen3_moe")
+def _results(kind: type[Trainer], directory: Path) -> list[dict[tuple[str, ...], Any]]:
+    """What ours and the stock class end with in every run, each by one launch of two ranks."""
+    return _both(kind, directory, _runs(kind))
+
+
+def _both(kind: type[Trainer], directory: Path, runs: dict[tuple[str, ...], Case]) -> list[Any]:
+    base = _ends_often() if kind is GRPOTrainer else tiny_model("qwen3_moe", **ONE_LAYER)
     base.save_pretrained(directory / "base")
     (directory / "marked.jinja").write_text(MARKED)
-    parallel = em.ParallelConfig(ep=2)
-    ours = run_ranks(_every_case, 2, kind, directory, parallel)[0]
-    return ours, run_ranks(_every_case, 2, kind, directory, None)[0]
+    return [run_ranks(_every_run, 2, kind, directory, runs, p)[0] for p in (em.ParallelConfig(ep=2), None)]
 
 
-def _every_case(kind: type[Trainer], directory: Path, parallel: em.ParallelConfig | None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, case in RUN[kind].items():
+def _every_run(
+    kind: type[Trainer], directory: Path, runs: dict[tuple[str, ...], Case], parallel: em.ParallelConfig | None
+) -> dict[tuple[str, ...], Any]:
+    found: dict[tuple[str, ...], Any] = {}
+    for names, case in runs.items():
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         random.seed(0)
         try:
-            found[name] = _train(kind, case, directory, parallel, name)
+            found[names] = _train(kind, case, directory, parallel, names[0])
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            found[names] = f"{type(error).__name__}: {error}"
     return found
 
 
 def _train(kind: type[Trainer], case: Case, directory: Path, parallel: em.ParallelConfig | None, name: str) -> Result:
-    base: dict[str, Any] = {"max_steps": 4}
+    # A second step is the first one with moments, a later rate and, of a policy, a distance from its reference.
+    base: dict[str, Any] = {"max_steps": 2}
     given = {key: value() if value is _marked else value for key, value in case.given.items()}
     rows = case.rows
     if kind in (DPOTrainer, RewardTrainer):
@@ -388,13 +478,13 @@ def _train(kind: type[Trainer], case: Case, directory: Path, parallel: em.Parall
         base |= {"beta": 0.5}
     if kind is GRPOTrainer:
         rows, given = rows or prompts, {"reward_funcs": _reward, **given}
-        base |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 2}
+        base |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
     args = {**base, **case.args}
     if "chat_template_path" in args:
         args["chat_template_path"] = str(directory / args["chat_template_path"])
     output = directory / f"{'stock' if parallel is None else 'ours'}" / name
-    model = None if kind is Trainer else str(directory / "base")
-    job = Job(output, kind, args, given, rows=rows or uneven_rows, model=model, after=_aftermath)
+    changes, model = ({"num_hidden_layers": case.layers}, None) if kind is Trainer else ({}, str(directory / "base"))
+    job = Job(output, kind, args, given, changes, rows=rows or uneven_rows, model=model, after=_aftermath)
     return _run(job, parallel)
 
 
@@ -424,14 +514,34 @@ def test_an_argument_does_what_it_does_to_the_stock_class(
 ) -> None:
     directory = tmp_path_factory.getbasetemp() / f"arguments-{kind.__name__}"
     directory.mkdir(exist_ok=True)
-    ours, theirs = (results[name] for results in _results(kind, directory))
+    names = next(names for names in _runs(kind) if name in names)
+    try:
+        _compare(*(results[names] for results in _results(kind, directory)))
+    except AssertionError:
+        differing = _differing_alone(kind, names, directory / names[0]) if len(names) > 1 else {}
+        if name in differing:
+            raise differing[name] from None
+        if not differing:  # only together
+            raise
+
+
+@functools.cache
+def _differing_alone(kind: type[Trainer], names: tuple[str, ...], directory: Path) -> dict[str, AssertionError]:
+    """Which cases of a run that differs are why: each is run by itself."""
+    both = _both(kind, directory, {(name,): RUN[kind][name] for name in names})
+    found = {}
+    for name in names:
+        try:
+            _compare(*(results[name,] for results in both))
+        except AssertionError as error:
+            found[name] = error
+    return found
+
+
+def _compare(ours: Result | str, theirs: Result | str) -> None:
+    """Everything that is logged but times, what is left on disk, and each weight to 5e-4 of its move."""
     assert not isinstance(theirs, str), theirs
     assert not isinstance(ours, str), ours
-    _compare(ours, theirs)
-
-
-def _compare(ours: Result, theirs: Result) -> None:
-    """Everything that is logged but times, what is left on disk, and each weight to 5e-4 of its move."""
     assert ours.extra == theirs.extra
     assert len(ours.logs) == len(theirs.logs)
     for here, there in zip(ours.logs, theirs.logs, strict=True):

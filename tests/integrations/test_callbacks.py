@@ -18,7 +18,7 @@ from trl import BEMACallback, LogCompletionsCallback
 
 import expertmesh as em
 from expertmesh.integrations import callbacks
-from tests.integrations.support import Job, accumulating, build, sharded, stock
+from tests.integrations.support import ONE_LAYER, Job, accumulating, build, sharded, stock
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import run_ranks
 
@@ -79,7 +79,7 @@ def _norms(trainer: Any) -> list[float]:
 
 
 def test_an_average_of_weights_is_the_one_of_the_stock_trainer(tmp_path: Path) -> None:
-    job = Job(tmp_path, given={"callbacks": [_Average()]}, after=_norms)
+    job = Job(tmp_path, given={"callbacks": [_Average()]}, changes=ONE_LAYER, after=_norms)
     ours, theirs = sharded(job, 2, ep=2), stock(accumulating(job, 2))
     assert ours.extra == pytest.approx(theirs.extra, rel=1e-5)
     for name, average in theirs.weights.items():

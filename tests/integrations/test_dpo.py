@@ -16,7 +16,7 @@ from trl import DPOTrainer
 
 import expertmesh as em
 from tests.adapters.reference import random_adapter
-from tests.integrations.support import Job, accumulating, compare, sharded, stock
+from tests.integrations.support import ONE_LAYER, Job, accumulating, compare, sharded, stock
 from tests.integrations.test_sft import ATTENTION_AND_EXPERTS, _of_files, _saved_adapter
 from tests.support.models import tiny_model
 
@@ -44,13 +44,17 @@ def pairs() -> list[dict[str, str]]:
 
 
 def _job(tmp_path: Path, args: dict[str, Any], **given: Any) -> Job:
-    return Job(tmp_path, kind=DPOTrainer, args={"beta": 0.5, "learning_rate": 1e-3, **args}, given=given, rows=pairs)
+    args = {"beta": 0.5, "learning_rate": 1e-3, **args}
+    return Job(tmp_path, kind=DPOTrainer, args=args, given=given, changes=ONE_LAYER, rows=pairs)
+
+
+_model = functools.partial(tiny_model, "qwen3_moe", **ONE_LAYER)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
     """The model in a directory, from which the stock trainer reads its reference."""
-    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    _model().save_pretrained(tmp_path / "base")
     return str(tmp_path / "base")
 
 
@@ -81,32 +85,33 @@ def test_full_training_against_a_second_sharded_model(world: int, args: dict[str
 )
 def test_every_loss_is_the_stock_trainers_in_fp64(args: dict[str, Any], tmp_path: Path) -> None:
     """At a small rate weights move by little more than fp32 rounds; in fp64 nothing is left of the distance."""
-    model = functools.partial(tiny_model, "qwen3_moe", dtype=torch.float64)
-    job = replace(_job(tmp_path, {"learning_rate": 1e-6, "label_smoothing": 1e-3, **args}), prepare=lambda _: model())
+    model = functools.partial(_model, dtype=torch.float64)
+    own = {"max_steps": 2, "learning_rate": 1e-6, "label_smoothing": 1e-3}
+    job = replace(_job(tmp_path, {**own, **args}), prepare=lambda _: model())
     expected = replace(accumulating(job, 2), given={"ref_model": model()})
     compare(sharded(job, 2, ep=2), stock(expected), relative=1e-10, of_move=1e-9)
 
 
 def test_a_model_in_memory_is_its_own_reference(tmp_path: Path, saved: str) -> None:
-    job = _job(tmp_path, {"max_steps": 3})
+    job = _job(tmp_path, {"max_steps": 2})
     compare(sharded(job, 2, ep=2), stock(replace(accumulating(job, 2), model=saved)), keys=LOGGED)
 
 
 def test_a_reference_of_ones_own(tmp_path: Path, saved: str) -> None:
     """In memory, beside a policy that is read from a directory."""
-    other = tiny_model("qwen3_moe", seed=3)
+    other = _model(seed=3)
     job = replace(_job(tmp_path, {"max_steps": 2}, ref_model=other), model=saved)
     compare(sharded(job, 2, ep=2), stock(accumulating(job, 2)), keys=LOGGED)
 
 
 def test_adapters_off_are_the_reference(tmp_path: Path) -> None:
-    random_adapter(tiny_model("qwen3_moe"), tmp_path / "start", *ATTENTION_AND_EXPERTS)
+    random_adapter(_model(), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     wrapped = functools.partial(PeftModel.from_pretrained, model_id=tmp_path / "start", is_trainable=True)
     job = replace(_job(tmp_path, EVALUATED), after=_saved_adapter)
     lora = em.LoraConfig(from_adapter=str(tmp_path / "start"))
     ours = sharded(replace(job, given={"lora": lora}), 2, ep=2)
     # PEFT's own reference for a loaded adapter is a copy of it; the base is what was asked for here.
-    expected = stock(replace(accumulating(job, 2), prepare=wrapped, given={"ref_model": tiny_model("qwen3_moe")}))
+    expected = stock(replace(accumulating(job, 2), prepare=wrapped, given={"ref_model": _model()}))
     first = load_file(tmp_path / "start" / "adapter_model.safetensors")
     compare(_of_files(ours, first), _of_files(expected, first), keys=LOGGED)
 
@@ -125,7 +130,7 @@ def test_log_probabilities_of_the_reference_computed_before(adapters: bool, tmp_
     given: dict[str, Any] = {"train_dataset": rows("before")}
     if adapters:
         given["lora"] = em.LoraConfig(r=4, targets=["attention", "experts"])
-    job = replace(_job(tmp_path, {"max_steps": 3}, **given), model=saved)
+    job = replace(_job(tmp_path, {"max_steps": 2}, **given), model=saved)
     args = {**job.args, "precompute_ref_log_probs": True}
     ours = sharded(replace(job, args=args, output=tmp_path / "ours"), 2, ep=2)
     compare(ours, sharded(replace(job, given={**given, "train_dataset": rows("while")}), 2, ep=2), keys=LOGGED)

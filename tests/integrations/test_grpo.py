@@ -20,7 +20,7 @@ from trl.models import unwrap_model_for_generation
 
 import expertmesh as em
 from expertmesh.integrations import refusals
-from tests.integrations.support import Job, compare, sharded, stock, tokenizer
+from tests.integrations.support import ONE_LAYER, Job, compare, sharded, stock, tokenizer
 from tests.integrations.test_dpo import pairs
 from tests.support.models import tiny_model
 
@@ -38,7 +38,7 @@ def _reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 def _ends_often() -> Any:
     """A model whose completions end at very different lengths: the end of a text is likely."""
-    model: Any = tiny_model("qwen3_moe")
+    model: Any = tiny_model("qwen3_moe", **ONE_LAYER)
     with torch.no_grad():
         model.lm_head.weight[1] *= 8
     return model

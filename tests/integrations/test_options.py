@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from transformers import Trainer
 
-from tests.integrations.support import Job, compare, even_rows, sharded, stock, uneven_rows
+from tests.integrations.support import ONE_LAYER, Job, compare, even_rows, sharded, stock, uneven_rows
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
@@ -29,14 +29,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "include_num_input_tokens_seen": "all",
     },
     "metrics": {**EVALUATED, "eval_accumulation_steps": 1, "lr_scheduler_type": "reduce_lr_on_plateau"},
-    "split batches": {"accelerator_config": {"split_batches": True}, "dataloader_drop_last": True, "max_steps": -1},
+    "split batches": {
+        "accelerator_config": {"split_batches": True},
+        "dataloader_drop_last": True,
+        "num_train_epochs": 1,
+        "max_steps": -1,
+    },
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_means_what_it_means_under_ddp(option: str, tmp_path: Path) -> None:
     given = {"compute_metrics": _accuracy} if option == "metrics" else {}
-    job = Job(tmp_path, args=OPTIONS[option], given=given)
+    job = Job(tmp_path, args=OPTIONS[option], given=given, changes=ONE_LAYER)
     ours, expected = sharded(job, 2, ep=2), stock(job, 2)
     keys = {key for row in expected.logs for key in row if key.startswith(("eval_", "num_", "mean_token", "entropy"))}
     timed = {key for key in keys if "runtime" in key or "per_second" in key or "preparation" in key}
@@ -46,7 +51,8 @@ def test_an_option_means_what_it_means_under_ddp(option: str, tmp_path: Path) ->
 
 
 def test_a_stream_of_rows_is_shared_out_as_under_ddp(tmp_path: Path) -> None:
-    job = Job(tmp_path, given={"train_dataset": Dataset.from_list(uneven_rows()).to_iterable_dataset()})
+    rows = Dataset.from_list(uneven_rows()).to_iterable_dataset()
+    job = Job(tmp_path, given={"train_dataset": rows}, changes=ONE_LAYER)
     compare(sharded(job, 2, ep=2), stock(job, 2))
 
 
@@ -59,6 +65,6 @@ def test_a_stream_of_rows_is_shared_out_as_under_ddp(tmp_path: Path) -> None:
     ],
 )
 def test_the_plain_trainer_is_the_same_as_under_ddp(args: dict[str, Any], tmp_path: Path) -> None:
-    job = Job(tmp_path, kind=Trainer, args=args, rows=even_rows)
+    job = Job(tmp_path, kind=Trainer, args=args, changes=ONE_LAYER, rows=even_rows)
     expected = {key: value for key, value in args.items() if key != "gradient_checkpointing"}
     compare(sharded(job, 2, ep=2), stock(replace(job, args=expected), 2))

@@ -257,7 +257,8 @@ def test_under_torchrun_a_refusal_is_one_sentence_of_one_rank(tmp_path: Path) ->
     assert len(told) == 1, ended.stderr
     assert "parallel.tp is 2" in told[0]
     assert ended.stderr.count("Traceback") == 1
-    assert "failed (exitcode: 2)" in ended.stderr
+    # Which rank torchrun takes for the root cause is a race; the sentence is the one that was reported.
+    assert "parallel.tp is 2" in ended.stderr.partition("Root Cause")[2]
 
 
 def test_classes_that_are_not_known_to_train_right() -> None:

@@ -15,7 +15,7 @@ import expertmesh as em
 from expertmesh.config.errors import IntegrityError
 from expertmesh.integrations import checkpoints
 from tests.adapters.reference import random_adapter
-from tests.integrations.support import Job, Result, accumulating, compare, sharded, stock, whole
+from tests.integrations.support import ONE_LAYER, Job, Result, accumulating, compare, sharded, stock, whole
 from tests.integrations.test_sft import ATTENTION_AND_EXPERTS
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
@@ -36,7 +36,7 @@ class _StopAfter(TrainerCallback):  # type: ignore[misc]
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Result]:
     """A job of six steps that was killed on four ranks in saving step 4, and the stock trainer's whole run of it."""
-    job = Job(tmp_path_factory.mktemp("stopped"), args=SAVED)
+    job = Job(tmp_path_factory.mktemp("stopped"), args=SAVED, changes=ONE_LAYER)
     real, calls = checkpoints.mark_complete, []
 
     def dies(checkpoint: Path) -> None:
@@ -112,10 +112,10 @@ def _numbers(path: Path) -> int:
 
 
 def test_resumed_in_the_same_layout_it_is_the_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
-    job = Job(tmp_path / "stopped", args=SAVED, given={"callbacks": [_StopAfter(3)]})
+    job = Job(tmp_path / "stopped", args=SAVED, given={"callbacks": [_StopAfter(3)]}, changes=ONE_LAYER)
     sharded(job, 2, ep=2)
     resumed = sharded(replace(job, given={}, resume=str(tmp_path / "stopped" / "checkpoint-2")), 2, ep=2)
-    whole_run = sharded(Job(tmp_path / "whole", args=SAVED), 2, ep=2)
+    whole_run = sharded(Job(tmp_path / "whole", args=SAVED, changes=ONE_LAYER), 2, ep=2)
     assert resumed.series("loss") == whole_run.series("loss")
     assert all(torch.equal(resumed.weights[name], tensor) for name, tensor in whole_run.weights.items())
 
@@ -132,7 +132,7 @@ def _and_best(trainer: Any) -> Any:
 @pytest.mark.parametrize("only_model", [False, True], ids=["all", "save_only_model"])
 def test_the_best_model_comes_back_bit_for_bit(only_model: bool, tmp_path: Path) -> None:
     args = {**SAVED, **BEST, "save_only_model": only_model, "save_total_limit": 1}
-    result = sharded(Job(tmp_path, args=args, after=_and_best), 2, ep=2)
+    result = sharded(Job(tmp_path, args=args, changes=ONE_LAYER, after=_and_best), 2, ep=2)
     losses = result.series("eval_loss")
     assert losses[0] == max(losses) > losses[-1]
     name, parameters, differing, names = result.extra
@@ -141,10 +141,10 @@ def test_the_best_model_comes_back_bit_for_bit(only_model: bool, tmp_path: Path)
 
 
 def test_adapters_are_resumed_in_another_layout(tmp_path: Path) -> None:
-    random_adapter(tiny_model("qwen3_moe"), tmp_path / "start", *ATTENTION_AND_EXPERTS)
+    random_adapter(tiny_model("qwen3_moe", **ONE_LAYER), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     given = {"lora": em.LoraConfig(from_adapter=str(tmp_path / "start"))}
     base = tmp_path / "base"
-    tiny_model("qwen3_moe").save_pretrained(base)
+    tiny_model("qwen3_moe", **ONE_LAYER).save_pretrained(base)
     args = {**SAVED, "gradient_accumulation_steps": 2}
     job = Job(tmp_path / "run", args=args, given=given, model=str(base), after=_files)
     sharded(replace(job, given={**given, "callbacks": [_StopAfter(2)]}, after=None), 2, ep=2)
@@ -183,7 +183,7 @@ def test_saved_over_earlier_weights_it_is_the_trained_model(tmp_path: Path) -> N
         return [name for name, p in there.named_parameters() if not torch.equal(here[name], p)]
 
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier run")
-    assert sharded(Job(tmp_path, args={"max_steps": 1}, after=saved_twice), 2, ep=2).extra == []
+    assert sharded(Job(tmp_path, args={"max_steps": 1}, changes=ONE_LAYER, after=saved_twice), 2, ep=2).extra == []
     assert not (tmp_path / "model-00001-of-00002.safetensors").exists()
     assert (tmp_path / "tokenizer.json").exists()
 

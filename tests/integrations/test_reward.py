@@ -16,7 +16,7 @@ from trl import RewardTrainer
 
 import expertmesh as em
 from expertmesh.weights.load import start_head
-from tests.integrations.support import Job, Result, accumulating, compare, sharded, stock
+from tests.integrations.support import ONE_LAYER, Job, Result, accumulating, compare, sharded, stock
 from tests.integrations.test_dpo import pairs
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_config, tiny_model
@@ -28,7 +28,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_s
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    tiny_model("qwen3_moe", **ONE_LAYER).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 

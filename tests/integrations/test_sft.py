@@ -20,7 +20,7 @@ import expertmesh as em
 from expertmesh.integrations import patches
 from expertmesh.state.sharded_model import attach
 from tests.adapters.reference import random_adapter
-from tests.integrations.support import Job, Result, accumulating, compare, even_rows, sharded, stock
+from tests.integrations.support import ONE_LAYER, Job, Result, accumulating, compare, even_rows, sharded, stock
 from tests.support.models import tiny_model
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -48,7 +48,7 @@ SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"
 def test_losses_norms_and_weights_equal_the_stock_trainer(
     world: int, parallel: dict[str, Any], args: dict[str, Any], tmp_path: Path
 ) -> None:
-    job = Job(tmp_path, args=args)
+    job = Job(tmp_path, args=args, changes={} if args is ACCUMULATED else ONE_LAYER)
     expected = accumulating(job, world)
     without = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
     expected = replace(expected, args={key: value for key, value in expected.args.items() if key not in without})
@@ -57,15 +57,16 @@ def test_losses_norms_and_weights_equal_the_stock_trainer(
 
 def test_the_routers_auxiliary_loss_is_the_stock_trainers(tmp_path: Path) -> None:
     """Of equally long rows: TRL logs its mean over micro-batches."""
-    job = Job(tmp_path, args=AUX, rows=even_rows)
+    job = Job(tmp_path, args=AUX, changes=ONE_LAYER, rows=even_rows)
     compare(sharded(job, 2, ep=2), stock(accumulating(job, 2)), keys=("loss", "aux_loss"))
 
 
 @pytest.mark.parametrize("wraps", [False, True], ids=["lora", "PeftModel"])
 def test_adapters_on_attention_and_experts_equal_stock_peft(wraps: bool, tmp_path: Path) -> None:
-    random_adapter(tiny_model("qwen3_moe"), tmp_path / "start", *ATTENTION_AND_EXPERTS)
+    random_adapter(tiny_model("qwen3_moe", **ONE_LAYER), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     lora = em.LoraConfig(from_adapter=str(tmp_path / "start"))
-    job = Job(tmp_path, args={"gradient_accumulation_steps": 2, **EVALUATED}, after=_saved_adapter)
+    args = {"gradient_accumulation_steps": 2, **EVALUATED}
+    job = Job(tmp_path, args=args, changes=ONE_LAYER, after=_saved_adapter)
     wrapped = functools.partial(PeftModel.from_pretrained, model_id=tmp_path / "start", is_trainable=True)
     expected = stock(replace(accumulating(job, 2), prepare=wrapped))
     ours = sharded(replace(job, prepare=wrapped) if wraps else replace(job, given={"lora": lora}), 2, ep=2)
@@ -74,9 +75,9 @@ def test_adapters_on_attention_and_experts_equal_stock_peft(wraps: bool, tmp_pat
 
 
 def _with_dropout(tmp_path: Path) -> Job:
-    random_adapter(tiny_model("qwen3_moe"), tmp_path / "start", *ATTENTION_AND_EXPERTS)
+    random_adapter(tiny_model("qwen3_moe", **ONE_LAYER), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     lora = em.LoraConfig(from_adapter=str(tmp_path / "start"), dropout=0.3)
-    return Job(tmp_path / "run", given={"lora": lora}, rows=even_rows)
+    return Job(tmp_path / "run", given={"lora": lora}, changes=ONE_LAYER, rows=even_rows)
 
 
 def test_dropout_of_adapters_drops_the_same_in_every_layout_and_after_a_resume(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_gradients_that_are_summed_instead_of_averaged_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(em, "like_ddp", _only_allowed, raising=False)
-    job = Job(tmp_path, args={"max_steps": 2})
+    job = Job(tmp_path, args={"max_steps": 2}, changes=ONE_LAYER)
     ours, expected = sharded(job, 2, ep=2), stock(accumulating(job, 2))
     assert ours.series("loss")[0] == pytest.approx(expected.series("loss")[0], rel=1e-5)
     assert ours.series("grad_norm")[0] == pytest.approx(2 * expected.series("grad_norm")[0], rel=1e-5)
