@@ -34,7 +34,7 @@ TRACED = partial(torch.compile, backend="aot_eager")
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced_before() -> None:
-    """Trace something here once, of lengths that change: what that loads and tabulates, all ranks have from the fork."""
+    """Trace something here once, of lengths that change: ranks inherit what that loads and tabulates."""
     part = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4), nn.SiLU())
     traced = TRACED(part.forward, fullgraph=True)
     for length in (3, 5):
