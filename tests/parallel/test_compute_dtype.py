@@ -91,6 +91,19 @@ def test_a_product_of_two_dtypes_is_seen_without_values() -> None:
     assert wide.routers == tuple(f"model.layers.{layer}.mlp.gate" for layer in (0, 1))
 
 
+def test_a_proof_is_run_once_in_a_process_and_a_refusal_each_time() -> None:
+    mixtral = build_meta_model(tiny_config("MixtralForCausalLM", "mixtral"), torch.float32)
+    anatomy, kept = describe(mixtral), kept_in_fp32(mixtral, torch.bfloat16)
+    no = compute_dtype._Refused("of a family", "")
+    run = mock.patch.object(compute_dtype, "_run", side_effect=[no, no, None])
+    with mock.patch.object(known_families, "_table", return_value={}), run as proofs:
+        with refused("precision.compute-unsupported"):
+            plan_compute(mixtral, anatomy, torch.bfloat16, kept)
+        for _ in range(3):
+            plan_compute(mixtral, anatomy, torch.bfloat16, kept)
+    assert proofs.call_count == 3  # two of the refusal, which is asked again for what to cast
+
+
 def test_preflight_refuses_before_ranks_start(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path)
     bf16 = run_config(inputs, tmp_path / "bf16", "precision.compute=bfloat16")
