@@ -72,9 +72,9 @@ def _norms_with(between: str, tied: bool) -> list[float]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_between_steps_changes_them(tied: bool) -> None:
-    undisturbed = run_ranks(_norms_with, 2, "nothing", tied)
-    for between in BETWEEN:
-        assert run_ranks(_norms_with, 2, between, tied) == undisturbed, between
+    for undisturbed, *others in run_ranks(lambda: [_norms_with(each, tied) for each in ("nothing", *BETWEEN)], 2):
+        for between, norms in zip(BETWEEN, others, strict=True):
+            assert norms == undisturbed, between
 
 
 def _norm_after_a_forgotten_loss() -> tuple[float, float]:

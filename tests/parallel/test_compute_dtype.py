@@ -36,13 +36,15 @@ FAMILIES = {
     "minimax": "MiniMaxForCausalLM",
 }
 EP = {"ep2": Run((2, 2, "grouped_mm"))}
+# Of each kind one family has experts that two ranks share.
+OF_FOUR = {"deepseek_v4", "flint", "inkling", "minimax"}
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_no_further_off_than_the_unsharded_bf16_model(family: str, lora: bool, tmp_path: Path) -> None:
     axes = {axis: run_of(axis) for axis in ("tp", "pp") if refusal_of(FAMILIES[family], family, axis) is None}
-    runs = EP if lora else {"ep2 of 4": Run((4, 2, "loop")), **axes}
+    runs = EP if lora else {"ep2": Run((4 if family in OF_FOUR else 2, 2, "loop")), **axes}
     for ratio in bf16_ratios(FAMILIES[family], family, runs, tmp_path, lora=lora).values():
         ratio.check()
 
@@ -87,6 +89,19 @@ def test_a_product_of_two_dtypes_is_seen_without_values() -> None:
         mixtral = build_meta_model(tiny_config("MixtralForCausalLM", "mixtral"), torch.float32)
         wide = with_wide_routers(mixtral, describe(mixtral), torch.bfloat16, casts, meta_twin(mixtral))
     assert wide.routers == tuple(f"model.layers.{layer}.mlp.gate" for layer in (0, 1))
+
+
+def test_a_proof_is_run_once_in_a_process_and_a_refusal_each_time() -> None:
+    mixtral = build_meta_model(tiny_config("MixtralForCausalLM", "mixtral"), torch.float32)
+    anatomy, kept = describe(mixtral), kept_in_fp32(mixtral, torch.bfloat16)
+    no = compute_dtype._Refused("of a family", "")
+    run = mock.patch.object(compute_dtype, "_run", side_effect=[no, no, None])
+    with mock.patch.object(known_families, "_table", return_value={}), run as proofs:
+        with refused("precision.compute-unsupported"):
+            plan_compute(mixtral, anatomy, torch.bfloat16, kept)
+        for _ in range(3):
+            plan_compute(mixtral, anatomy, torch.bfloat16, kept)
+    assert proofs.call_count == 3  # two of the refusal, which is asked again for what to cast
 
 
 def test_preflight_refuses_before_ranks_start(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_eight_ranks_hold_what_they_should() -> None:
                 assert found[f"{name}.weight"] == (*lead, Shard(0)), name
 
 
-def _fifty_steps(model: nn.Module, parallel: em.ParallelConfig | None) -> dict[str, torch.Tensor]:
+def _twelve_steps(model: nn.Module, parallel: em.ParallelConfig | None) -> dict[str, torch.Tensor]:
     """AdamW without clipping; on one process in plain torch without `parallel`."""
     model = copy.deepcopy(model)
     data_rank, data_ranks = 0, 1
@@ -122,7 +122,7 @@ def _fifty_steps(model: nn.Module, parallel: em.ParallelConfig | None) -> dict[s
         em.parallelize(model, mesh)
         data_rank, data_ranks = mesh.data_rank, mesh.layout.data_ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    for step in range(50):
+    for step in range(12):
         rows = _rows(step, ())[:2]
         total = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
         batch = padded(rows[data_rank::data_ranks])
@@ -141,10 +141,10 @@ def _fifty_steps(model: nn.Module, parallel: em.ParallelConfig | None) -> dict[s
     }
 
 
-def test_fifty_adamw_steps_in_double_precision_stay_on_the_unsharded_models_weights() -> None:
+def test_twelve_adamw_steps_in_double_precision_equal_the_unsharded_model() -> None:
     model = tiny_model("qwen3_moe", dtype=torch.float64)
-    before, expected = dict(model.named_parameters()), _fifty_steps(model, None)
-    found = run_ranks(lambda: _fifty_steps(model, em.ParallelConfig(tp=2, ep=2)), 4)[0]
+    before, expected = dict(model.named_parameters()), _twelve_steps(model, None)
+    found = run_ranks(lambda: _twelve_steps(model, em.ParallelConfig(tp=2, ep=2)), 4)[0]
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert float((weight - before[name].detach()).norm() / weight.norm()) > 1e-3, name

@@ -31,22 +31,22 @@ State = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, State]:
+    """A checkpoint after two steps, its state, and that after two more from it."""
     directory = tmp_path_factory.mktemp("checkpoints")
-    state = run_ranks(save, TP[0], FAMILY, TP[1], 2, directory)[0]
-    return directory / "step-00000002", state
+    path = directory / "step-00000002"
 
+    def both() -> tuple[State, State]:
+        return save(FAMILY, TP[1], 2, directory), load(FAMILY, TP[1], path, [2, 3])[1]
 
-@pytest.fixture(scope="module")
-def onward(saved: tuple[Path, State]) -> State:
-    return run_ranks(load, TP[0], FAMILY, TP[1], saved[0], [2, 3])[0][1]
+    return (path, *run_ranks(both, TP[0])[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts_go_on_from_a_checkpoint_of_tp(
-    saved: tuple[Path, State], onward: State, tmp_path: Path, layout: str
+    saved: tuple[Path, State, State], tmp_path: Path, layout: str
 ) -> None:
-    path, state = saved
+    path, state, onward = saved
     world, parallel = LAYOUTS[layout]
 
     def there() -> tuple[State, State]:
@@ -57,10 +57,16 @@ def test_other_layouts_go_on_from_a_checkpoint_of_tp(
         job.train([2, 3])
         return loaded, job.state()
 
-    loaded, later = run_ranks(there, world)[0]
+    def and_back() -> State:
+        return load(FAMILY, TP[1], tmp_path / "step-00000002")[0]
+
+    if world == TP[0]:
+        (loaded, later), back = run_ranks(lambda: (there(), and_back()), world)[0]
+    else:
+        loaded, later = run_ranks(there, world)[0]
+        back = run_ranks(and_back, TP[0])[0]
     assert all(torch.equal(state[name], loaded[name]) for name in state)
     assert worst(later, onward)[0] <= 1e-5
-    back, _ = run_ranks(load, TP[0], FAMILY, TP[1], tmp_path / "step-00000002")[0]
     assert all(torch.equal(state[name], back[name]) for name in state)
 
 
@@ -102,10 +108,13 @@ def test_dropout_drops_the_same_as_without_tp(tmp_path: Path) -> None:
         take_steps(model, mesh, ROWS, 2)
         return trainables(model)
 
+    def both() -> list[State]:
+        parallel = em.ParallelConfig(tp=2, ep=2)
+        return [trained(parallel, activation_checkpointing=checkpointed) for checkpointed in (False, True)]
+
     alone = run_ranks(lambda: trained(em.ParallelConfig(ep=1)), 1)[0]
-    for checkpointed in (False, True):
-        split = run_ranks(lambda c=checkpointed: trained(em.ParallelConfig(tp=2, ep=2), activation_checkpointing=c), 2)
-        assert worst(split[0], alone)[0] <= 1e-5
+    for split in run_ranks(both, 2)[0]:
+        assert worst(split, alone)[0] <= 1e-5
 
 
 def _sharded_in_bf16(model: Any) -> State:

@@ -32,18 +32,18 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import of_all_stages
 
 TOLERANCE = 1e-5
-# By heads with sections, over 2 rows; with tp beside it; whole; by heads with an index, with tp; of 4 ranks. Beside
-# hidden states: a router's state, those of earlier blocks, of keys and of values, token ids.
-CASES: list[tuple[str, dict[str, int], torch.dtype]] = [
-    ("qwen3_next", {"cp": 2}, torch.float64),
-    ("minimax", {"cp": 2, "tp": 2}, torch.float32),
-    ("jamba", {"cp": 2}, torch.float32),
-    ("deepseek_v32", {"cp": 2, "tp": 2}, torch.float32),
-    ("lfm2_moe", {"cp": 4}, torch.float32),
-    ("deepseek_v4", {"cp": 2}, torch.float32),
-    ("zaya", {"cp": 2, "tp": 2}, torch.float32),
-    ("inkling2", {"cp": 2, "tp": 2}, torch.float32),
-    ("qwen4_exp", {"cp": 2}, torch.float64),
+# By heads with sections; with tp beside it; whole; by heads with an index, with tp; of 4 ranks. Beside hidden states: a
+# router's state, those of earlier blocks, of keys and of values, token ids. cp 2 of 4 ranks has other rows beside it.
+CASES: list[tuple[str, int, dict[str, int], torch.dtype]] = [
+    ("qwen3_next", 4, {"cp": 2}, torch.float64),
+    ("minimax", 4, {"cp": 2, "tp": 2}, torch.float32),
+    ("jamba", 4, {"cp": 2}, torch.float32),
+    ("deepseek_v32", 4, {"cp": 2, "tp": 2}, torch.float32),
+    ("lfm2_moe", 4, {"cp": 4}, torch.float32),
+    ("deepseek_v4", 2, {"cp": 2}, torch.float32),
+    ("zaya", 4, {"cp": 2, "tp": 2}, torch.float32),
+    ("inkling2", 4, {"cp": 2, "tp": 2}, torch.float32),
+    ("qwen4_exp", 2, {"cp": 2}, torch.float64),
 ]
 
 
@@ -51,20 +51,16 @@ CASES: list[tuple[str, dict[str, int], torch.dtype]] = [
 INKLING2 = ("inkling2", 20, False)
 
 
-def _run(axes: dict[str, int]) -> Run:
-    world = torch.tensor([*axes.values()]).prod().item() * (2 if len(axes) == 1 and axes["cp"] == 2 else 1)
-    return Run((int(world), 2, "loop"), axes)
-
-
 def _class_of(family: str) -> str:
     return str(FAMILIES[family].model_class)
 
 
-@pytest.mark.parametrize(("family", "axes", "dtype"), CASES)
+@pytest.mark.parametrize(("family", "world", "axes", "dtype"), CASES)
 def test_every_gradient_and_the_weights_equal_the_unsharded_model(
-    family: str, axes: dict[str, int], dtype: torch.dtype, tmp_path: Path
+    family: str, world: int, axes: dict[str, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    errors = measure(Subject(_class_of(family), family, tmp_path), {"cp": [_run(axes)]}, dtype)["cp"]
+    runs = {"cp": [Run((world, 2, "loop"), axes)]}
+    errors = measure(Subject(_class_of(family), family, tmp_path), runs, dtype)["cp"]
     assert max(errors.gradient, errors.loss, errors.weight) <= TOLERANCE, errors
 
 
@@ -90,11 +86,16 @@ def _left_padded(family: str, axes: dict[str, int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["zaya", "inkling2", "qwen4_exp"])
 def test_padding_before_tokens_is_masked_as_on_whole_rows(family: str) -> None:
-    alone = run_ranks(_left_padded, 1, family, {"cp": 1})[0]
-    assert worst(run_ranks(_left_padded, 2, family, {"cp": 2})[0], alone)[0] <= 1e-10
     own = sequence.masks_of
-    with mock.patch.object(sequence, "masks_of", lambda *args: own(*args[:3], None, args[4])):
-        planted = run_ranks(_left_padded, 2, family, {"cp": 2})[0]
+
+    def right_and_planted() -> list[dict[str, torch.Tensor]]:
+        right = _left_padded(family, {"cp": 2})
+        with mock.patch.object(sequence, "masks_of", lambda *args: own(*args[:3], None, args[4])):
+            return [right, _left_padded(family, {"cp": 2})]
+
+    alone = run_ranks(_left_padded, 1, family, {"cp": 1})[0]
+    right, planted = run_ranks(right_and_planted, 2)[0]
+    assert worst(right, alone)[0] <= 1e-10
     assert (worst(planted, alone)[0] > 100 * TOLERANCE) is (family == "inkling2")  # which gets masks; others make them
 
 

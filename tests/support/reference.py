@@ -218,13 +218,11 @@ def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
 
     Each is joined of the shards of this rank's own replica, so that replicas that differ are seen.
     """
-    parts = {name: (local_box(tensor), local_tensor(tensor)) for name, tensor in tensors.items() if _is_plain(tensor)}
-    parts = {name: (box, local.cpu()) for name, (box, local) in parts.items()}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, parts)
+    boxes = {name: local_box(tensor) for name, tensor in tensors.items() if _is_plain(tensor)}
+    parts = _gathered(boxes, {name: local_tensor(tensors[name]) for name in boxes})
     joined = {}
     for name, tensor in tensors.items():
-        if name not in parts:
+        if name not in boxes:
             joined[name] = full(tensor)
             continue
         all_of_it = joined[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -233,10 +231,10 @@ def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
             at if kind.is_replicate() else slice(None) for at, kind in zip(coordinate, tensor.placements, strict=True)
         )
         ranks = tensor.device_mesh.mesh[tuple(of_replica)].flatten().tolist()
-        assert sum(gathered[rank][name][1].numel() for rank in ranks) == all_of_it.numel()
+        assert sum(parts[rank][1][name].numel() for rank in ranks) == all_of_it.numel()
         for rank in ranks:
-            box, local = gathered[rank][name]
-            all_of_it[slices(box)] = local
+            of_rank, local = parts[rank]
+            all_of_it[slices(of_rank[name])] = local[name]
     return joined
 
 
@@ -244,12 +242,29 @@ def _is_plain(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and not isinstance(tensor.to_local(), PackedTensor)
 
 
+def _gathered(
+    about: Any, tensors: dict[str, torch.Tensor], group: Any = None
+) -> list[tuple[Any, dict[str, torch.Tensor]]]:
+    """`about` and `tensors` of each rank of `group`. As one array of bytes: pickle takes 0.1 ms for every tensor."""
+    flat = {name: tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for name, tensor in tensors.items()}
+    kinds = {name: (tensor.dtype, tensor.shape, len(flat[name])) for name, tensor in tensors.items()}
+    joined = torch.cat(list(flat.values())) if flat else torch.empty(0, dtype=torch.uint8)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (about, kinds, joined.numpy()), group=group)
+    found = []
+    for of_rank, its_kinds, array in gathered:
+        parts = torch.from_numpy(array).split([length for *_, length in its_kinds.values()])
+        views = zip(its_kinds.items(), parts, strict=True)
+        found.append(
+            (of_rank, {name: part.clone().view(dtype).view(shape) for (name, (dtype, shape, _)), part in views})
+        )
+    return found
+
+
 def joined_stages(own: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
     """What each stage has, of all of them; what several have must be equal. Collective along pp."""
-    gathered: list[Any] = [None] * mesh.layout.pp
-    dist.all_gather_object(gathered, own, group=mesh.pp_group)
     joined: dict[str, torch.Tensor] = {}
-    for stage in gathered:
+    for _, stage in _gathered(None, own, mesh.pp_group):
         for name, tensor in stage.items():
             assert name not in joined or torch.equal(joined[name], tensor), f"{name} differs between stages"
             joined[name] = tensor

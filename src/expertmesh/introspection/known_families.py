@@ -33,12 +33,17 @@ def look_up(
     question: str, key: str | None, find: Callable[[], Any], keep: Callable[[Any], bool] = lambda answer: True
 ) -> Any:
     """The table's answer, or what `find` answers (a JSON value) where the table has none; None is no key. `keep`: which
-    answers hold for other sizes as well.
+    answers hold for other sizes as well; those are found once in a process.
     """
     recorded = _recorded.get()
     if recorded is None and key is not None:
-        known = _table().get(question, {})
-        return known[key] if key in known else find()
+        known = _table().setdefault(question, {})
+        if key in known:
+            return known[key]
+        answer = find()
+        if keep(answer):
+            known[key] = answer
+        return answer
     answer = find()
     if recorded is not None and key is not None and keep(answer):
         earlier = recorded.setdefault(question, {}).setdefault(key, answer)
