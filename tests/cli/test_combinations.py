@@ -1,14 +1,17 @@
 """Each pair of the table in docs/parallelism.md, an option along an axis, is started by the command line as one types
 it: two steps give the losses of one process, or the pair is refused by the key that the table names.
 
-Ranks are forked, as those of srun. `train.compile` traces with torch's own "aot_eager", which is the same graph without
+Ranks are forked, as those of srun, and shared by all pairs of as many ranks; options that leave something behind in a
+process have ranks of their own. `train.compile` traces with torch's own "aot_eager", which is the same graph without
 generated code.
 """
 
 import json
+import logging
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -22,9 +25,10 @@ from expertmesh.cli.main import main
 from expertmesh.config import Config
 from expertmesh.config.base import Section
 from expertmesh.parallel import compiling
-from tests.support.ranks import run_ranks
+from tests.support.one_launch import Launched, one_launch
+from tests.support.ranks import LivingRanks, run_ranks
 from tests.training.dpo_by_trl import PAIRS
-from tests.training.tiny_run import metrics, run_config, write_inputs
+from tests.training.tiny_run import ROWS, metrics, run_config, write_inputs
 
 # Ranks, and how they are laid out: rows travel along ep beside each other axis.
 AXES = {
@@ -41,8 +45,11 @@ ONE_PROCESS = (1, "parallel.ep=1")
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 64, "v_head_dim": 16}
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe.aux_loss_coef": ("qwen3_moe", {}),
+    "train.compile": ("qwen3_moe", {}),
     "parallel.pp_virtual_stages": ("deepseek_v3", {"num_hidden_layers": 4}),
 }
+# Compiled code, threads that wait for other nodes, and torch's own switch.
+LEAVES_SOMETHING = re.compile(r".*(train\.compile|hierarchical|train\.deterministic)")
 # What one process does without: it has nobody to send rows to.
 ALONE = ("moe.dispatch=", "parallel.")
 PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
@@ -66,11 +73,18 @@ def _words(option: str) -> list[str]:
 
 
 @cache
-def _inputs(root: Path, key: str) -> Path:
-    """Models, plain and quantised, and data for the options that have `key` in them."""
+def _inputs(root: Path, option: str) -> Path:
+    """Models, plain and quantised, and data for `option`."""
+    return _inputs_of(root, next((key for key in OTHER_MODELS if key in option), "all others"))
+
+
+@cache
+def _inputs_of(root: Path, key: str) -> Path:
     family, changes = OTHER_MODELS.get(key, ("deepseek_v3", SIZES))
     inputs = write_inputs(root / f"of {key}", family, **changes)
     (inputs / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    # Each further length may be traced again, in every rank.
+    (inputs / "two lengths.jsonl").write_text("".join(json.dumps(ROWS[n % 2]) + "\n" for n in range(len(ROWS))))
     code = main(["convert", str(inputs / "model"), "--output", str(inputs / "published"), "--dtype", "fp8"])
     assert code == 0
     return inputs
@@ -81,6 +95,8 @@ def _arguments(inputs: Path, option: str, axes: str, output: Path) -> list[str]:
     given = [*_words(axes), *_words(option), "train.max_steps=2"]
     if "dpo" in option:
         given += [f"data.train={inputs / 'pairs.jsonl'}", "data.max_length=128"]
+    if "compile" in option:
+        given += [f"data.train={inputs / 'two lengths.jsonl'}"]
     if "eval" in option:
         given += [f"data.eval={inputs / 'train.jsonl'}"]
     if "as_published" in option:
@@ -92,26 +108,74 @@ def _rank(arguments: list[str], output: str, nodes: bool) -> int:
     """One rank of srun, on a node of its own or all on one; what it prints goes into a file."""
     rank, world = dist.get_rank(), dist.get_world_size()
     here, local = (1, 0) if nodes else (world, rank)
+    log, environment, streams = logging.getLogger("expertmesh"), dict(os.environ), (sys.stdout, sys.stderr)
+    handlers, propagate, level, descriptors = log.handlers, log.propagate, log.level, (os.dup(1), os.dup(2))
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(here)}
     descriptor = os.open(f"{output}.{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    return main(arguments)
+    try:
+        return main(arguments)
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = streams
+        for stream, before in enumerate(descriptors, 1):
+            os.dup2(before, stream)
+            os.close(before)
+        os.close(descriptor)
+        os.environ.clear()
+        os.environ |= environment
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
+
+
+def _output(inputs: Path, option: str, place: tuple[int, str]) -> Path:
+    return inputs / re.sub(r"\W+", "-", f"{option} {place[1]}")
+
+
+def _job(inputs: Path, option: str, place: tuple[int, str]) -> tuple[int, Callable[[], int]]:
+    """The number of ranks and what each runs."""
+    world, axes = place
+    output = _output(inputs, option, place)
+    return world, partial(_rank, _arguments(inputs, option, axes, output), str(output), "hierarchical" in option)
+
+
+def _losses(output: Path, codes: list[int]) -> list[float]:
+    said = "".join(Path(f"{output}.{rank}.txt").read_text() for rank in range(len(codes)))
+    assert not any(codes), said
+    return [row["loss"] for row in metrics(output) if "loss" in row]
+
+
+@cache
+def _trace_once() -> None:
+    """Load what tracing needs before ranks are forked, each of which would load it itself."""
+    traced = torch.compile(lambda x: (x * 2).sum(), backend="aot_eager", fullgraph=True, dynamic=True)
+    traced(torch.ones(3, 4, requires_grad=True)).backward()
 
 
 @cache
 def _train(inputs: Path, option: str, place: tuple[int, str]) -> list[float]:
-    """The losses of two steps."""
-    (world, axes), name = place, re.sub(r"\W+", "-", f"{option} {place[1]}")
-    output = inputs / name
-    arguments = _arguments(inputs, option, axes, output)
+    """The losses of two steps, in ranks of their own."""
+    world, work = _job(inputs, option, place)
+    if "compile" in option:
+        _trace_once()
     compiled = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
     with compiled, mock.patch.object(compiling, "_probe"):
-        codes = run_ranks(_rank, world, arguments, str(output), "hierarchical" in option)
-    said = "".join(Path(f"{output}.{rank}.txt").read_text() for rank in range(world))
-    assert codes == [0] * world, said
-    return [row["loss"] for row in metrics(output) if "loss" in row]
+        codes = run_ranks(work, world)
+    return _losses(_output(inputs, option, place), codes)
+
+
+def _alone(option: str) -> str:
+    return " ".join(word for word in _words(option) if not word.startswith(ALONE))
+
+
+def _about(option: str, losses: list[float]) -> Any:
+    return pytest.approx(losses, rel=1e-2 if "bfloat16" in option else 1e-4)
+
+
+PAIRS_THAT_TRAIN = [cell[:2] for cell in CELLS if cell[2] == "yes"]
+SHARE_RANKS = [pair for pair in PAIRS_THAT_TRAIN if not LEAVES_SOMETHING.match(pair[0])]
 
 
 @pytest.fixture(scope="module")
@@ -119,23 +183,47 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("combinations")
 
 
-@pytest.fixture
-def inputs(root: Path, option: str) -> Path:
-    return _inputs(root, next((key for key in OTHER_MODELS if key in option), "all others"))
+@pytest.fixture(scope="module")
+def train_alone(root: Path) -> Iterator[Callable[[Path, str], list[float]]]:
+    """The losses that one process gives with an option; the same process for all of them."""
+    jobs = sorted({(_inputs(root, option), _alone(option)) for option, _ in SHARE_RANKS})
+    works = [_job(*job, ONE_PROCESS)[1] for job in jobs]
+    ranks = LivingRanks(works, 1)
+
+    @cache
+    def losses(inputs: Path, option: str) -> list[float]:
+        nonlocal ranks
+        number = jobs.index((inputs, option))
+        if not ranks.alive or not ranks.start(number):
+            ranks = LivingRanks(works, 1)
+            assert ranks.start(number)
+        return _losses(_output(inputs, option, ONE_PROCESS), ranks.results())
+
+    yield losses
+    ranks.end()
 
 
-@pytest.mark.parametrize(("option", "axis"), [cell[:2] for cell in CELLS if cell[2] == "yes"])
-def test_an_option_along_an_axis_trains_by_the_command_line(inputs: Path, option: str, axis: str) -> None:
-    found = _train(inputs, option, AXES[axis])
-    alone = " ".join(word for word in _words(option) if not word.startswith(ALONE))
-    assert found == pytest.approx(_train(inputs, alone, ONE_PROCESS), rel=1e-2 if "bfloat16" in option else 1e-4)
+@pytest.mark.parametrize(("option", "axis"), SHARE_RANKS)
+@one_launch(lambda root, option, axis: _job(_inputs(root, option), option, AXES[axis]))
+def test_an_option_along_an_axis_trains_by_the_command_line(
+    launched: Launched, train_alone: Callable[[Path, str], list[float]], root: Path, option: str, axis: str
+) -> None:
+    inputs = _inputs(root, option)
+    found = _losses(_output(inputs, option, AXES[axis]), launched())
+    assert found == _about(option, train_alone(inputs, _alone(option)))
+
+
+@pytest.mark.parametrize(("option", "axis"), [pair for pair in PAIRS_THAT_TRAIN if pair not in SHARE_RANKS])
+def test_an_option_that_changes_a_process_trains_along_an_axis(root: Path, option: str, axis: str) -> None:
+    inputs = _inputs(root, option)
+    assert _train(inputs, option, AXES[axis]) == _about(option, _train(inputs, _alone(option), ONE_PROCESS))
 
 
 @pytest.mark.parametrize(("option", "axis", "key"), [cell for cell in CELLS if cell[2] != "yes"])
 def test_what_an_axis_does_not_have_is_refused_before_ranks_start(
-    inputs: Path, capsys: pytest.CaptureFixture[str], option: str, axis: str, key: str
+    root: Path, capsys: pytest.CaptureFixture[str], option: str, axis: str, key: str
 ) -> None:
-    world, axes = AXES[axis]
+    inputs, (world, axes) = _inputs(root, option), AXES[axis]
     arguments = _arguments(inputs, option, axes, inputs / "refused")
     capsys.readouterr()
     assert main(["--error-format", "json", *arguments, "--nproc", str(world)]) == 2
@@ -145,7 +233,7 @@ def test_what_an_axis_does_not_have_is_refused_before_ranks_start(
 
 
 def test_a_refusal_of_all_ranks_is_told_by_rank_0(root: Path) -> None:
-    inputs, output = _inputs(root, "all others"), root / "refused"
+    inputs, output = _inputs(root, ""), root / "refused"
     assert run_ranks(_rank, 2, _arguments(inputs, "parallel.ep=3", "", output), str(output), False) == [2, 2]
     said = [Path(f"{output}.{rank}.txt").read_text() for rank in range(2)]
     assert [text.count("error: rank 0: parallel.ep 3 does not divide") for text in said] == [1, 0]

@@ -7,6 +7,7 @@ values. A process of its own: the library tells torch that there is a GPU, and h
 """
 
 import ctypes
+import gc
 import json
 import sys
 from collections import Counter, namedtuple
@@ -18,6 +19,7 @@ from unittest.mock import patch
 
 if __name__ == "__main__":
     ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+    gc.disable()  # while modules are imported
 
 import torch
 import torch.distributed as dist
@@ -248,5 +250,7 @@ def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[s
 
 
 if __name__ == "__main__":
+    gc.freeze()  # a million imported objects stay
+    gc.enable()
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)
