@@ -68,6 +68,7 @@ class ByteRuns:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], itemsize: int, box: Box) -> "ByteRuns":
+        """Return the byte ranges of `box` in a row-major tensor of `shape` with elements of `itemsize` bytes."""
         first, length, stride, contiguous = 0, itemsize, itemsize, True
         loops: list[tuple[int, int]] = []
         for size, (start, stop) in zip(reversed(shape), reversed(box), strict=True):

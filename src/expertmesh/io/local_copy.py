@@ -63,6 +63,7 @@ def cached(content: object, name: str, make: Callable[[Path], None], *, anew: bo
                 shutil.rmtree(place / name, ignore_errors=True)
             if not (place / name).is_dir():
                 temporary = place / f"tmp-{uuid.uuid4().hex}"
+                # The lock is held, so these directories belong to processes that were killed.
                 for left_behind in place.glob("tmp-*"):
                     shutil.rmtree(left_behind)
                 temporary.mkdir()

@@ -32,6 +32,7 @@ def watch_parent(parent: int, beat: Callable[[], None]) -> None:
         while os.getppid() == parent:
             beat()
             time.sleep(BEAT_SECONDS)
+        # `sys.exit` would end only this thread, and the main thread may hang.
         os._exit(128 + signal.SIGHUP)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

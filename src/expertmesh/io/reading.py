@@ -43,6 +43,7 @@ def open_file(path: Path, *, key: str = "file.unsafe", mend: str = "remove it") 
     """
     unsafe = SecurityError(f"{path}: is neither a file nor a link to one; {mend}", key=key)
     try:
+        # O_NONBLOCK: without it the open of a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; links in a circle

@@ -156,6 +156,7 @@ class WeightFiles:
             except OSError as error:
                 problem = f"{tensor.path}: cannot read {tensor.name}: {error.strerror}"
                 raise InputError(problem, key="file.unreadable") from error
+            # A read may return fewer bytes than requested; only 0 means the end of the file.
             if got == 0:
                 _damaged(tensor.path, f"the file ends inside tensor {tensor.name}")
             self.bytes_read += got

@@ -1,6 +1,6 @@
 """Check URLs of object storage.
 
-This file has the supported schemes and the fsspec package that each needs. It opens nothing and asks no network.
+This file has the supported schemes and the fsspec package that each needs. It opens nothing and uses no network.
 """
 
 import importlib.util

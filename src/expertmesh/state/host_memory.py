@@ -41,6 +41,7 @@ class HostCopies:
         if done is not None:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(done)
+            # Allocated on the side stream: its memory must not be reused before this stream has read it.
             found.record_stream(stream)
         # A task id means that backward runs. Recomputation in backward reuses gathered tensors and never calls this.
         backward = torch._C._current_graph_task_id() != -1

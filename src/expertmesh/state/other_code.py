@@ -229,6 +229,7 @@ class _OtherCode:
     """
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to write a single rank's shards."""
         raise InputError(
             "save_pretrained would write one rank's shards; call em.save_model(model, directory) on every rank, "
             "em.save_adapter for adapters",
@@ -236,6 +237,7 @@ class _OtherCode:
         )
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to upload a single rank's shards."""
         raise InputError(
             "push_to_hub would upload one rank's shards; call em.save_model(model, directory) on every rank, then "
             "upload the directory from one (huggingface_hub.upload_folder)",

@@ -157,6 +157,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+        # Save the codes, not the values: backward dequantises again, so that values never stay in memory.
         ctx.save_for_backward(weight)
         return F.linear(x, weight.values(), bias)
 

@@ -146,6 +146,7 @@ class Sections:
 
     @classmethod
     def of(cls, packed_XB: Tensor, kind: PackedFormat) -> "Sections":
+        """Return views of the bytes `[X, B]` of units; nothing is copied."""
         factors_end, scales_end, end = kind.sections
         scales = packed_XB[:, factors_end : factors_end + math.prod(kind.grid) * kind.scale.itemsize]
         return cls(

@@ -110,6 +110,7 @@ def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
         return tensor
     if not isinstance(tensor, DTensor):
         return on_other_stage(torch.uint8, (tensor.shape[0], kind.bytes))
+    # `run_check` would issue a collective; no function here but `full_values` does.
     return DTensor.from_local(stored(local_tensor(tensor)), tensor.device_mesh, tensor.placements, run_check=False)
 
 

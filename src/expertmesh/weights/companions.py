@@ -1,7 +1,7 @@
 """Write the sidecar files of the weights: config.json, generation_config.json, tokenizer files, a model's own code.
 
-Whoever can read the base model can read the result. Each JSON file starts as a copy of the base's file; only the keys
-whose value has changed since the base was read are rewritten, because a newer transformers spells equal values in
+Any program that reads the base model can read the result. Each JSON file starts as a copy of the base's file; only the
+keys whose value has changed since the base was read are rewritten, because a newer transformers spells equal values in
 another way, and older readers replace a missing key by a default. A tokenizer that equals the base's is copied.
 transformers itself writes the files of a model that was made in memory, and of a tokenizer with another vocabulary.
 Nothing here reads or writes weights, and nothing communicates.

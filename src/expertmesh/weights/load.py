@@ -235,6 +235,7 @@ def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
         head = model.get_submodule(module)
         assert isinstance(head, nn.Linear), f"{module} is no linear layer"
         new = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+        # The caller's random state must not change, nor influence the values: all ranks draw equal ones.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model._init_weights(new)

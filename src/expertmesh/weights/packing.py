@@ -182,6 +182,7 @@ def write_packed(packing: Packing, files: OpenFiles, values: StateReader, *, fro
         for first in range(0, len(items), ranks):
             own: list[tuple[str, Packed, Tensor]] = []
             for writer, (name, packed) in enumerate(items[first : first + ranks]):
+                # Every rank assembles every tensor, also those that another rank writes: it is a collective.
                 whole = assemble(packed.lazy, values, writer)
                 if writer == rank:
                     assert whole is not None

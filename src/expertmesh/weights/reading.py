@@ -95,6 +95,7 @@ class _Reader:
     evaluated: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def leaf(self, leaf: Leaf, box: Box, out: Tensor) -> None:
+        """Fill `out` with `box` of a leaf of any kind; `fetch` supplies the values of files or of the model."""
         if isinstance(leaf, Computed):
             if id(leaf.call) not in self.evaluated:
                 self.evaluated[id(leaf.call)] = self._evaluate(leaf.call)
@@ -112,6 +113,7 @@ class _Reader:
             self.fetch(leaf, box, out)
 
     def read(self, lazy: LazyTensor, box: Box, out: Tensor) -> None:
+        """Fill `out` with `box` of `lazy`; every element must come from exactly one piece."""
         filled = 0
         for piece in lazy.pieces:
             common = intersect(piece.dest, box)

@@ -135,6 +135,7 @@ def save_values(
         lazies = plan_save(model)
         packing = plan_packing(model, lazies, dtype)
         unmapped = [tensor for tensor in source_of(model).unmapped if tensor.name not in lazies]
+    # All ranks must decide the same: a file that one rank cannot read would give that rank another layout.
     lost = [not still_readable([*unmapped, *packing.sources])]
     readable = not sum_over_ranks(torch.tensor(lost, dtype=torch.int64)).any()
     copied = [*unmapped, *packing.copied] if readable else []

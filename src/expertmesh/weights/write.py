@@ -206,6 +206,7 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: 
     for name, lazy in lazies.items():
         if not is_gathered(lazy):
             continue
+        # Every rank gathers, although only rank 0 writes: a skipped collective would hang the others.
         gathered = gather(lazy)
         with raise_on_all_ranks(f"writing {name}"), files.synced():
             if _is_first():
@@ -269,6 +270,7 @@ def _from_its_stage(tensor: Tensor, full: Tensor) -> Tensor:
     place, device = placement_of(tensor), collective_device()
     answers = place is not None and not place.on_other_stage and not place.is_tied_replica and place.is_first_rank
     source = torch.tensor([dist.get_rank() if answers else dist.get_world_size()], device=device)
+    # The minimum is the rank that owns the values, because all other ranks enter the world size.
     dist.all_reduce(source, op=dist.ReduceOp.MIN)
     values = full.detach().to(device) if answers else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     dist.broadcast(values, src=int(source.item()))
