@@ -1,6 +1,7 @@
-"""What torch and transformers offer under private names or under several names, in one place, each with its reason.
+"""Collect the private or changing names of torch and transformers in one place, each with its reason.
 
-Checked on torch 2.11 to 2.13 and transformers 5.17 to 5.23. Whoever raises an upper bound in pyproject.toml reads this.
+Checked on torch 2.11 to 2.13 and transformers 5.17 to 5.23. Read this file before raising an upper bound in
+pyproject.toml.
 """
 
 import datetime
@@ -44,16 +45,16 @@ __all__ = [
     "wrap_clipping",
 ]
 
-# FSDP2 places a parameter that was sharded on the same dim before by this; DTensor has no public name for it.
+# FSDP2's placement of a parameter that was already sharded on the same dim; DTensor has no public name for it.
 StridedShard = _StridedShard
-# TorchDispatchMode, tree_*: torch documents dispatch modes, under this private path; there is no other.
+# TorchDispatchMode, tree_*: torch documents dispatch modes under this private path; there is no other path.
 
-# torch 2.13 renamed both and deprecated the old names; 2.11 has only those.
+# torch 2.13 renamed both and deprecated the old names; torch 2.11 has only the old ones.
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The ops behind F.scaled_dot_product_attention, for torch's selective checkpointing, which takes ops; also that of
-# variable-length attention, which came with torch 2.11.
+# The ops behind F.scaled_dot_product_attention, because torch's selective checkpointing takes ops. Also the op of
+# variable-length attention, which is new in torch 2.11.
 FUSED_ATTENTION: list[Any] = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -71,27 +72,33 @@ else:
     varlen_attn, varlen_operation = varlen.varlen_attn, torch.ops.torch_attn._varlen_attn
     FUSED_ATTENTION.append(varlen_operation.default)
 
-# transformers' gate of experts that define none: what has it computes act(gate) * up.
+# transformers' gate of experts that define none; experts with this gate compute act(gate) * up.
 default_apply_gate: Callable[..., torch.Tensor] = transformers_moe._default_apply_gate
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
-    """Raise where `condition` is false, on an accelerator without waiting for it; torch has no public way."""
+    """Raise an error where `condition` is false, without waiting for an accelerator; torch has no public way."""
     torch._assert_async(condition, message)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
-    """Of a group that DeviceMesh has made; torch's own trainers (pytorch/torchtitan) call the same function."""
+    """Set the timeout of a group that DeviceMesh has made.
+
+    torch's own trainer (pytorch/torchtitan) calls the same private function.
+    """
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def job_store() -> Any:
-    """Where the ranks of the default group met, over a connection of its own; torch has no public name for it."""
+    """Return the rendezvous store of the default group over a new connection; torch has no public name for it."""
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
 def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
-    """transformers 5.23 renamed its hook and deprecated the old name; 5.17 has only that."""
+    """Enable activation checkpointing of a transformers model.
+
+    transformers 5.23 renamed its hook and deprecated the old name; 5.17 has only the old one.
+    """
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable(activation_checkpointing_kwargs=options)
@@ -101,21 +108,22 @@ def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
 
 
 def has_hooks(owner: nn.Module | torch.Tensor) -> bool:
-    """Whether somebody registered hooks on a module's forward and backward, or on a tensor's gradient."""
+    """Return whether hooks are registered on a module's forward or backward, or on a tensor's gradient."""
     of_module = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     of_tensor = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(owner, name) for name in (of_module if isinstance(owner, nn.Module) else of_tensor))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module` is what torch.compile has made of another one, or its own `compile` was called."""
+    """Return whether `module` is the result of torch.compile, or its own `compile` was called."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def update_as(optimizer: torch.optim.Optimizer, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let one of torch's optimizers update `view(tensor)` in place of each parameter, gradient and state tensor.
 
-    Its step collects them by `_init_group`, into lists; all of torch's optimizers do. State stays what it is.
+    The step of every optimizer of torch collects these tensors into lists with `_init_group`, and the lists are changed
+    there. The stored state does not change.
     """
     collect: Any = optimizer._init_group  # type: ignore[attr-defined]
 
@@ -129,7 +137,7 @@ def update_as(optimizer: torch.optim.Optimizer, view: Callable[[torch.Tensor], t
 
 
 class _Applied(OrderedDict[Any, Any]):
-    """What composable functions of torch were applied to a module: `fully_shard` asks here, before all else."""
+    """The record of composable functions that were applied to a module; `fully_shard` reads it before anything else."""
 
     refuse: Callable[[], NoReturn]
 
@@ -140,7 +148,7 @@ class _Applied(OrderedDict[Any, Any]):
 
 
 def refuse_fully_shard(module: nn.Module, refuse: Callable[[], NoReturn]) -> None:
-    """Let torch's `fully_shard` of `module` call `refuse`, which raises; its own errors name no way out."""
+    """Make torch's `fully_shard` of `module` call `refuse`, which raises; torch's own errors name no solution."""
     for key in (STATE_KEY, REGISTRY_KEY):
         applied = _Applied(module.__dict__.get(key, {}))
         applied.refuse = refuse
@@ -148,10 +156,11 @@ def refuse_fully_shard(module: nn.Module, refuse: Callable[[], NoReturn]) -> Non
 
 
 def wrap_clipping(norm: Callable[..., torch.Tensor], scale: Callable[..., None]) -> None:
-    """Put `norm(own, gradients, ...)` and `scale(own, parameters, ...)` before the steps of torch's clipping, for good.
+    """Put `norm(own, gradients, ...)` and `scale(own, parameters, ...)` in front of torch's clipping, permanently.
 
-    `torch.nn.utils.clip_grad_norm_` gets parameters alone, so nothing on a model can take part in it; torch 2.13 can
-    join no DTensors of several meshes in it. Names inside are replaced, whoever imported the function when.
+    `torch.nn.utils.clip_grad_norm_` gets only parameters, so that nothing on a model can take part in it, and torch
+    2.13 cannot combine DTensors of several meshes. The names inside its module are replaced, so that it does not matter
+    when the function was imported.
     """
     for name, around in (("_get_total_norm", norm), ("_clip_grads_with_norm_", scale)):
         own = getattr(clip_grad, name)
@@ -165,7 +174,10 @@ def allow_recompiles(variants: int) -> None:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises for code that it cannot take. Imported late: two seconds, for those who compile."""
+    """Return the exceptions that torch.compile raises for code that it cannot compile.
+
+    The import is here because it takes two seconds, which only users of compile should pay.
+    """
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit

@@ -1,7 +1,7 @@
-"""From a name or a model in memory to a sharded model: what the trainer and the Python interface both call.
+"""Make a sharded model from a name or from a model in memory, for the trainer and the Python interface.
 
-`load_model` builds the model on meta, plans, shards it, then lets each rank read its own byte ranges; `parallelize`
-plans and shards a model that is already in memory. Neither ever gathers a whole model.
+`load_model` builds the model on meta, plans, shards it, then lets each rank read its own byte ranges. `parallelize`
+plans and shards a model that is already in memory. Neither ever gathers a full model.
 """
 
 from collections.abc import Sequence
@@ -33,22 +33,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What a user says about the model itself: how it is built, and which adapters it gets.
-
-    `name` is what an adapter's config will call the model (the directory, if None), `revision` which one of it;
-    `num_labels` are those of a sequence classifier.
-    """
+    """The user's options for the model itself: how it is built, and which adapters it gets."""
 
     precision: PrecisionConfig
+    """The dtypes of parameters, compute and reductions."""
     lora: LoraConfig | None = None
+    """The adapters, or None."""
     attention: str = "auto"
+    """transformers' `attn_implementation`; "auto" leaves the choice to transformers."""
     trust_remote_code: bool = False
+    """Allow code that comes with the model to run."""
     name: str | None = None
+    """The model's name in the config of an adapter; None for the directory."""
     revision: str | None = None
+    """The revision of `name`, for the config of an adapter."""
     num_labels: int | None = None
+    """The number of labels of a sequence classifier; None for a language model."""
 
     @classmethod
     def of(cls, config: Config) -> "ModelOptions":
+        """Take the options from a training config."""
         model = config.model
         return cls(
             config.precision,
@@ -72,20 +76,31 @@ def parallelize(
     lora: LoraConfig | None = None,
     seed: int = 42,
 ) -> PreTrainedModel:
-    """Shard a model that is in memory, in place, and return it. Of a PeftModel it is the model inside, with adapters of
-    ours that start from PEFT's values.
+    """Shard a model that is in memory, in place, and return it.
 
-    Every rank must hold the same weights and call it; a difference raises `IntegrityError` (checked by one all-gather
-    of a checksum per parameter). Each rank keeps its own slices, so memory falls to one share. Without `precision`,
-    parameters keep their dtype and everything runs in it. With `lora` the model is frozen and gets adapters, whose
-    first values depend on `seed` alone. Experts that are a list of MLPs are fused first.
+    For a PeftModel it returns the model inside, with adapters of expertmesh that start from PEFT's values. Experts that
+    are a list of MLPs are fused first. Each rank keeps only its own slices, so that memory falls to one share.
 
-    Parameters are replaced, as by `fully_shard`: make the optimizer of `model.parameters()` afterwards. One made before
-    stops at its first `zero_grad` or `step` with `InputError`, and so does whatever else asks a parameter from before
-    for its gradient. Hooks of modules stay; docs/other-loops.md has the rest (averages, hooks of parameters).
+    Parameters are replaced, as by `fully_shard`: make the optimizer from `model.parameters()` afterwards. An optimizer
+    made before raises `InputError` at its first `zero_grad` or `step`, and so does any other code that reads the
+    gradient of a replaced parameter. Hooks of modules stay; docs/other-loops.md covers averages and hooks of
+    parameters.
 
-    `activation_checkpointing`, `checkpoint_layers` and `compile` are the keys of `train` (docs/training.md); True and
-    False stand for "full" and "none".
+    Args:
+        model: Every rank must hold the same weights.
+        precision: None keeps the dtype of the parameters, and everything runs in it.
+        activation_checkpointing: The key of `train` (docs/training.md); True and False stand for "full" and "none".
+        checkpoint_layers: The key of `train`.
+        compile: The key of `train`.
+        lora: Freeze the model and add adapters.
+        seed: The first values of adapters depend on it alone.
+
+    Raises:
+        InputError: The model is already sharded, or cannot be trained exactly.
+        IntegrityError: The weights differ between ranks.
+
+    Collectives: every rank calls it. One all-gather of a checksum per parameter checks that the weights are equal.
+    Small all-reduces report errors of planning, of compiling and of starting adapters on all ranks.
     """
     refuse_sharded(model)
     before = BeforeSharding.of(model)
@@ -132,13 +147,25 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a Hugging Face MoE checkpoint sharded over `mesh`; each rank reads only the bytes it owns.
 
-    Every rank calls it. Returns the family's own `transformers` model class with FSDP2 applied, in training mode.
-    Raises `InputError` before any weight is read for what is not supported, `IntegrityError` when the files do not
-    fill the model exactly once, or when the `audit` finds a value in memory that is not the files': it compares samples
-    of each expert and each shard, or, "full", every byte. With `lora` the weights are frozen, in precision.compute, and
-    get adapters, whose first values depend on `seed` alone. With `num_labels` it is the family's sequence classifier
-    (a reward model has one label), whose head comes from `seed` where the files are of a language model. The other
-    options are those of `parallelize`.
+    Args:
+        audit: Compare weights in memory with the files: samples of each expert and each shard, or with "full" every
+            byte.
+        lora: Freeze the weights, in precision.compute, and add adapters.
+        num_labels: Load the family's sequence classifier (a reward model has one label). Its head is drawn from `seed`
+            if the files hold a language model.
+        seed: The first values of adapters, and of a new head, depend on it alone.
+
+    The other options are those of `parallelize`.
+
+    Returns:
+        The family's own `transformers` model class with FSDP2 applied, in training mode.
+
+    Raises:
+        InputError: Something is not supported; raised before any weight is read.
+        IntegrityError: The files do not fill the model exactly once, or the audit finds a value in memory that differs
+            from the files.
+
+    Collectives: every rank calls it.
     """
     with raise_on_all_ranks("reading the model's config"):
         config, directory = read_model_config(str(name_or_path), revision=revision, trust_remote_code=trust_remote_code)
@@ -159,9 +186,11 @@ def load_model(
 def prepare_model(
     config: PreTrainedConfig, directory: Path, mesh: "Mesh", options: ModelOptions, shards: ShardOptions
 ) -> tuple[PreTrainedModel, ShardPlan]:
-    """Build the model on meta and shard it: everything about it is known, nothing is allocated, no file is read.
+    """Build the model on meta and shard it. Nothing is allocated, and no weights are read.
 
-    Every rank calls it; issues one small all-reduce. What one rank refuses is raised on all.
+    An error on one rank is raised on all.
+
+    Collectives: every rank calls it. One small all-reduce on the default group, one more if parts are compiled.
     """
     with raise_on_all_ranks("planning the shards"):
         model = build_model(config, directory, options)
@@ -171,9 +200,9 @@ def prepare_model(
 
 
 def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions) -> PreTrainedModel:
-    """The model on meta, with its adapters, in training mode. No communication.
+    """Return the model on meta, with its adapters, in training mode. No communication.
 
-    Of files only headers are read, and these only for weights that stay `as_published`.
+    Only the headers of weights files are read, and only for weights that stay `as_published`.
     """
     precision, lora = options.precision, options.lora
     model = build_meta_model(
@@ -193,7 +222,7 @@ def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions
 
 
 def plan_model(model: PreTrainedModel, layout: "Layout", options: ShardOptions) -> ShardPlan:
-    """Decide how `model` is sharded. Raises `InputError` for what cannot be trained exactly. No communication."""
+    """Decide how `model` is sharded. Raises `InputError` if it cannot be trained exactly. No communication."""
     kept = kept_in_fp32(model, getattr(torch, options.precision.compute))
     return plan_shards(model, layout, options, kept_in_fp32=kept)
 
@@ -201,9 +230,14 @@ def plan_model(model: PreTrainedModel, layout: "Layout", options: ShardOptions) 
 def load_weights(
     model: PreTrainedModel, directory: Path, mesh: "Mesh", audit: AuditMode = "sampled", new: Sequence[str] = ()
 ) -> tuple[LoadReport, AuditReport]:
-    """Allocate the shards of a prepared model, fill them from `directory`, and audit them. Every rank calls it.
+    """Allocate the shards of a prepared model, fill them from `directory`, and audit them.
 
-    Of `new` tensors the files may lack some. Whatever else is to write to the weights belongs before the audit.
+    The audit comes last, because it cannot find a later write to the weights.
+
+    Args:
+        new: Tensors that the files may lack.
+
+    Collectives: every rank calls it; those of `fill` and `audit_weights`.
     """
     loaded = fill(model, directory, allocate_on=mesh.device, new=new)
     return loaded, audit_weights(model, directory, audit, new)

@@ -1,1 +1,1 @@
-"""Files: safetensors read and written by byte range, directories published by one rename."""
+"""Read and write files: safetensors by byte range, directories published by one rename, object storage, JSON, text."""

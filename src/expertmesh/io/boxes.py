@@ -1,4 +1,7 @@
-"""Boxes: ranges of indices (start, stop) per dim of a global tensor. Plain arithmetic, shared by files and shards."""
+"""Compute with boxes: ranges of indices (start, stop) for each dim of a global tensor. Files and shards share them.
+
+Plain arithmetic: no tensor is read and nothing communicates.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,32 +13,34 @@ Box = tuple[tuple[int, int], ...]
 
 
 def full_box(shape: Sequence[int]) -> Box:
+    """Return the box of a full tensor of `shape`."""
     return tuple((0, int(size)) for size in shape)
 
 
 def extents(box: Box) -> tuple[int, ...]:
+    """Return the size of `box` in each dim."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """How many elements the box has; 1 for a scalar's."""
+    """Return the number of elements of the box; 1 for a scalar."""
     return math.prod(extents(box))
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """The common part, or None if it is empty."""
+    """Return the common part of two boxes, or None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 
 
 def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
-    """`box` as an index into a tensor that holds `origin` (default: the whole global tensor)."""
+    """Return `box` as an index into a tensor that holds `origin` (default: the full global tensor)."""
     starts = [start for start, _ in origin] if origin is not None else [0] * len(box)
     return tuple(slice(start - at, stop - at) for (start, stop), at in zip(box, starts, strict=True))
 
 
 def blocks(box: Box, max_elements: int) -> Iterator[Box]:
-    """Cut `box` into boxes of at most `max_elements`, in row-major order, so that temporaries stay small."""
+    """Split `box` into boxes of at most `max_elements`, in row-major order, so that temporaries stay small."""
     if volume(box) <= max_elements:
         yield box
         return
@@ -49,17 +54,21 @@ def blocks(box: Box, max_elements: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class ByteRuns:
-    """A box as bytes of its tensor: runs of `length` bytes at `first` plus every sum of one step per loop.
+    """A box as byte ranges of its tensor, in the box's row-major order.
 
-    `loops` are (count, stride in bytes), outermost first; the runs come in the box's row-major order.
+    Each range starts at `first` plus, for every loop, a multiple of its stride.
     """
 
     first: int
+    """The offset of the first range from the start of the tensor, in bytes."""
     length: int
+    """The bytes of one range."""
     loops: tuple[tuple[int, int], ...]
+    """(count, stride in bytes), outermost first."""
 
     @classmethod
     def of(cls, shape: tuple[int, ...], itemsize: int, box: Box) -> "ByteRuns":
+        """Return the byte ranges of `box` in a row-major tensor of `shape` with elements of `itemsize` bytes."""
         first, length, stride, contiguous = 0, itemsize, itemsize, True
         loops: list[tuple[int, int]] = []
         for size, (start, stop) in zip(reversed(shape), reversed(box), strict=True):
@@ -73,7 +82,7 @@ class ByteRuns:
         return cls(first, length, tuple(loops))
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
-        """(offset of the first run, number of runs, stride) for each group of equally spaced runs."""
+        """Yield (offset of the first run, number of runs, stride) for each group of equally spaced runs."""
         count, stride = self.loops[-1] if self.loops else (1, self.length)
         for steps in product(*(range(0, size * step, step) for size, step in self.loops[:-1])):
             yield self.first + sum(steps), count, stride

@@ -1,6 +1,6 @@
-"""Directories of files: made under a temporary name, completed, published by one rename.
+"""Create directories of files under a temporary name, complete them, and publish them with one rename.
 
-Nothing is overwritten: a target that holds anything is refused. Nothing here communicates.
+Nothing is overwritten: a target directory that is not empty is refused. Nothing here communicates.
 """
 
 import errno
@@ -15,7 +15,7 @@ from pathlib import Path
 from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_writer import FilesLayout, create_file, rename_synced, sync
 
-# How long files of one rank may take to show up on another: network file systems cache directories.
+# The longest time until files of one rank appear on another: network file systems cache directories.
 VISIBLE_WITHIN_SECONDS = 30.0
 
 
@@ -47,7 +47,11 @@ def temporary_directory(temporary: Path, *, remove: bool) -> Iterator[None]:
 
 @contextmanager
 def io_errors(directory: Path, needed: int) -> Iterator[None]:
-    """Turn an `OSError` of writing to `directory` into an `InputError`; `needed` are the bytes of all files."""
+    """Turn an `OSError` of a write to `directory` into an `InputError`.
+
+    Args:
+        needed: The bytes of all files, for the message.
+    """
     try:
         yield
     except OSError as error:
@@ -60,7 +64,11 @@ def io_errors(directory: Path, needed: int) -> Iterator[None]:
 
 
 def create_files(layout: FilesLayout, temporary: Path) -> None:
-    """Make the temporary directory with all weights files at their full sizes, if the disk has room."""
+    """Create the temporary directory with all weights files at their full sizes.
+
+    Raises:
+        InputError: The disk has too little space, or a write failed.
+    """
     with io_errors(temporary, layout.size):
         temporary.parent.mkdir(parents=True, exist_ok=True)
         require_space(temporary.parent, layout.size)
@@ -71,7 +79,10 @@ def create_files(layout: FilesLayout, temporary: Path) -> None:
 
 
 def nearest(directory: Path) -> Path:
-    """The directory itself, or the innermost of its parents that exists; what may not be searched does not."""
+    """Return the directory, or the innermost of its parents that exists.
+
+    A directory that this user may not search counts as absent.
+    """
     directory = directory.absolute()
     return next(path for path in (directory, *directory.parents) if os.path.exists(path))
 
@@ -91,7 +102,11 @@ def _too_small(directory: Path, needed: int, has: str) -> str:
 
 
 def wait_until_seen(path: Path, size: int | None = None) -> None:
-    """Return when this rank sees what another has created, at its full `size`. `InputError` if not in time."""
+    """Wait until this rank sees what another rank has created, at its full `size` in bytes.
+
+    Raises:
+        InputError: It is not visible within `VISIBLE_WITHIN_SECONDS`.
+    """
     deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
     while not path.exists() or (size is not None and path.stat().st_size != size):
         if time.monotonic() > deadline:
@@ -104,6 +119,6 @@ def wait_until_seen(path: Path, size: int | None = None) -> None:
 
 
 def publish(layout: FilesLayout, temporary: Path, directory: Path) -> None:
-    """Give the complete directory its name, atomically; an empty directory of that name is replaced."""
+    """Rename the complete directory to its final name, atomically; an empty directory of that name is replaced."""
     with io_errors(directory, layout.size):
         rename_synced(temporary, directory)

@@ -1,6 +1,7 @@
-"""What to do about what the hub's clients raise: whether it could be asked at all, and what its answer means.
+"""Explain errors of the hub's clients: whether the hub was reached at all, and what its answer means.
 
-transformers, datasets and huggingface_hub each wrap the reason in errors of their own; it is looked for behind them.
+transformers, datasets and huggingface_hub each wrap the reason in errors of their own, so the chain of causes is
+searched for it.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ _BUSY = 429
 
 
 def hub_mend(error: BaseException, local: str, otherwise: str) -> str:
-    """How to mend `error`: `otherwise` where the hub has answered, else the network, for which `local` can stand in."""
+    """Return how to fix `error`: `otherwise` if the hub has answered, else fix the network, or use `local` instead."""
     behind = list(_behind(error))
     if any(isinstance(each, GatedRepoError) for each in behind):
         return "accept the conditions on its page on the hub, and set HF_TOKEN"
@@ -26,6 +27,7 @@ def hub_mend(error: BaseException, local: str, otherwise: str) -> str:
 
 
 def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the chain of its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,7 +1,7 @@
-"""Local copies of directories in object storage, for whoever reads them as files: models, adapters, checkpoints.
+"""Copy directories of object storage to local files: models, adapters, checkpoints.
 
-In the user's cache, once for each content: what has changed in storage is copied anew. Processes of one machine wait
-for each other. Nothing here communicates.
+The copies are in the user's cache, one for each content: a directory that changed in storage is copied again. Processes
+of one machine wait for each other. Nothing here communicates.
 """
 
 import hashlib
@@ -20,12 +20,21 @@ from expertmesh.io.directory import io_errors, require_space
 from expertmesh.io.safetensors_writer import rename_synced
 from expertmesh.io.storage import Storage
 
-# What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
+# The files of a model directory except code: weights, JSON, and the tokenizer's plain-text files.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
 def local_model(url: str, trust_remote_code: bool = False, *, weights: bool = True, holds: str = "config.json") -> Path:
-    """The files of the model, or the adapter, at `url`. Raises `InputError`, also if there is no `holds`."""
+    """Return the local directory with the files of the model, or the adapter, at `url`.
+
+    Args:
+        trust_remote_code: Also copy Python files.
+        weights: If False, safetensors files are left out.
+        holds: A file that must exist at `url`.
+
+    Raises:
+        InputError: There is no file `holds`, the disk has too little space, or storage failed.
+    """
     patterns = [each for each in MODEL_FILES if weights or each != "*.safetensors"] + ["*.py"] * trust_remote_code
     storage = Storage(url, "the model")
     found = {name: facts for name, facts in storage.objects().items() if any(fnmatchcase(name, p) for p in patterns)}
@@ -41,7 +50,10 @@ def local_model(url: str, trust_remote_code: bool = False, *, weights: bool = Tr
 
 
 def cached(content: object, name: str, make: Callable[[Path], None], *, anew: bool = False) -> Path:
-    """The directory `name` that `make` fills, kept for the same `content` (JSON); with `anew`, made in any case."""
+    """Return the cached directory `name` for this `content` (any JSON value); `make` fills it if it does not exist.
+
+    With `anew` it is made again in any case.
+    """
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "expertmesh" / "storage"
     place = root / hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     with io_errors(place, 0):
@@ -51,6 +63,7 @@ def cached(content: object, name: str, make: Callable[[Path], None], *, anew: bo
                 shutil.rmtree(place / name, ignore_errors=True)
             if not (place / name).is_dir():
                 temporary = place / f"tmp-{uuid.uuid4().hex}"
+                # The lock is held, so these directories belong to processes that were killed.
                 for left_behind in place.glob("tmp-*"):
                     shutil.rmtree(left_behind)
                 temporary.mkdir()

@@ -1,7 +1,7 @@
-"""The config.json of a model, read and judged before anything is built of it.
+"""Read the config.json of a model and check it before a model is built from it.
 
-transformers builds what it is told to: a list of a billion layers, a vocabulary of minus five. Numbers that no model
-has are refused here by the key that says them. What the keys mean, and which there are, is the family's own business.
+transformers builds any size: a list of a billion layers, a vocabulary of minus five. Numbers that no model has are
+refused here, with the key that holds them. The meaning of the keys, and the set of keys, is left to the family.
 """
 
 import math
@@ -14,7 +14,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.io.reading import read_json, shortened
 
 _MAX_NUMBER = 2**63
-# The largest of each kind, some tens of times what published models have.
+# The largest allowed number of each kind, some tens of times that of published models.
 _MOST = {
     "layers": 4096,
     "experts": 65_536,
@@ -41,12 +41,16 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 _KINDS: dict[str, Any] = {"model_type": str, "architectures": list, "text_config": dict, "quantization_config": dict}
 _POSITIVE = {"rope_theta", "theta", "rms_norm_eps", "layer_norm_eps", "initializer_range"}
-# Mamba's limits of a time step are meant to be infinite.
+# The limits of a time step in Mamba are infinite on purpose.
 _MAY_BE_INFINITE = {"time_step_limit"}
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """What `path` says. Raises `InputError` for what is no JSON object or has a number that no model has."""
+    """Return the content of a config.json.
+
+    Raises:
+        InputError: It is not a JSON object, or has a number that no model has.
+    """
     try:
         content = read_json(path)
     except FileNotFoundError as error:
@@ -78,8 +82,12 @@ def refuse_impossible(content: Mapping[str, Any], path: Path) -> None:
 
 
 def blamed(content: Mapping[str, Any], reason: str, prefix: str = "") -> str | None:
-    """What of a config.json an error of transformers is about, as `key is value`: the value that `reason` quotes, or a
-    padding token without an embedding. None where it is about neither.
+    """Find the value of a config.json that an error of transformers is about.
+
+    It is a value that `reason` quotes, or a padding token without an embedding.
+
+    Returns:
+        `key is value` as text, or None if the error is about neither.
     """
     for key, value in content.items():
         if isinstance(value, Mapping):
@@ -94,7 +102,7 @@ def blamed(content: Mapping[str, Any], reason: str, prefix: str = "") -> str | N
 
 
 def _impossible(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it), those of configs inside included."""
+    """Yield (key, problem) for each wrong number, including those of nested configs."""
     for key, value in content.items():
         where = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -107,7 +115,7 @@ def _impossible(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, 
                     yield where, problem
         elif problem := _number_problem(str(key), value, inside=False):
             yield where, problem
-    if content.get("head_dim") == 0 and not content.get("v_head_dim"):  # latent attention has other names for it
+    if content.get("head_dim") == 0 and not content.get("v_head_dim"):  # latent attention uses other keys
         yield f"{prefix}head_dim", "is 0, which must be at least 1"
     counts = [(content[key], key) for key in _EXPERTS if type(content.get(key)) is int]
     if not counts:
@@ -123,7 +131,7 @@ def _impossible(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, 
 
 
 def _number_problem(key: str, value: Any, *, inside: bool) -> str | None:
-    """Why `value`, or one inside of it, is no value of `key`; None for one that may be."""
+    """Return why `value` is not possible for `key`, or None if it is; `inside`: it is an element of a list."""
     if type(value) not in (int, float):
         return None
     if isinstance(value, float) and not math.isfinite(value):
@@ -134,6 +142,6 @@ def _number_problem(key: str, value: Any, *, inside: bool) -> str | None:
         return f"is {value}, which must be above 0"
     if inside or not (kind := _COUNT.fullmatch(key)):
         return None
-    # -1 is how some say that there is no limit.
+    # Some configs write -1 for "no limit".
     least, most = 1 if key in _NEVER_ZERO else -1, _MOST["vocab_size" if key.endswith("vocab_size") else kind[1]]
     return None if least <= value <= most else f"is {value:,}, which must be from {least} to {most:,}"

@@ -1,4 +1,8 @@
-"""Processes that end when the process that started them does, however that ends."""
+"""End a process when the process that started it ends, for whatever reason.
+
+The launcher and the sandbox of chat templates call it in their children, so that no child is left behind by a crash. It
+never ends another process than the one that calls it.
+"""
 
 import ctypes
 import os
@@ -13,7 +17,7 @@ BEAT_SECONDS = 0.5
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process by SIGKILL with the thread that started it, also while it is stopped or stuck.
+    """Let the kernel end this process with SIGKILL when the thread that started it ends, even if this process hangs.
 
     Linux only. For children of a thread that lives as long as its process.
     """
@@ -22,12 +26,13 @@ def end_with_parent() -> None:
 
 
 def watch_parent(parent: int, beat: Callable[[], None]) -> None:
-    """In a thread: call `beat` twice a second, and end this process when `parent` no longer is its parent."""
+    """Start a thread that calls `beat` twice a second and ends this process when `parent` is no longer its parent."""
 
     def watch() -> None:
         while os.getppid() == parent:
             beat()
             time.sleep(BEAT_SECONDS)
+        # `sys.exit` would end only this thread, and the main thread may hang.
         os._exit(128 + signal.SIGHUP)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,8 +1,8 @@
-"""Pieces: which box of a tensor is which box of another one, for loading and saving.
+"""Describe which box of one tensor is which box of another one, for loading and saving.
 
 A `Leaf` is a tensor with values: one of a file, or one of the model. A tensor assembled from leaves (weights/lazy.py)
-is a set of disjoint `Piece`s. To load, a rank crops pieces to the box that it holds and reads their sources; to save,
-it crops them to the box of the source that it holds and writes their destinations. Nothing here holds values.
+is a set of disjoint `Piece`s. To load, a rank crops pieces to its box and reads their sources; to save, it crops them
+to its box of the source and writes their destinations. Nothing here holds values.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from expertmesh.io.boxes import Box, extents
 
 
 class Leaf(Protocol):
-    """Something with values, named in error messages: a tensor of a file, or of the model."""
+    """A tensor with values, named in error messages: a tensor of a file, or of the model."""
 
     @property
     def name(self) -> str: ...
@@ -27,19 +27,17 @@ class Leaf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Box `dest` of a lazy tensor is box `source` of `leaf`.
-
-    `dims[i]` is the leaf's dim that runs along the lazy tensor's dim i, or None where that dim has size 1
-    and no counterpart. Dims of the leaf that are not in `dims` have extent 1 in `source`.
-    """
+    """Box `dest` of a lazy tensor is box `source` of `leaf`."""
 
     dest: Box
     leaf: Leaf
     source: Box
     dims: tuple[int | None, ...]
+    """`dims[i]` is the leaf's dim that runs along dim i of the lazy tensor, or None if dim i has size 1 and no
+    counterpart. Dims of the leaf that are not in `dims` have extent 1 in `source`."""
 
     def crop(self, dest: Box) -> "Piece":
-        """The part of this piece that fills `dest`, which must lie inside it."""
+        """Return the part of this piece that fills `dest`, which must lie inside it."""
         source = list(self.source)
         for (start, stop), (origin, _), dim in zip(dest, self.dest, self.dims, strict=True):
             if dim is not None:
@@ -48,7 +46,7 @@ class Piece:
         return Piece(dest, self.leaf, tuple(source), self.dims)
 
     def crop_source(self, source: Box) -> "Piece":
-        """The part of this piece that is supplied by `source`, which must lie inside its source box."""
+        """Return the part of this piece that `source` supplies, which must lie inside its source box."""
         dest = list(self.dest)
         for i, dim in enumerate(self.dims):
             if dim is not None:
@@ -64,6 +62,6 @@ class Piece:
 
     @property
     def in_order(self) -> bool:
-        """Whether source and dest hold their elements in the same row-major order."""
+        """True if source and dest hold their elements in the same row-major order."""
         used = [dim for dim in self.dims if dim is not None and self.source[dim][1] - self.source[dim][0] > 1]
         return used == sorted(used)

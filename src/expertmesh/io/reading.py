@@ -1,8 +1,9 @@
-"""Reads files that others have made, within limits of kind, size, depth and count; all limits stand here.
+"""Read files that others have made, within limits of kind, size, depth and count; all limits are in this file.
 
-Only regular files are opened (links to them too: the hub's cache is made of links): a pipe would wait for a writer for
-ever, a device has no end. A size is checked before a byte is read, and again while reading, since a sparse file of a
-terabyte takes no room on the disk. JSON is refused that is nested deeper than any honest file, or says a key twice.
+Only regular files are opened (and links to them: the hub's cache consists of links), because a pipe would wait for a
+writer forever, and a device has no end. A size is checked before a byte is read, and again while reading, because a
+sparse file of a terabyte takes no room on the disk. JSON is refused if it is nested deeper than any honest file, or if
+an object has a key twice.
 """
 
 import errno
@@ -17,26 +18,32 @@ from typing import IO, Any, BinaryIO
 from expertmesh.config.errors import InputError, SecurityError
 
 MiB = 1 << 20
-# Configurations, records, templates; those of published models have some KiB.
+# Configurations, records, templates. Those of published models have a few KiB.
 MAX_SMALL_BYTES = 16 * MiB
-# tokenizer.json, vocabularies and the like: published ones have up to 35 MB.
+# tokenizer.json, vocabularies and the like. Published ones have up to 35 MB.
 MAX_TOKENIZER_BYTES = 256 * MiB
-# Grows with the numbers of tensors and of ranks.
+# A manifest grows with the number of tensors and of ranks.
 MAX_MANIFEST_BYTES = 256 * MiB
 # One row of training data, or of metrics.jsonl.
 MAX_ROW_BYTES = 64 * MiB
-# A list of rows is one JSON value, which is read as a whole; JSON lines are read row by row, whatever their number.
+# A list of rows is one JSON value and is read at once. JSON lines have no such limit, because they are read row by row.
 MAX_LIST_BYTES = 2048 * MiB
 MAX_METRICS_BYTES = 16384 * MiB
-# Rows of data hold JSON schemas of tools, some ten levels deep.
+# The deepest honest values are JSON schemas of tools in rows of data, about ten levels.
 MAX_DEPTH = 100
 _SHOWN = 200
 
 
 def open_file(path: Path, *, key: str = "file.unsafe", mend: str = "remove it") -> int:
-    """A descriptor of a regular file, for reading. `SecurityError` (of `key`) for any other kind, and `OSError`."""
+    """Open a regular file for reading and return its descriptor.
+
+    Raises:
+        SecurityError: It is another kind of file; the error has `key` and names `mend` as the fix.
+        OSError: It cannot be opened, or is a directory.
+    """
     unsafe = SecurityError(f"{path}: is neither a file nor a link to one; {mend}", key=key)
     try:
+        # O_NONBLOCK: without it the open of a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; links in a circle
@@ -53,7 +60,11 @@ def open_file(path: Path, *, key: str = "file.unsafe", mend: str = "remove it") 
 
 @contextmanager
 def opened(path: Path, limit: int) -> Iterator[BinaryIO]:
-    """A regular file of at most `limit` bytes, buffered. Raises `SecurityError`, `InputError` and `OSError`."""
+    """Open a regular file of at most `limit` bytes, buffered, for the block.
+
+    Raises:
+        SecurityError, InputError, OSError: Not a regular file; too large; cannot be opened.
+    """
     with os.fdopen(open_file(path), "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise too_large(path, f"has {size:,} bytes", limit)
@@ -61,15 +72,16 @@ def opened(path: Path, limit: int) -> Iterator[BinaryIO]:
 
 
 def read_file(path: Path, limit: int = MAX_SMALL_BYTES) -> bytes:
-    """All of a regular file of at most `limit` bytes. Raises as `opened` does."""
+    """Return the content of a regular file of at most `limit` bytes. Raises as `opened` does."""
     with opened(path, limit) as file:
         content = file.read(limit + 1)
-    if len(content) > limit:  # it has grown, or is one of those that say they have no size
+    if len(content) > limit:  # it has grown, or is a file that reports the size 0 (as in /proc)
         raise too_large(path, "has more", limit)
     return content
 
 
 def too_large(path: Path | str, what: str, limit: int) -> InputError:
+    """Return the error for a file that is larger than `limit` bytes."""
     return InputError(
         f"{path}: {what}, and at most {limit:,} bytes are read of such a file; see what it really is",
         key="file.too-large",
@@ -77,12 +89,12 @@ def too_large(path: Path | str, what: str, limit: int) -> InputError:
 
 
 def read_json(path: Path, limit: int = MAX_SMALL_BYTES) -> Any:
-    """The value of a JSON file. Raises as `read_file` and `parse_json` do."""
+    """Return the value of a JSON file. Raises as `read_file` and `parse_json` do."""
     return parse_json(read_file(path, limit))
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The JSON value that `content` is; `ValueError` for anything else, also for keys that are said twice."""
+    """Return the JSON value of `content`. Raises `ValueError` for anything else, and for an object with a key twice."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     try:
         value = json.loads(text, object_pairs_hook=unique)
@@ -93,7 +105,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's `pairs` as a dictionary; `ValueError` names a key that is said twice."""
+    """Return an object's `pairs` as a dictionary. Raises `ValueError` that names a key that appears twice."""
     built = dict(pairs)
     if len(built) != len(pairs):
         raise ValueError(f"{shortened(first_repeated(pairs))} appears twice in one object")
@@ -101,7 +113,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def first_repeated(pairs: list[tuple[str, Any]]) -> str:
-    """The first key of `pairs` that stands there again, which one does."""
+    """Return the first key of `pairs` that appears a second time; there must be one."""
     seen: set[str] = set()
     return next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
 
@@ -110,7 +122,7 @@ def check_depth(value: Any) -> None:
     """Raise `ValueError` for a JSON value with more than `MAX_DEPTH` lists and objects inside each other."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        # By class, as JSON has no others: a manifest has half a million values.
+        # Compare classes, which is fast: JSON has no subclasses, and a manifest has half a million values.
         level = [each for each in level if each.__class__ is dict or each.__class__ is list]
         if not level:
             return
@@ -119,12 +131,16 @@ def check_depth(value: Any) -> None:
 
 
 def shortened(text: str) -> str:
-    """`text` as it can stand in a sentence."""
+    """Return `text`, cut to a length that fits in a sentence."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ... ({len(text):,} characters)"
 
 
 def rows(file: IO[bytes], path: Path | str, limit: int = MAX_ROW_BYTES) -> Iterator[bytes]:
-    """The lines of a file with their newlines, the last perhaps without. `InputError` names one that is too long."""
+    """Yield the lines of a file with their newlines; the last line may lack one.
+
+    Raises:
+        InputError: A line is longer than `limit` bytes; the error gives its number.
+    """
     number = 0
     while line := file.readline(limit + 1):
         number += 1

@@ -1,10 +1,10 @@
-"""Reads the safetensors files of a directory by byte range: headers first, then exactly the boxes asked for.
+"""Read the safetensors files of a directory by byte range: first the headers, then exactly the requested boxes.
 
-Nothing is trusted: every header is checked against its file before any of its numbers is used, and an index may only
-name plain files of its own directory (which may be symbolic links: the hub's cache is made of them). What is merely
-damaged is an `IntegrityError`; what would mislead a trusting reader (offsets that point elsewhere, a header larger than
-its file) is a `SecurityError`. Unlike the safetensors library it maps no file into memory, where pages would count as
-the rank's. It never opens a pickle.
+No input is trusted. Every header is checked against its file before any of its numbers is used, and an index may only
+name plain files of its own directory (which may be symbolic links: the hub's cache consists of them). A damaged file
+raises `IntegrityError`. A file that would mislead a trusting reader (offsets outside of the data, a header larger than
+its file) raises `SecurityError`. Unlike the safetensors library this file maps no file into memory, because mapped
+pages would count as memory of the rank. It never opens a pickle.
 """
 
 import json
@@ -26,16 +26,16 @@ from expertmesh.io.reading import open_file, parse_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# The bound that the safetensors library itself sets to headers; here also that of an index.
+# The limit of the safetensors library for headers; here also for an index.
 MAX_HEADER_BYTES = 100_000_000
-# Of one file. The largest published model has some 200,000 in all of its files together.
+# Per file. The largest published model has about 200,000 tensors in all of its files together.
 MAX_TENSORS = 500_000
-# Larger numbers mean damage, and their products would take long to compute.
+# Larger numbers mean damage, and their products would take a long time to compute.
 _MAX_DIMS, _MAX_NUMBER = 64, 1 << 63
-# Short rows closer together than a page come from the disk together in any case: one read with the gaps is faster.
+# Short rows with gaps below a page come from the disk together in any case, so one read including the gaps is faster.
 MAX_MERGED_ROW_BYTES = 512
 MAX_GAP_BYTES = 4096
-# The usual limit is 1024 open files a process; a thousand ranks write two thousand files.
+# The usual limit is 1024 open files per process, and a checkpoint of a thousand ranks has two thousand files.
 MAX_OPEN_FILES = 256
 _SPAN_BYTES = 16 << 20
 
@@ -65,23 +65,25 @@ _UNSUPPORTED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "C64")
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One tensor of one file: `offset` is where its bytes start, counted from the start of the file."""
+    """One tensor of one file."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     path: Path
     offset: int
+    """The first byte of its data, counted from the start of the file."""
 
     @property
     def nbytes(self) -> int:
+        """The bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class WeightFiles:
-    """The tensors of one Hugging Face directory, by name, and the files they are in. Close it, or use `with`.
+    """The tensors of one Hugging Face directory, by name, and their files. Close it, or use `with`.
 
-    `bytes_read` counts every byte of tensor data that was read through it (headers and index apart).
+    `bytes_read` counts every byte of tensor data that was read through it, without headers and index.
     """
 
     def __init__(self, directory: Path, tensors: dict[str, FileTensor]) -> None:
@@ -92,13 +94,18 @@ class WeightFiles:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, tensor: FileTensor, box: Box, out: Tensor) -> None:
-        """Fill `out` (contiguous, on the CPU, of the tensor's dtype) with the elements of `box`, row-major.
+        """Fill `out` with the elements of `box`, in row-major order.
 
-        Raises `IntegrityError` naming file and tensor when the file ends early.
+        Args:
+            out: Contiguous, on the CPU, of the tensor's dtype.
+
+        Raises:
+            IntegrityError: The file ends early; the error names file and tensor.
+            InputError: The file cannot be read.
         """
         assert out.is_contiguous()
         assert out.dtype == tensor.dtype
@@ -119,16 +126,19 @@ class WeightFiles:
             at += count * runs.length
 
     def announce(self, tensor: FileTensor, box: Box) -> None:
-        """Let the system begin to read what `read` will ask for; waits for nothing. Not every system takes advice."""
+        """Advise the system to start reading the bytes that `read` will need.
+
+        It does not wait. Not every system takes advice.
+        """
         descriptor, runs = self._descriptor(tensor.path), ByteRuns.of(tensor.shape, tensor.dtype.itemsize, box)
         for first, count, stride in runs.rows():
             together = count if stride - runs.length <= MAX_GAP_BYTES else 1
             for start in range(tensor.offset + first, tensor.offset + first + count * stride, together * stride):
-                with suppress(OSError):  # a file system that takes no advice
+                with suppress(OSError):  # some file systems take no advice
                     os.posix_fadvise(descriptor, start, (together - 1) * stride + runs.length, os.POSIX_FADV_WILLNEED)
 
     def _read_spans(self, tensor: FileTensor, first: int, stride: int, rows: Tensor) -> None:
-        """Read rows with the small gaps between them, a bounded span at a time."""
+        """Read rows together with the small gaps between them, in spans of bounded size."""
         length = rows.shape[1]
         step = max(1, _SPAN_BYTES // stride)
         for start in range(0, rows.shape[0], step):
@@ -146,6 +156,7 @@ class WeightFiles:
             except OSError as error:
                 problem = f"{tensor.path}: cannot read {tensor.name}: {error.strerror}"
                 raise InputError(problem, key="file.unreadable") from error
+            # A read may return fewer bytes than requested; only 0 means the end of the file.
             if got == 0:
                 _damaged(tensor.path, f"the file ends inside tensor {tensor.name}")
             self.bytes_read += got
@@ -171,11 +182,15 @@ class WeightFiles:
 
 
 def open_weight_files(directory: str | Path, weights_file: str | None = None) -> WeightFiles:
-    """Read the headers of all files of a Hugging Face directory; no tensor data.
+    """Read the headers of all files of a Hugging Face directory, but no tensor data.
 
-    `weights_file` overrides the usual names (a config's `transformers_weights`). Raises `InputError` for missing
-    files, `SecurityError` for pickled weights and for names or offsets that point elsewhere, and `IntegrityError`
-    naming file and tensor for anything damaged.
+    Args:
+        weights_file: Overrides the usual names (a config's `transformers_weights`).
+
+    Raises:
+        InputError: Files are missing.
+        SecurityError: Pickled weights, or names or offsets that point outside.
+        IntegrityError: Anything damaged; the error names file and tensor.
     """
     directory = Path(directory)
     name = weights_file or _weights_name(directory)
@@ -185,7 +200,7 @@ def open_weight_files(directory: str | Path, weights_file: str | None = None) ->
     for file in sorted(set(index.values())) or [name]:
         for tensor in read_header(directory / file).values():
             if index.get(tensor.name, file) != file:
-                continue  # a stale copy: the index says which one counts
+                continue  # a stale copy: the index names another file for this tensor
             if tensor.name in tensors:
                 problem = f"tensor {tensor.name} is in both {tensors[tensor.name].path.name} and {file}; remove one"
                 raise IntegrityError(f"{directory}: {problem}", key="weights.duplicate-tensor")
@@ -198,13 +213,13 @@ def open_weight_files(directory: str | Path, weights_file: str | None = None) ->
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as a 1-D uint8 tensor."""
-    # Not reshape(-1): a contiguous tensor of one element may have any stride, which `view` refuses.
+    """Return the memory of a contiguous tensor as a 1-D uint8 tensor."""
+    # Not reshape(-1): a contiguous tensor of one element may have any stride, and `view(dtype)` refuses some of them.
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The `weight_map` of an index file: tensor name -> plain name of a safetensors file beside the index."""
+    """Return the `weight_map` of an index file: tensor name -> plain name of a safetensors file beside the index."""
     with _opened(path) as (descriptor, size):
         if size > MAX_HEADER_BYTES:
             _unsafe(path, f"an index of {size} bytes")
@@ -222,7 +237,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_plain_name(name: Any, where: Path) -> None:
-    """Refuse everything that is not the plain name of a file in the same directory."""
+    """Raise `SecurityError` for anything that is not the plain name of a file in the same directory."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
     if not plain or not name.endswith((".safetensors", ".safetensors.index.json")):
         rule = "; only safetensors files are read" if plain else ", not a plain file name beside it"
@@ -230,7 +245,7 @@ def check_plain_name(name: Any, where: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """The tensors of one safetensors file, in file order, checked against the size of the file."""
+    """Return the tensors of one safetensors file, in file order, checked against the size of the file."""
     entries, start, size = _header_entries(path)
     entries.pop("__metadata__", None)
     tensors = (_entry(path, name, entry, start, size) for name, entry in entries.items())
@@ -238,7 +253,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the header of one safetensors file says beside its tensors: texts by name."""
+    """Return the metadata in the header of one safetensors file: texts by name."""
     metadata = _header_entries(path)[0].get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _damaged(path, "header has metadata that is not texts by name")
@@ -246,10 +261,10 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _header_entries(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The JSON object that the header is, where the data starts, and the size of the file."""
+    """Return the JSON object of the header, the offset of the data, and the size of the file in bytes."""
     with _opened(path) as (descriptor, size):
         header = _pread(path, descriptor, _header_length(path, descriptor, size), 8)
-    count = header.count(b'"data_offsets"')  # to parse a million tensors takes seconds, and gigabytes
+    count = header.count(b'"data_offsets"')  # before parsing, because a million tensors take seconds and gigabytes
     try:
         entries = parse_json(header) if count <= MAX_TENSORS else {}
     except ValueError as error:
@@ -262,7 +277,10 @@ def _header_entries(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _header_length(path: Path, descriptor: int, size: int) -> int:
-    """What the first 8 bytes say, if the file can hold it. Until that is known nothing is allocated for it."""
+    """Return the length in the first 8 bytes, if the file can hold it.
+
+    Nothing is allocated for the header before this check.
+    """
     if size < 8:
         _damaged(path, f"the file has {size} bytes, too few for a header")
     length = int.from_bytes(_pread(path, descriptor, 8, 0), "little")
@@ -274,7 +292,7 @@ def _header_length(path: Path, descriptor: int, size: int) -> int:
 
 
 def _is_cut(header: bytes) -> bool:
-    """Whether these bytes are the beginning of a header that goes on; a complete one belies a greater length."""
+    """Return whether these bytes are the start of a longer header; a complete header contradicts a larger length."""
     try:
         json.JSONDecoder().raw_decode(header.decode(errors="replace"))
     except (ValueError, RecursionError):
@@ -306,7 +324,7 @@ def _entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> Fil
 
 
 def _check_coverage(path: Path, tensors: list[FileTensor], start: int, size: int) -> dict[str, FileTensor]:
-    """Tensors must fill the file without gaps or overlaps, as the format demands."""
+    """Check that the tensors fill the file without gaps or overlaps, as the format demands; return them by name."""
     if tensors and tensors[0].offset != start:
         _unsafe(path, f"tensor {tensors[0].name} does not start where the header ends")
     for before, after in pairwise(tensors):
@@ -352,7 +370,7 @@ def _open(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
-    """A descriptor of the file, and its size."""
+    """Open the file for the block; yields its descriptor and its size in bytes."""
     with os.fdopen(_open(path), "rb", buffering=0) as file:
         yield file.fileno(), os.fstat(file.fileno()).st_size
 

@@ -1,8 +1,8 @@
-"""Lays out safetensors files before a byte of them is written, and writes boxes of tensors into their place.
+"""Lay out safetensors files before any byte of them is written, and write boxes of tensors into their place.
 
 Every rank computes the same layout, one rank creates the files at full size with their headers, and then each rank
-writes its own byte ranges. The result is what the safetensors library, which writes whole files from one process, would
-have written. Nothing here communicates or decides who writes what.
+writes its own byte ranges. The result is the same as that of the safetensors library, which writes whole files from one
+process. Nothing here communicates or decides who writes what.
 """
 
 import json
@@ -24,20 +24,24 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """One file to be: its header, its size in bytes, and where each tensor goes."""
+    """One file to be written."""
 
     path: Path
     header: bytes
+    """The header's bytes, its length included."""
     size: int
+    """The size of the file in bytes."""
     tensors: tuple[FileTensor, ...]
+    """The tensors with their offsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilesLayout:
-    """All weights files of a directory. `index` is what the index file says, or None for a single file."""
+    """All weights files of a directory."""
 
     files: tuple[FileLayout, ...]
     index: dict[str, Any] | None
+    """The content of the index file, or None for a single file."""
 
     @property
     def tensors(self) -> dict[str, FileTensor]:
@@ -45,7 +49,7 @@ class FilesLayout:
 
     @property
     def size(self) -> int:
-        """Bytes of all files, headers included."""
+        """The bytes of all files, headers included."""
         return sum(file.size for file in self.files)
 
 
@@ -55,10 +59,14 @@ def lay_out(
     max_shard_bytes: int,
     parameters: int,
 ) -> FilesLayout:
-    """Spread tensors (dtype and shape by name) over files of at most `max_shard_bytes`, in the order given.
+    """Distribute tensors over files of at most `max_shard_bytes`, in the order given.
 
-    A larger tensor gets a file of its own. One file is named `model.safetensors`; several are numbered and
-    come with an index, which records the number of `parameters` as transformers does.
+    A larger tensor gets its own file. A single file is named `model.safetensors`; several files are numbered and get an
+    index.
+
+    Args:
+        tensors: Dtype and shape by name.
+        parameters: The number of parameters, which the index records as transformers does.
     """
     groups: list[list[FileTensor]] = [[]]
     filled = 0
@@ -83,16 +91,17 @@ def lay_out(
 
 
 def create_file(file: FileLayout) -> None:
-    """Make the file at its full size with its header; the tensors' bytes are holes until they are written."""
+    """Create the file at its full size with its header; the tensors' bytes are holes until they are written."""
     write_synced(file.path, file.header, file.size)
 
 
 def create_index(directory: Path, index: dict[str, Any]) -> None:
+    """Write the index file of `directory`, synced to disk."""
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
 
 
 def write_synced(path: Path, content: bytes, size: int | None = None) -> None:
-    """Make a new file of `content`, followed by a hole if `size` is larger, and have the disk hold it."""
+    """Create a new file with `content`, followed by a hole if `size` is larger, and sync it to disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         _pwrite(descriptor, memoryview(content), 0)
@@ -104,9 +113,9 @@ def write_synced(path: Path, content: bytes, size: int | None = None) -> None:
 
 
 def replace_synced(path: Path, content: bytes) -> None:
-    """Give `path` this content, whole or not at all, whatever ends the process or the machine.
+    """Replace the content of `path` completely or not at all, even if the process or the machine fails.
 
-    What ends it can leave a file `NAME.tmp` behind; the next call takes its place, and never writes through a link.
+    A failure can leave a file `NAME.tmp` behind. The next call replaces it, and never writes through a link.
     """
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.unlink(missing_ok=True)
@@ -115,10 +124,10 @@ def replace_synced(path: Path, content: bytes) -> None:
 
 
 def rename_synced(source: Path, target: Path) -> None:
-    """Give a file, or a directory, its name, so that a power loss leaves it whole under one name or the other.
+    """Rename a file or a directory so that a power loss leaves it complete under one of the two names.
 
-    Its entries are on the disk before the rename, the rename itself after: a file system may order them otherwise. What
-    the files in a directory hold is synced by who writes them.
+    Its entries are synced before the rename and the rename itself after it, because a file system may order them in
+    another way. The content of files in a directory must be synced by their writers.
     """
     sync(source)
     os.replace(source, target)
@@ -126,7 +135,7 @@ def rename_synced(source: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what a file or directory holds by now."""
+    """Sync the content of a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -135,9 +144,13 @@ def sync(path: Path) -> None:
 
 
 def write_box(descriptor: int, tensor: FileTensor, box: Box, values: Tensor) -> int:
-    """Write `values` (contiguous, on the CPU, of the tensor's dtype) where `box` belongs; bytes written.
+    """Write `values` as `box` of `tensor`, one write for each contiguous run of the box.
 
-    Each contiguous run of the box is one write.
+    Args:
+        values: Contiguous, on the CPU, of the tensor's dtype.
+
+    Returns:
+        The bytes written.
     """
     assert values.is_contiguous()
     assert values.dtype == tensor.dtype
@@ -161,13 +174,13 @@ def _pwrite(descriptor: int, buffer: memoryview, offset: int) -> None:
 
 
 def lay_out_file(path: Path, values: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileLayout:
-    """One file that holds all `values` under their names, with `metadata` in its header."""
+    """Return the layout of one file that holds all `values` under their names, with `metadata` in its header."""
     tensors = [FileTensor(name, value.dtype, tuple(value.shape), path, 0) for name, value in values.items()]
     return _file(path, tensors, metadata)
 
 
 def _file(path: Path, tensors: list[FileTensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    # Widest dtypes first keeps every tensor aligned, as the library does.
+    # The widest dtypes come first, as in the library, so that every tensor is aligned.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     at = 0

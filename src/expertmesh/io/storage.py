@@ -1,8 +1,9 @@
-"""A directory of object storage (`s3://`, `gs://`, `az://`) or of a mounted one (`file://`), through fsspec.
+"""Access a directory of object storage (`s3://`, `gs://`, `az://`) or a mounted one (`file://`), with fsspec.
 
-Such storage has no directories and no rename: an object appears whole when its upload ends, one by one. Credentials and
-endpoints are the environment's. What comes from there is not trusted: a name that would leave the directory is refused,
-and no more bytes are read than are expected. What fails is tried again, and then named. Nothing here communicates.
+Such storage has no directories and no rename: objects appear one by one, each complete when its upload ends.
+Credentials and endpoints come from the environment. The content is not trusted: a name that would leave the directory
+is refused, and no more bytes are read than expected. A failed operation is repeated, and then reported. Nothing here
+communicates between ranks.
 """
 
 import errno
@@ -23,17 +24,17 @@ from expertmesh.io.urls import refuse_url
 ATTEMPTS = 5
 # Before the second attempt; each later pause is twice as long.
 PAUSE_SECONDS = 1.0
-# Files under way at the same time: one connection rarely fills a network.
+# The number of files transferred at the same time: one connection rarely uses the full bandwidth.
 AT_ONCE = 8
 _BLOCK = 1 << 24
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Of what is not there, neither is an error.
+# Operations for which a missing object is not an error.
 _MAY_MISS = ("read", "listed", "removed")
 T = TypeVar("T")
 
 
 class Storage:
-    """Objects below `url`, by their paths relative to it. For any number of threads."""
+    """Objects below `url`, by their paths relative to it. Any number of threads may use it."""
 
     def __init__(self, url: str, what: str = "the URL") -> None:
         refuse_url(url, what)
@@ -44,29 +45,37 @@ class Storage:
         options = {"auto_mkdir": True} if self.is_mounted else {}
         try:
             self._filesystem, self._root = fsspec.core.url_to_fs(self.url, **options)
-        except Exception as error:  # each backend has classes of its own, here as below
+        except Exception as error:  # each backend raises its own classes, here and below
             raise self._failed("", "opened", error) from error
 
     def below(self, name: str) -> "Storage":
-        """The directory `name` of this one."""
+        """Return the storage of the directory `name` inside this one."""
         other = object.__new__(Storage)
         other.url, other.is_mounted, other._filesystem = f"{self.url}/{name}", self.is_mounted, self._filesystem
         other._root = f"{self._root}/{name}"
         return other
 
     def sizes(self) -> dict[str, int]:
-        """Every object, with its size in bytes. `SecurityError` for a name that leads out of the directory."""
+        """Return every object with its size in bytes.
+
+        Raises:
+            SecurityError: A name leads out of the directory.
+        """
         return {name: int(facts["size"]) for name, facts in self._listed().items()}
 
     def objects(self) -> dict[str, tuple[int, str]]:
-        """Every object, with its size and what changes when its content may have changed."""
+        """Return every object with its size in bytes and a stamp that changes when its content may have changed."""
         known = ("size", "etag", "mtime", "lastmodified", "last_modified", "updated", "md5hash", "content-md5")
         found = {name: {str(key).lower(): facts[key] for key in facts} for name, facts in self._listed().items()}
         stamps = {name: str([str(facts.get(key)) for key in known]) for name, facts in found.items()}
         return {name: (int(facts["size"]), stamps[name]) for name, facts in found.items()}
 
     def read(self, name: str, limit: int = MAX_MANIFEST_BYTES) -> bytes | None:
-        """All of an object of at most `limit` bytes; None if there is none."""
+        """Return the content of an object of at most `limit` bytes, or None if it does not exist.
+
+        Raises:
+            InputError: It is larger, or storage failed.
+        """
 
         def read() -> bytes:
             with self._open(name) as file:
@@ -81,7 +90,7 @@ class Storage:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Make the object, whole or not at all, in place of one of that name."""
+        """Write the object completely or not at all; an existing one is replaced."""
 
         def write() -> None:
             if self.is_mounted:
@@ -103,7 +112,11 @@ class Storage:
         self._all("uploaded", put, names)
 
     def get(self, directory: Path, sizes: Mapping[str, int]) -> dict[str, str]:
-        """Download objects of exactly these sizes into new files of `directory`, on the disk; their sha256."""
+        """Download objects of exactly these sizes into new files of `directory`, synced to disk.
+
+        Returns:
+            The sha256 of each object.
+        """
         hashes: dict[str, str] = {}
 
         def get(name: str) -> None:
@@ -116,7 +129,7 @@ class Storage:
         return hashes
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; one that is gone already is none to remove."""
+        """Remove objects; an object that does not exist is ignored."""
         names = list(names)
 
         def remove(name: str) -> None:
@@ -124,14 +137,14 @@ class Storage:
                 self._filesystem.rm_file(self._path(name))
 
         self._all("removed", remove, names)
-        if self.is_mounted:  # what has directories keeps empty ones
+        if self.is_mounted:  # only a file system has directories, and would leave them empty
             directories = {path for name in names for path in PurePosixPath(name).parents if path.name}
             for path in sorted(directories, key=lambda path: -len(path.parts)):
                 with suppress(OSError):
                     os.rmdir(f"{self._root}/{path}")
 
     def abort_uploads(self) -> None:
-        """End what killed uploads of large files have left half done, where storage keeps and bills it unseen (S3)."""
+        """Abort unfinished uploads of large files by processes that were killed; S3 stores and bills them invisibly."""
         if not hasattr(self._filesystem, "list_multipart_uploads"):
             return
         bucket, _, prefix = f"{self._root}/".partition("/")
@@ -156,7 +169,7 @@ class Storage:
         start, listed = f"{self._root}/", {}
         for path, facts in found.items():
             name = path.removeprefix(start)
-            # A key that ends in "/" is how some tools mark a directory; it holds nothing.
+            # Some tools mark a directory by an empty object whose key ends in "/".
             if facts.get("type") == "directory" or path.rstrip("/") == self._root or name.endswith("/"):
                 continue
             if not path.startswith(start) or not is_plain(name):
@@ -168,7 +181,7 @@ class Storage:
         return listed
 
     def _open(self, name: str) -> IO[bytes]:
-        if self.is_mounted:  # refuses pipes
+        if self.is_mounted:  # `open_file` refuses pipes and devices
             return os.fdopen(open_file(Path(self._path(name))), "rb")
         return self._filesystem.open(self._path(name), "rb")  # type: ignore[no-any-return]
 
@@ -195,7 +208,10 @@ class Storage:
         return digest.hexdigest()
 
     def _all(self, done: str, what: Callable[[str], None], names: Iterable[str]) -> None:
-        """Do it with each object, several at the same time; the first failure ends it, when those under way have."""
+        """Run `what` for each object, several at the same time.
+
+        The first failure cancels the operations that have not started and is raised when the running ones have ended.
+        """
         with ThreadPoolExecutor(max_workers=AT_ONCE, thread_name_prefix="storage") as threads:
             doing = [threads.submit(self._tried, name, done, lambda name=name: what(name)) for name in names]
             try:
@@ -206,7 +222,10 @@ class Storage:
                     each.cancel()
 
     def _tried(self, name: str, done: str, operation: Callable[[], T]) -> T:
-        """What `operation` gives at one of several attempts. `FileNotFoundError` is an answer where it may be one."""
+        """Return the result of `operation`, which is attempted several times.
+
+        `FileNotFoundError` is raised as it is for operations where a missing object is a valid answer.
+        """
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return operation()
@@ -233,5 +252,5 @@ class Storage:
 
 
 def is_plain(name: str) -> bool:
-    """Whether `name` is a relative path of plain names with `/` between them."""
+    """Return whether `name` is a relative path of plain names with `/` between them."""
     return all(part not in ("", ".", "..") and not set(part) & set("\\\0") for part in name.split("/"))

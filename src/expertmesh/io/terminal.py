@@ -1,12 +1,11 @@
-"""Text for a terminal: what a process logs, bars, sizes, and text from elsewhere made harmless.
+"""Print to a terminal: log lines, progress bars, sizes, and text from others made harmless.
 
-`log` is the logger of all that a run says. Whoever runs it (a verb, a rank) calls `print_log`; without that only
-warnings appear, as Python has it. On a terminal bars stand below the lines; in a file long work leaves a line now and
-then.
+`log` is the logger of everything that a run reports. Its caller (a verb, a rank) calls `print_log`; without it Python
+shows only warnings. On a terminal, bars stand below the lines; in a file, long work writes a line from time to time.
 
-Paths, configurations, records and templates are other people's text. All of it reaches a terminal through `log`, `tell`
-or a console of cli/printing.py, where control characters become visible: none can change a title, a colour, or what has
-been printed before.
+Paths, configurations, records and templates are text from others. All of it reaches a terminal through `log`, `tell` or
+a console of cli/printing.py, which make control characters visible, so that none can change a title, a colour, or
+earlier output.
 """
 
 import contextlib
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("expertmesh")
 T = TypeVar("T")
-# From when on work is long, and how often it says how far it is where there is no bar.
+# Without a bar: the time after which work is long, and the interval between its progress lines.
 _LONG_SECONDS, _EVERY_SECONDS = 10.0, 30.0
 _shown: "Progress | None" = None
 
 
 class _Lines(logging.Handler):
-    """To what is standard output now, line by line."""
+    """Writes each record as a line to the current standard output."""
 
     def __init__(self, start: str) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class _Lines(logging.Handler):
 
 
 def print_log(level: str, rank: int = 0) -> None:
-    """Print what this process logs from `level` (debug, info, warning) on. Of ranks other than 0 only at debug."""
+    """Print the log of this process from `level` (debug, info, warning) on; ranks other than 0 only at debug."""
     log.handlers = [_Lines(f"rank {rank}: " if rank else "")]
     log.propagate = False
     log.setLevel(level.upper() if rank == 0 or level == "debug" else logging.CRITICAL)
@@ -49,7 +48,7 @@ def print_log(level: str, rank: int = 0) -> None:
 
 @contextmanager
 def bars() -> "Iterator[Progress]":
-    """The bars of this terminal, below what is printed. One set, however many ask for it at once."""
+    """Show progress bars below the printed lines, for the block. Nested calls share one set of bars."""
     global _shown
     if _shown is not None:
         yield _shown
@@ -65,12 +64,12 @@ def bars() -> "Iterator[Progress]":
 
 
 def has_bars() -> bool:
-    """Whether lines of `log` are shown, on a terminal."""
+    """Return whether lines of `log` are shown, and on a terminal."""
     return log.isEnabledFor(logging.INFO) and sys.stdout.isatty()
 
 
 def tracked(items: Iterable[T], count: int, what: str, unit: str) -> Iterator[T]:
-    """The `count` items one by one, showing how far they are: `loading weights  40 of 300 tensors`."""
+    """Yield the `count` items one by one and show the progress: `loading weights  40 of 300 tensors`."""
     if has_bars():
         with bars() as shown:
             task = shown.add_task(what, total=count)
@@ -92,8 +91,9 @@ def tracked(items: Iterable[T], count: int, what: str, unit: str) -> Iterator[T]
 
 @contextmanager
 def counted(what: str, unit: str) -> Iterator[Callable[[int], None]]:
-    """Shows how much is done of work whose size is not known, and how fast: `tokenizing  40,960 rows, 900 rows/s`. What
-    it gives is to be told of more.
+    """Show the progress of work of unknown size, and its speed: `tokenizing  40,960 rows, 900 rows/s`.
+
+    Yields a function to call with the number of further units that are done.
     """
     began = time.monotonic()
     done, due = 0, _LONG_SECONDS
@@ -125,12 +125,12 @@ def counted(what: str, unit: str) -> Iterator[Callable[[int], None]]:
     yield tell_now_and_then
 
 
-# Of one line: a name of 20 million characters must not fill a log.
+# The most characters of one line: a name of 20 million characters must not fill a log.
 _MAX_LINE = 4000
 
 
 def printable(text: str) -> str:
-    """Control characters as escapes, so that data cannot drive the terminal, and no line without end."""
+    """Return `text` with control characters as escapes and long lines cut, so that data cannot control the terminal."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     return "\n".join(map(_cut, shown.split("\n"))) if len(shown) > _MAX_LINE else shown
 
@@ -140,14 +140,15 @@ def _cut(line: str) -> str:
 
 
 def tell(*lines: str, error: bool = False) -> None:
-    """Print `lines`, with all that they hold visible, at once; as an error on stderr."""
+    """Print `lines` at once with control characters visible; to stderr if `error`."""
     print("\n".join(map(printable, lines)), file=sys.stderr if error else None, flush=True)
 
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, this process goes on when nobody reads its output any more (`| head`), or the disk under it is full: what
-    it is for is in files. What cannot be written is left out. For ranks, and for their launcher.
+    """Let this process continue when nobody reads its output any more (`| head`), or when the disk is full.
+
+    Its results are in files, so output that cannot be written is dropped. For ranks, and for their launcher.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _Lasting(stream)) for stream in before)
@@ -158,7 +159,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class _Lasting:
-    """A text stream that drops what it cannot write."""
+    """A text stream that drops text that it cannot write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -178,14 +179,16 @@ class _Lasting:
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError:  # what the buffer holds would fail again at every later write, and at exit
+        except OSError:  # the rest of the buffer would fail again at every later write, and at exit
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def prepare_output() -> None:
-    """For the start of a process of ours: control characters are visible in what libraries log and warn too, which
-    quotes configurations; and stdin, stdout and stderr are open, or the next file would take the place of one.
+    """Prepare the standard streams at the start of a process.
+
+    Control characters become visible in the logs and warnings of libraries too, which quote configurations. And stdin,
+    stdout and stderr are opened if they are closed, because the next opened file would take their place.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         if descriptor == 1:
@@ -206,12 +209,12 @@ class _Record(logging.LogRecord):
 
 
 def gib(size: int) -> str:
-    """Bytes as text."""
+    """Format a number of bytes."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """`3.2 s`, `4 min 10 s`, `5 h 3 min`, `4.1 days`."""
+    """Format a duration: `3.2 s`, `4 min 10 s`, `5 h 3 min`, `4.1 days`."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

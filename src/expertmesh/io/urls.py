@@ -1,11 +1,14 @@
-"""URLs of object storage: which are read and written, through which package of fsspec's. Opens nothing."""
+"""Check URLs of object storage.
+
+This file has the supported schemes and the fsspec package that each needs. It opens nothing and uses no network.
+"""
 
 import importlib.util
 import re
 
 from expertmesh.config.errors import InputError
 
-# None: fsspec's own.
+# The package behind each scheme; None: fsspec itself.
 PACKAGES = {
     "file": None, "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
     "abfss": "adlfs",
@@ -14,11 +17,12 @@ _PLACE = re.compile(r"[^/\s]*/?[^\s]*")
 
 
 def is_url(path: str) -> bool:
+    """Return whether `path` is a URL."""
     return "://" in path
 
 
 def url_problem(url: str) -> str | None:
-    """Why a directory of object storage cannot be meant by `url`; None if it can."""
+    """Return why `url` cannot be a directory of object storage, or None if it can."""
     scheme, separator, place = url.partition("://")
     host = place.partition("/")[0]
     if not separator or scheme not in PACKAGES:
@@ -33,9 +37,9 @@ def url_problem(url: str) -> str | None:
 
 
 def refuse_url(url: str, what: str) -> None:
-    """Raise `InputError` for a URL that cannot be opened here, also for want of a package. Asks no network."""
+    """Raise `InputError` for a URL that cannot be opened here, also if a package is missing. No network access."""
     if (problem := url_problem(url)) is not None:
-        shown = re.sub(r"//.*[@?#].*", "//...", url)  # no secret
+        shown = re.sub(r"//.*[@?#].*", "//...", url)  # the message must not contain credentials
         raise InputError(f"{what} {shown}: {problem}", key="storage.unsupported-url")
     package = PACKAGES[url.partition("://")[0]]
     if package is not None and importlib.util.find_spec(package) is None:

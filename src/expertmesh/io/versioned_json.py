@@ -1,4 +1,7 @@
-"""Reading our own JSON files, which say their `schema_version`: a manifest, a run's record."""
+"""Read JSON files of expertmesh that record their `schema_version`, such as a manifest or the record of a run.
+
+A file of a newer version is refused, and a damaged one is reported with the place of the damage.
+"""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,17 +15,29 @@ Content = TypeVar("Content", bound=BaseModel)
 
 
 def read_versioned(path: Path, kind: type[Content], version: int, *, key: str) -> Content:
-    """The file as `kind`; `key` is that of the error about a damaged one.
+    """Return the file as `kind`.
 
-    Raises `FileNotFoundError`, `InputError` for a file that cannot be read or that a newer version wrote, and
-    `IntegrityError` for one that is damaged.
+    Args:
+        key: The key of the error about a damaged file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InputError: It cannot be read, or a newer version wrote it.
+        IntegrityError: It is damaged.
     """
     return validated(path, kind, read_content(path, version, key=key), key=key)
 
 
 def read_content(path: Path, version: int, mend: str = "", *, key: str, limit: int = MAX_SMALL_BYTES) -> Any:
-    """What the file, of at most `limit` bytes, says, of schema `version` or an older one; `mend` says what to do about
-    damage.
+    """Return the JSON value of a file of schema `version` or an older one.
+
+    Args:
+        mend: What to do about damage, for the message.
+        key: The key of the error about a damaged file.
+        limit: The most bytes that are read.
+
+    Raises:
+        FileNotFoundError, InputError, IntegrityError: As `read_versioned` does.
     """
     try:
         content = parse_json(read_file(path, limit))
@@ -33,7 +48,7 @@ def read_content(path: Path, version: int, mend: str = "", *, key: str, limit: i
     except ValueError as error:
         raise IntegrityError(f"{path}: damaged: is not JSON ({error}){mend and f'; {mend}'}", key=key) from error
     found = content.get("schema_version") if isinstance(content, dict) else None
-    if found is not None and type(found) is not int:  # true and 1.0 are equal to 1
+    if found is not None and type(found) is not int:  # not isinstance or ==: true and 1.0 are equal to 1
         problem = f"{path}: damaged: schema_version is {shortened(repr(found))}, not a whole number"
         raise IntegrityError(f"{problem}{mend and f'; {mend}'}", key=key)
     if found is not None and found > version:
@@ -46,7 +61,7 @@ def read_content(path: Path, version: int, mend: str = "", *, key: str, limit: i
 
 
 def validated(path: Path, kind: type[Content], content: Any, mend: str = "", *, key: str) -> Content:
-    """The `content` of the file as `kind`. Raises `IntegrityError`."""
+    """Return the `content` of the file as `kind`. Raises `IntegrityError`."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
@@ -54,7 +69,7 @@ def validated(path: Path, kind: type[Content], content: Any, mend: str = "", *, 
 
 
 def first_problem(error: ValidationError) -> str:
-    """Where and what, in a few words."""
+    """Return the place and the message of the first problem, in a few words."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(shortened(str(part)) for part in first["loc"])
     return ": ".join(filter(None, (where, shortened(first["msg"]))))

@@ -1,8 +1,8 @@
-"""What codes and scales stand for, and which ones stand for given values: the one place for files and for memory.
+"""Convert between values and the codes and scales that represent them, for files and for memory.
 
-Codes are the nearest ones, ties to even. Scales put the largest value of a block on the largest code, but for powers of
-two (e8m0), where it may come to lie above or below: rounded as compressed-tensors, AMD Quark and torchao's `even` mode
-do it for 4 bits, which has the least error of the published rules (docs/quantised.md); upwards for 8 bits.
+A code is the nearest one, ties to even. A scale maps the largest value of a block to the largest code. Scales that are
+powers of two (e8m0) can only come close: for 4 bits they are rounded as compressed-tensors, AMD Quark and torchao's
+`even` mode round them, which has the least error of the published rules (docs/quantised.md); for 8 bits upwards.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for e2m1 and e8m0; the packing of compressed-tensors 0.20 for int4; the
 table of QLoRA (arXiv 2305.14314) for nf4, which is bitsandbytes'; the published files of DeepSeek-V3/V4, GPT-OSS and
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Code = Literal["nf4", "e2m1", "int4", "e4m3"]
-# What one more number for a whole matrix does to its scales.
+# The effect of one further number for a full matrix on its scales.
 Factor = Literal["none", "times", "divides"]
 
 LARGEST: dict[Code, float] = {"nf4": 1.0, "e2m1": 6.0, "int4": 7.5, "e4m3": 448.0}
@@ -30,20 +30,21 @@ _NF4 = (
 )  # fmt: skip
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E8M0_BIAS, _E8M0_NAN, _INT4_OFFSET = 127, 255, 8
-# A factor of smaller values than this would not be finite.
+# Smaller values would have a factor that is not finite.
 _LEAST = 2.0**-100
 
 
 class Scratch:
-    """Memory for what is made on the way, one tensor of each dtype: whoever dequantises one part after the other uses
-    the same pages again, which is a third of the time on a CPU.
+    """Memory for intermediate results, one tensor of each dtype.
+
+    Code that dequantises one part after the other reuses the same pages, which saves a third of the time on a CPU.
     """
 
     def __init__(self) -> None:
         self._held: dict[torch.dtype, Tensor] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised, and good until the next tensor of this dtype is taken."""
+        """Return an uninitialised tensor, valid until the next tensor of this dtype is taken."""
         size, held = math.prod(shape), self._held.get(dtype)
         if held is None or held.numel() < size:
             held = self._held[dtype] = torch.empty(size, dtype=dtype, device=device)
@@ -51,9 +52,17 @@ class Scratch:
 
 
 def values_of(codes: Tensor, code: Code, scratch: Scratch | None = None) -> Tensor:
-    """What bytes or words `[..., n]` of codes stand for, in fp32: of 4-bit codes `[..., 2n]`, or `[..., 8n]` of words.
+    """Return the fp32 values of codes.
 
-    A byte is looked up once, two 4-bit codes together.
+    Each byte is looked up once; a byte with two 4-bit codes yields both values in one look-up.
+
+    Args:
+        codes: Bytes or words `[..., n]`.
+
+    Returns:
+        `[..., n]` for 8-bit codes, `[..., 2n]` for bytes of 4-bit codes, `[..., 8n]` for words of them. With `scratch`
+            the
+        result lies in it.
     """
     *lead, last = codes.shape
     scratch, device = scratch or Scratch(), codes.device
@@ -68,8 +77,14 @@ def values_of(codes: Tensor, code: Code, scratch: Scratch | None = None) -> Tens
 
 
 def codes_of(units: Tensor, code: Code) -> Tensor:
-    """The bytes of the nearest codes of fp32 values `[..., n]` in units of their scales, `[..., n / 2]` of 4 bits; the
-    largest code for what is beyond it.
+    """Return the bytes of the nearest codes of `units`.
+
+    Args:
+        units: Values `[..., n]` in fp32, already divided by their scales. A value beyond the largest code gets that
+            code.
+
+    Returns:
+        `[..., n]` uint8 for 8-bit codes, `[..., n / 2]` for 4-bit codes.
     """
     if code == "e4m3":
         return units.clamp(-LARGEST[code], LARGEST[code]).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -85,24 +100,25 @@ def codes_of(units: Tensor, code: Code) -> Tensor:
 
 def _to_e2m1(units: Tensor) -> Tensor:
     size = units.abs().clamp_max_(LARGEST["e2m1"])
-    # Codes count steps of 0.5 up to 2, of 1 from there to 4, and of 2 to 6; even numbers of steps have even codes.
+    # Codes count steps of 0.5 up to 2, of 1 from 2 to 4, and of 2 from 4 to 6. `round` goes to an even number of steps
+    # at a tie, and an even number of steps is an even code.
     upper = torch.where(size < 4, size.round().add_(2), (size / 2).round_().add_(4))
     steps = torch.where(size < 2, (2 * size).round_(), upper)
     return steps.to(torch.uint8) | units.signbit().to(torch.uint8) << 3
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """Scales in fp32. A byte is an e8m0 exponent: 2 ** (byte - 127), and 255 is not a number."""
+    """Return scales in fp32. A byte is an e8m0 exponent: 2 ** (byte - 127), and 255 is not a number."""
     if scale.dtype.itemsize > 1:
         return scale.to(torch.float32)
-    # There are 256 of them, and torch's casts are slow on a CPU.
+    # A table of all 256 values, because torch's casts of 8-bit floats are slow on a CPU.
     dtype = torch.uint8 if has_exponents(scale.dtype) else scale.dtype
     index = scale.contiguous().view(torch.uint8).flatten().to(torch.int32)
     return _bytes(dtype, scale.device).index_select(0, index).view(scale.shape)
 
 
 def with_factor(scales: Tensor, factor: Tensor | None, how: Factor) -> Tensor:
-    """Scales in fp32 with a factor that broadcasts, if there is one."""
+    """Return fp32 scales multiplied or divided by a factor that broadcasts, if there is one."""
     if factor is None:
         return scales
     return scales / factor if how == "divides" else scales * factor
@@ -111,9 +127,13 @@ def with_factor(scales: Tensor, factor: Tensor | None, how: Factor) -> Tensor:
 def scales_for(
     largest: Tensor, code: Code, dtype: torch.dtype, factor: Tensor | None = None, how: Factor = "none"
 ) -> Tensor:
-    """One scale a block, as it is stored in `dtype`, of blocks whose largest magnitudes are given; 1 for zeros.
+    """Return one scale for each block, as it is stored in `dtype`.
 
-    Magnitudes that are not finite have a scale that is not.
+    Args:
+        largest: The largest magnitude of each block. A block of zeros gets the scale 1; a magnitude that is not finite
+            gets a scale that is not finite.
+        factor: The further factor of all scales, if the format has one.
+        how: The effect of the factor.
     """
     if has_exponents(dtype):
         return _exponents(largest, code).view(dtype)
@@ -128,7 +148,8 @@ def scales_for(
 
 def _exponents(largest: Tensor, code: Code) -> Tensor:
     mantissa, exponent = torch.frexp(largest)
-    # 448 is 0.875 * 2 ** 9. The largest e2m1 is 0.75 * 2 ** 3, and what is below 0.875 * 2 ** 3 is nearest to it.
+    # The largest e4m3 value, 448, is 0.875 * 2 ** 9. The largest e2m1 value is 0.75 * 2 ** 3, and is the nearest code
+    # of values below 0.875 * 2 ** 3.
     next_one = mantissa > 0.875 if code == "e4m3" else mantissa >= 0.875
     power = exponent + next_one.to(torch.int32) - (9 if code == "e4m3" else 3)
     power = power.masked_fill(largest == 0, 0).clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS
@@ -136,19 +157,25 @@ def _exponents(largest: Tensor, code: Code) -> Tensor:
 
 
 def factor_for(largest: Tensor, code: Code, how: Factor) -> Tensor:
-    """The factor of a matrix with e4m3 scales: its largest value has the largest scale and code. 1 for zeros."""
+    """Return the factor of a matrix with e4m3 scales, or 1 if all values are zero.
+
+    With this factor the largest value has the largest scale and the largest code.
+    """
     most = LARGEST[code] * LARGEST["e4m3"]
     some = largest.clamp_min(_LEAST)
     return torch.where(largest == 0, 1.0, most / some if how == "divides" else some / most)
 
 
 def has_exponents(dtype: torch.dtype) -> bool:
-    """Whether scales in `dtype` are powers of two."""
+    """Return whether scales in `dtype` are powers of two."""
     return dtype in (torch.uint8, torch.float8_e8m0fnu)
 
 
 def largest_of_blocks(values: Tensor, block: Sequence[int]) -> Tensor:
-    """The largest magnitude in each block of (rows, columns) of the last two dims; the last blocks may be partial."""
+    """Return the largest magnitude in each block of (rows, columns) of the last two dims.
+
+    The last blocks may be partial.
+    """
     rows, columns = values.shape[-2:]
     padded = F.pad(values.abs(), (0, -columns % block[1], 0, -rows % block[0]))
     largest: Tensor = padded.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0])).amax(dim=(-3, -1))
@@ -156,10 +183,13 @@ def largest_of_blocks(values: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def spread(scales: Tensor, block: Sequence[int], box: Sequence[tuple[int, int]]) -> Tensor:
-    """The scale of each element of `box`, whose last two dims are cut into blocks of `block` = (rows, columns).
+    """Return the scale of each element of `box`.
 
-    `scales` holds one scale for each block that `box` touches; the first and the last may be cut by the box, and the
-    last one of the tensor may be partial.
+    The last two dims of the tensor are divided into blocks of `block` = (rows, columns).
+
+    Args:
+        scales: One scale for each block that `box` touches. The box may split the first and the last of them, and the
+            last block of the tensor may be partial.
     """
     for dim, size in ((-2, block[0]), (-1, block[1])):
         start, stop = box[dim]
@@ -170,7 +200,7 @@ def spread(scales: Tensor, block: Sequence[int], box: Sequence[tuple[int, int]])
 
 @cache
 def _bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The fp32 value of each byte as an 8-bit float; of uint8 as e8m0."""
+    """Return the fp32 value of each byte as an 8-bit float, or as e8m0 if `dtype` is uint8."""
     byte = torch.arange(256, dtype=torch.uint8)
     if dtype != torch.uint8:
         return byte.view(dtype).to(torch.float32).to(device)
@@ -181,7 +211,7 @@ def _bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache
 def _pairs(code: Code, device: torch.device) -> Tensor:
-    """For each byte the fp32 values of its two codes, as the bits of one int64."""
+    """Return, for each byte, the fp32 values of its two codes as the bits of one int64."""
     values = {"nf4": _NF4, "e2m1": _E2M1, "int4": [float(number - _INT4_OFFSET) for number in range(16)]}[code]
     table = torch.tensor(values, dtype=torch.float32, device=device)
     byte = torch.arange(256, device=device)

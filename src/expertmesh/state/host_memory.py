@@ -1,10 +1,11 @@
-"""Frozen experts that live in host memory (`parallel.offload: experts`) and are copied to the device one layer ahead.
+"""Copy frozen experts that live in host memory (`parallel.offload: experts`) to the device, one layer ahead.
 
-FSDP2 asks each packed parameter for what it gathers, before its layer runs in forward and in backward, and frees it
-behind the layer (state/packed.py). With several ranks in a group it asks one layer ahead, on a stream of its own, and
-nothing is left to do here. With one rank it asks when the layer runs, so the copy of the next layer's is started here
-(but in the very first forward), on a side stream: of the following layer in forward, of the one before in backward. At
-most two layers' experts are on the device. On a CPU the same copies are made, without streams.
+FSDP2 requests the tensors to gather from each packed parameter, before its layer runs in forward and in backward, and
+frees the gathered ones after the layer (state/packed.py). With several ranks in a group it requests them one layer
+ahead, on a stream of its own, and nothing is left to do here. With one rank it requests them when the layer runs. So
+the copy for the next layer is started here, on a side stream: for the following layer in forward, for the preceding one
+in backward. The first forward has no such copy. At most two layers' experts are on the device. On a CPU the same copies
+are made, without streams.
 """
 
 from dataclasses import dataclass, field
@@ -16,16 +17,21 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class HostCopies:
-    """Of one parameter: the copy under way on the device, if there is one, and its neighbours in the layers around."""
+    """The device copy of one parameter that is in progress, and its neighbours in the adjacent layers."""
 
     following: "HostCopies | None" = field(default=None, repr=False)
+    """The copies of the same parameter in the next layer."""
     preceding: "HostCopies | None" = field(default=None, repr=False)
+    """The copies of the same parameter in the layer before."""
     _source: Tensor | None = None
     _ahead: Tensor | None = None
     _done: torch.cuda.Event | None = None
 
     def take(self, source: Tensor, device: torch.device) -> Tensor:
-        """`source` on `device`, for the current stream; starts the copy of what comes next in this direction."""
+        """Return `source` on `device`, for the current stream, and start the copy for the next layer.
+
+        The next layer is the following one in forward, the preceding one in backward.
+        """
         if self._ahead is None or self._source is not source:
             self._source = source
             self._start(device)
@@ -35,8 +41,9 @@ class HostCopies:
         if done is not None:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(done)
+            # Allocated on the side stream: its memory must not be reused before this stream has read it.
             found.record_stream(stream)
-        # Recomputing in backward uses what backward has gathered, and asks for nothing.
+        # A task id means that backward runs. Recomputation in backward reuses gathered tensors and never calls this.
         backward = torch._C._current_graph_task_id() != -1
         coming = self.preceding if backward else self.following
         if coming is not None and coming._source is not None and coming._ahead is None:
@@ -59,6 +66,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def in_host_memory(packed: Tensor, device: torch.device) -> Tensor:
-    """For computing on `device`: from pinned memory, copies to an accelerator run beside it."""
+    """Return a copy of `packed` in host memory, pinned for an accelerator so that copies to it run asynchronously."""
     own = packed.cpu()
     return own.pin_memory() if device.type == "cuda" else own

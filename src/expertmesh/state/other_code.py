@@ -1,9 +1,10 @@
-"""What other people's code does with a sharded model is right, or stops with one sentence that names what is.
+"""Let other libraries' code work correctly on a sharded model, or stop with one sentence that names the right call.
 
-`guard` puts `_OtherCode` in front of the model's class and a hook before its forward; nothing else of it changes. Each
-refusal is at the first thing that a library asks the model for, so that every rank raises the same one and nothing has
-been wrapped, written or sent by then. torch's clipping alone is extended where it stands (compat.py): it sees no model.
-What was made of a model in memory before it was sharded, its optimizer above all, is `BeforeSharding`'s.
+`guard` puts `_OtherCode` in front of the model's class and adds hooks to its forward and its state dict, and makes
+`fully_shard` of its modules raise an error. Each refusal is at the first attribute or method that a library uses, so
+that every rank raises the same error before anything has been wrapped, written or sent. Only torch's gradient clipping
+is extended globally (compat.py), because it never sees the model. `BeforeSharding` covers objects, above all an
+optimizer, that were made from a model in memory before it was sharded.
 """
 
 import inspect
@@ -28,14 +29,14 @@ from expertmesh.state.patching import mix_in
 from expertmesh.state.sharded_model import attach, mesh_of, sharded
 
 M = TypeVar("M", bound=nn.Module)
-# Floating-point arguments of a forward that are text.
+# Floating-point arguments of a forward that belong to text, not to media.
 _TEXT = {"inputs_embeds", "attention_mask"}
-# The ranks of each model's pipeline stage that this rank is in, for models that have several.
+# For each model with several pipeline stages: the ranks of the stage that this rank is in.
 _STAGES: set[frozenset[int]] = set()
 
 
 def guard(model: nn.Module) -> None:
-    """Called once a model is sharded. No communication."""
+    """Install the refusals on a model that has just been sharded. No communication."""
     mix_in(model, _OtherCode)
     model.register_forward_pre_hook(_refuse_compiled, prepend=True)
     model.register_forward_pre_hook(_refuse_labels, with_kwargs=True, prepend=True)
@@ -51,18 +52,22 @@ def guard(model: nn.Module) -> None:
 
 
 def like_ddp(model: M) -> M:
-    """Let gradients of `model`'s outputs be averaged over the ranks, as `DistributedDataParallel` does; returns it.
+    """Average the gradients of `model`'s outputs over the ranks, as `DistributedDataParallel` does, and return it.
 
         model = em.like_ddp(em.load_model(name, mesh))
         optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters()), loader)  # not the model
         loss = model(**batch).loss
         accelerator.backward(loss)
 
-    For loops of accelerate, Fabric or one's own that take each rank's loss as a mean over its own rows. A gradient that
-    enters the model through any of its outputs is divided by the number of ranks, and one that leaves it through an
-    input multiplied, so that every parameter gets what DDP would give it. `causal_lm_loss` and `forward_backward`,
-    which count targets of all ranks, stay as they are. Raises `InputError` with tp, cp or pp, whose ranks share rows.
-    No communication.
+    For loops of accelerate, Fabric or your own that compute each rank's loss as a mean over its own rows. A gradient
+    that enters the model through one of its outputs is divided by the number of ranks, and a gradient that leaves it
+    through an input is multiplied by it, so that every parameter gets the gradient that DDP would give it.
+    `causal_lm_loss` and `forward_backward`, which count targets of all ranks, do not change.
+
+    Raises:
+        InputError: With tp, cp or pp, whose ranks share rows.
+
+    Collectives: none.
     """
     layout = mesh_of(model).layout
     if layout.data_ranks != layout.world_size:
@@ -80,9 +85,9 @@ def like_ddp(model: M) -> M:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise `InputError` for a model that is sharded already: by us, by transformers, or by anybody else's DTensors.
+    """Raise `InputError` for a model that is already sharded: by expertmesh, by transformers, or by anybody's DTensors.
 
-    Every rank sees the same; no communication.
+    Every rank gets the same result; no communication.
     """
     if sharded(model).mesh is not None:
         raise InputError(
@@ -101,7 +106,7 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def media_in(batch: Mapping[str, Any]) -> list[str]:
-    """What a model gets beside text: images, video, sound. Floating-point tensors under names of their own."""
+    """Return the names of a batch's inputs beside text: images, video, sound, which are floating-point tensors."""
 
     def is_medium(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -110,10 +115,13 @@ def media_in(batch: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_media_on_some_ranks(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `InputError` unless all ranks call `model` with equal kinds of media: a tower that runs on some ranks alone
-    gathers and reduces there, while the others wait for something else.
+    """Raise `InputError` unless all ranks call `model` with the same kinds of media.
 
-    Every rank calls it; one all-reduce of two integers on the default group, and a wait for it, of models with a tower.
+    A tower that runs on some ranks only would gather and reduce there, while the other ranks wait in another
+    collective.
+
+    Collectives: every rank calls it. For a model with a tower and several data ranks, one all-reduce of two integers on
+    the default group, which the host waits for.
     """
     config: Any = model.config
     if config.get_text_config() is config or mesh_of(model).layout.data_ranks == 1:
@@ -135,11 +143,11 @@ def refuse_media_on_some_ranks(model: nn.Module, batches: Sequence[Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class BeforeSharding:
-    """What others may hold of a model in memory that is about to be sharded: FSDP2 puts new parameters in its modules.
+    """References to a model in memory that is about to be sharded; FSDP2 will put new parameters into its modules.
 
-    An optimizer made before would step over parameters that no backward reaches. Those parameters cannot become the new
-    ones (a Parameter and a DTensor differ in slots, so `torch.utils.swap_tensors` refuses them), and who holds them is
-    not known, so they themselves raise when they are asked for a gradient.
+    An optimizer made before would update parameters that no backward reaches. These parameters cannot become the new
+    ones (a Parameter and a DTensor differ in slots, so `torch.utils.swap_tensors` refuses them), and their holders are
+    unknown. So the parameters themselves raise an error when their gradient is read.
     """
 
     parameters: Sequence[tuple[str, weakref.ref[nn.Parameter]]]
@@ -149,7 +157,11 @@ class BeforeSharding:
 
     @classmethod
     def of(cls, model: nn.Module) -> "BeforeSharding":
-        """Raises `InputError` for what would be without effect on the sharded model. No communication."""
+        """Record the parameters and hooks of `model`. No communication.
+
+        Raises:
+            InputError: Compiled code, a gradient or a hook that would have no effect on the sharded model.
+        """
         for name, module in model.named_modules():
             if is_compiled(module):
                 raise _compiled(f"{name or type(module).__name__} is compiled; parallelize the model without that")
@@ -165,7 +177,7 @@ class BeforeSharding:
         return cls(parameters, {name: module for name, module in model.named_modules() if has_hooks(module)})
 
     def refuse_lost_hooks(self, model: nn.Module) -> None:
-        """Raise `InputError` for hooks of modules that `model`, not yet sharded, has no more."""
+        """Raise `InputError` for hooks of modules that are no longer in `model`, which is not yet sharded."""
         modules = set(model.modules())
         for name, module in self.hooked.items():
             if module not in modules:
@@ -176,7 +188,7 @@ class BeforeSharding:
                 )
 
     def retire_parameters(self, model: nn.Module) -> None:
-        """Let the parameters that are not the sharded `model`'s refuse to be trained."""
+        """Make every recorded parameter that the sharded `model` no longer has refuse to be trained."""
         current = {id(parameter) for parameter in model.parameters()}
         for name, reference in self.parameters:
             parameter = reference()
@@ -188,7 +200,7 @@ class BeforeSharding:
 
 
 class _Retired:
-    """In front of the class of a parameter that shards have replaced. Its values may still be read."""
+    """Put in front of the class of a parameter that shards have replaced. Its values may still be read."""
 
     retired_name: str
 
@@ -210,11 +222,14 @@ def _refuse_retired(name: str, gradient: Any = None) -> NoReturn:
 
 
 class _OtherCode:
-    """In front of a sharded model's class. What only one library asks for is a cached property, so that code that knows
-    better can set it on the model.
+    """Put in front of a sharded model's class.
+
+    An attribute that only one library reads is a cached property, so that code that knows better can set it on the
+    model.
     """
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to write a single rank's shards."""
         raise InputError(
             "save_pretrained would write one rank's shards; call em.save_model(model, directory) on every rank, "
             "em.save_adapter for adapters",
@@ -222,6 +237,7 @@ class _OtherCode:
         )
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to upload a single rank's shards."""
         raise InputError(
             "push_to_hub would upload one rank's shards; call em.save_model(model, directory) on every rank, then "
             "upload the directory from one (huggingface_hub.upload_folder)",
@@ -286,7 +302,8 @@ def _compiled(why: str) -> InputError:
 
 def _refuse_compiled(model: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
-        # The tracer would swallow an exception and run this again as it is; what is disabled it calls.
+        # The tracer would swallow an exception of traced code and run this function again without compiling it. It
+        # really calls a disabled function, so that this exception reaches the user.
         torch.compiler.disable(_refuse_compiled_call)()
 
 
@@ -295,10 +312,13 @@ def _refuse_compiled_call() -> NoReturn:
 
 
 def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The model's own loss is of this rank's rows, and gradients are summed over ranks."""
+    """Refuse a call with labels whose loss would be wrong.
+
+    The model's own loss covers only this rank's rows, and gradients are summed over ranks.
+    """
     layout = mesh_of(model).layout
     if layout.pp > 1 or not _has_labels(model, args, kwargs):
-        return  # a pipeline stage refuses every call
+        return  # with pp, a pipeline stage refuses every call on its own
     if layout.cp * layout.tp > 1:
         raise InputError(
             f"the model is called with labels, but ranks along {_shared(layout)} hold parts of each row, so its own "
@@ -315,7 +335,10 @@ def _refuse_media_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[
 
 
 def _refuse_backward_of_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """In evaluation mode the loss may be looked at, but it has the same gradients."""
+    """Refuse the backward of the model's own loss, whose gradients are summed over ranks.
+
+    In evaluation mode the loss itself may be read.
+    """
     if _has_labels(model, args, kwargs) and _sums(model):
         loss = output["loss"] if isinstance(output, dict) else output[0]
 
@@ -349,7 +372,10 @@ def _shared(layout: Layout) -> str:
 
 
 def _refuse_pickling(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A pickled DTensor is one rank's shard. `keep_vars=True` gives parameters themselves, which nobody pickles."""
+    """Make sharded values of a state dict refuse to be pickled: each holds only one rank's shard.
+
+    `keep_vars=True` gives the parameters themselves, which nobody pickles.
+    """
     for value in state.values():
         if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
             value.__reduce_ex__ = _pickled  # type: ignore[method-assign]
@@ -364,12 +390,12 @@ def _pickled(protocol: Any) -> NoReturn:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """The tensor itself, with its gradient multiplied."""
+    """The identity, with its gradient multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
-        return x.detach()  # no view, so that it may be changed in place
+        return x.detach()  # not a view for autograd, so that the result may be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -385,7 +411,7 @@ def _scale_outputs(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _scaled(values: Any, factor: float) -> Any:
-    """Every tensor in `values` that has a gradient, wherever it is in them."""
+    """Scale the gradient of every tensor in `values` that requires one, at any depth."""
 
     def scale(value: Any) -> Any:
         differentiable = isinstance(value, torch.Tensor) and value.requires_grad
@@ -397,7 +423,7 @@ def _scaled(values: Any, factor: float) -> Any:
 def _total_norm(
     own: Callable[..., torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float, *options: Any
 ) -> torch.Tensor:
-    """torch's joint norm of gradients, `own`, also of DTensors on several meshes: dense parameters and experts."""
+    """Return torch's joint norm of gradients, `own`, also for DTensors on several meshes: dense and experts."""
     by_mesh: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_mesh.setdefault(_mesh_of(gradient), []).append(gradient)
@@ -418,7 +444,7 @@ def _total_norm(
 def _scale_gradients(
     own: Callable[..., None], parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor, *options: Any
 ) -> None:
-    """torch's scaling by the norm, `own`, of the parameters of one mesh after the other."""
+    """Scale gradients by the norm with torch's `own`, one mesh after the other."""
     by_mesh: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,9 +1,10 @@
 """Frozen weights that stay packed: a tensor with the shape and the dtype of the values, which holds their codes.
 
-It takes a parameter's place, so that names, shapes, slices of ep and tp and FSDP2's shards are those of plain weights;
-FSDP2 gathers its bytes (`fsdp_pre_all_gather`). Two things work on it beside moving whole units (an expert's matrix, or
-a row of a linear layer's): asking for the values of some (`experts`, `values_at`; experts/expert_mlp.py), and
-`F.linear`, which dequantises one weight at a time, again in backward.
+It replaces a parameter, so that names, shapes, slices of ep and tp and FSDP2's shards are those of plain weights; FSDP2
+gathers its bytes (`fsdp_pre_all_gather`). A unit is an expert's matrix or a row of a linear layer's weight. Beside
+moving full units, two operations work: reading the values of some units (`experts`, `values_at`;
+experts/expert_mlp.py), and `F.linear`, which dequantises one weight at a time, again in backward. Any other operation
+raises an error.
 
 With `host` it stays in host memory (host_memory.py), whatever device it is moved to, and FSDP2 gathers from a copy.
 
@@ -23,12 +24,12 @@ from expertmesh.state.host_memory import HostCopies, in_host_memory
 from expertmesh.state.packed_format import PackedFormat, Sections, cut_columns, dequantise, quantise, scales_of
 
 aten = torch.ops.aten
-# Of packed weights, so many elements are dequantised together, but one expert's at least.
+# So many elements of packed weights are dequantised together, but at least one expert.
 DEQUANTISED_ELEMENTS = 1 << 20
 
 
 class PackedTensor(torch.Tensor):
-    """`[L, *kind.shape]` in `dtype` for whoever asks, `packed_LB` in memory."""
+    """`[L, *kind.shape]` in `dtype` to the outside, `packed_LB` in memory."""
 
     packed_LB: Tensor
     kind: PackedFormat
@@ -55,7 +56,7 @@ class PackedTensor(torch.Tensor):
     def of(
         cls, weight: Tensor, kind: PackedFormat, dtype: torch.dtype, host: HostCopies | None = None
     ) -> "PackedTensor":
-        """`weight` `[L, ...]`, quantised unit by unit; of one on meta as many bytes on meta."""
+        """Quantise `weight` `[L, ...]` unit by unit. A weight on meta yields as many bytes on meta."""
         packed_LB = torch.empty(weight.shape[0], kind.bytes, dtype=torch.uint8, device=weight.device)
         if not weight.is_meta:
             together = units_together(kind)
@@ -67,22 +68,22 @@ class PackedTensor(torch.Tensor):
 
     @property
     def sections(self) -> Sections:
-        """Views of what it holds, made once: experts are dequantised a few at a time."""
+        """Views of the stored bytes, created once, because experts are dequantised a few at a time."""
         if self._sections is None:
             self._sections = Sections.of(self.packed_LB, self.kind)
         return self._sections
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """What it holds."""
+        """The bytes in memory."""
         return self.packed_LB.nbytes
 
     def experts(self, first: int, last: int, scratch: Scratch | None = None) -> Tensor:
-        """The values of some experts, or rows; with `scratch` they lie in it."""
+        """Return the values of some experts, or rows; with `scratch` they lie in it."""
         return dequantise(self.sections[first:last], self.kind, self.dtype, scratch=scratch)
 
     def values(self) -> Tensor:
-        """All values."""
+        """Return all values."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         together, scratch = units_together(self.kind), Scratch()
         for first in range(0, len(out), together):
@@ -90,7 +91,10 @@ class PackedTensor(torch.Tensor):
         return out
 
     def not_finite(self) -> int | None:
-        """The first of its units with a scale that is not finite, which is how values that are not end."""
+        """Return the first unit with a scale that is not finite, or None.
+
+        Quantising a value that is not finite yields such a scale.
+        """
         together = units_together(self.kind)
         for first in range(0, len(self.packed_LB), together):
             finite_X = scales_of(self.sections[first : first + together], self.kind).isfinite().flatten(1).all(1)
@@ -99,7 +103,7 @@ class PackedTensor(torch.Tensor):
         return None
 
     def values_at(self, index: Sequence[slice]) -> Tensor:
-        """The values at `index`, a slice of each dim; dequantises the rows that it touches."""
+        """Return the values at `index`, a slice for each dim; only the rows in it are dequantised."""
         experts, *rest = index
         if self.kind.by_rows:
             return dequantise(self.sections[experts], self.kind, self.dtype)[:, rest[0]]
@@ -109,7 +113,7 @@ class PackedTensor(torch.Tensor):
         return values[:, rest[0]] if self.kind.transposed else values[:, :, rest[1]]
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        """FSDP2 gathers the bytes of whole units, on the stream that it copies on."""
+        """Return the bytes of full units for FSDP2 to gather, on the stream on which it copies."""
         if self.host is None:
             return (self.packed_LB,), None
         return (self.host.take(self.packed_LB, torch.device(mesh.device_type)),), None
@@ -117,7 +121,7 @@ class PackedTensor(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple["PackedTensor", tuple[Tensor, ...]] | None:
-        """The gathered bytes, where FSDP2 frees and gathers them again, as a packed tensor."""
+        """Return the gathered bytes as a packed tensor, in the storage that FSDP2 frees and gathers again."""
         if out is not None:
             return None  # it holds a view of the same storage
         return PackedTensor(outputs[0], self.kind, dtype), ()
@@ -149,10 +153,11 @@ def _linear(input: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> 
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` with a packed weight, whose values exist for the time of one product."""
+    """`F.linear` with a packed weight, whose values exist only during one product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+        # Save the codes, not the values: backward dequantises again, so that values never stay in memory.
         ctx.save_for_backward(weight)
         return F.linear(x, weight.values(), bias)
 
@@ -165,17 +170,17 @@ class _Linear(torch.autograd.Function):
 
 
 def units_together(kind: PackedFormat) -> int:
-    """How many units are dequantised together: one at least."""
+    """Return the number of units that are dequantised together, at least one."""
     return max(1, DEQUANTISED_ELEMENTS // math.prod(kind.shape))
 
 
 def values_at(local: Tensor, index: tuple[slice, ...]) -> Tensor:
-    """The values at `index` of a rank's local tensor, packed or not."""
+    """Return the values at `index` of a rank's local tensor, packed or not."""
     return local.values_at(index) if isinstance(local, PackedTensor) else local[index]
 
 
 def stored(local: Tensor) -> Tensor:
-    """What a local tensor holds in memory: its bytes, if it is packed."""
+    """Return a local tensor as it is in memory: its bytes, if it is packed."""
     return local.packed_LB if isinstance(local, PackedTensor) else local
 
 
@@ -188,7 +193,7 @@ def _same(tensor: PackedTensor, *_: Any, **__: Any) -> PackedTensor:
 
 
 def _view(tensor: PackedTensor, size: Sequence[int]) -> PackedTensor:
-    # FSDP2 keeps its shard flat as well, and asks a tensor that gathers itself for nothing of it.
+    # FSDP2 also stores a flat view of its shard, but never reads it for a tensor that defines `fsdp_pre_all_gather`.
     if tuple(size) not in ((-1,), tuple(tensor.shape)):
         raise NotImplementedError(f"packed weights {tuple(tensor.shape)} cannot be seen as {tuple(size)}")
     shape = (tensor.numel(),) if tuple(size) == (-1,) else tensor.shape

@@ -1,8 +1,8 @@
-"""How frozen weights are kept in 8 or 4 bits: where factors, scales and codes lie in the bytes of one unit.
+"""Define how frozen weights are stored in 8 or 4 bits: where factors, scales and codes lie in the bytes of one unit.
 
-A unit is what no layout cuts: the matrix of one expert, or one row of a linear layer's weight (`by_rows`). Pure
-functions on units' bytes; what codes and scales stand for is in codes.py. Quantisation blocks lie inside a unit in the
-orientation of published files, `[out, in]`; the columns are `in`.
+No parallel layout splits a unit: it is the matrix of one expert, or one row of a linear layer's weight (`by_rows`).
+These are pure functions on the bytes of units; the meaning of codes and scales is in codes.py. Quantisation blocks lie
+inside a unit in the orientation of published files, `[out, in]`; the columns are `in`.
 
     X units, R rows, C columns, G scales
 """
@@ -32,28 +32,30 @@ from expertmesh.state.codes import (
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """Of one unit: `rows` x `columns` as published, or `transposed` in the model.
-
-    Blocks of `block` = (rows, columns) have one scale each, in the dtype `scale` (uint8: an exponent, e8m0); the last
-    ones may be partial. `parts` are the rows of matrices that a published file holds apart, gate and up: blocks begin
-    anew in each, and each has a factor of its own, by which all its scales are multiplied or divided. `rounded`: the
-    dtype that a value has in between. `name` is that of `precision.frozen`. `by_rows`: a unit is one row of a matrix.
-    """
+    """The format of one unit: `rows` x `columns` as published, or `transposed` in the model."""
 
     name: str
+    """The value of `precision.frozen`."""
     code: Code
     block: tuple[int, int]
+    """(rows, columns) of a block, which has one scale; the last blocks may be partial."""
     scale: torch.dtype
+    """The stored dtype of scales; uint8 is an exponent (e8m0)."""
     parts: tuple[int, ...]
+    """The rows of each matrix that a published file stores separately, gate and up. Blocks start again in each part."""
     columns: int
     factor: Factor = "none"
+    """The effect of each part's factor on all of its scales."""
     rounded: torch.dtype = torch.float32
+    """The dtype that a value is rounded to before the cast to the model's dtype."""
     transposed: bool = False
+    """The model stores `[columns, rows]`."""
     by_rows: bool = False
+    """A unit is one row of a matrix."""
 
     @property
     def published(self) -> bool:
-        """Whether the codes are those of the files."""
+        """True if the codes are those of the files."""
         return self.name == "as_published"
 
     @property
@@ -62,24 +64,27 @@ class PackedFormat:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one unit in the model."""
+        """The shape of one unit in the model."""
         if self.by_rows:
             return (self.columns,)
         return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
 
     @property
     def grid(self) -> tuple[int, int]:
-        """How many scales there are: rows, columns."""
+        """The number of scales: rows, columns."""
         return sum(-(-part // self.block[0]) for part in self.parts), -(-self.columns // self.block[1])
 
     @property
     def row_bytes(self) -> int:
-        """Of the codes of one row."""
+        """The bytes of the codes of one row."""
         return self.columns if self.code == "e4m3" else self.columns // 2
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Where factors, scales and codes end among a unit's bytes. Scales begin on 4 bytes, codes on 4 or 16."""
+        """The ends of factors, scales and codes in a unit's bytes.
+
+        Scales start at a multiple of 4 bytes, codes at a multiple of 4 or 16.
+        """
         factors = 0 if self.factor == "none" else 4 * len(self.parts)
         scales = factors + math.prod(self.grid) * self.scale.itemsize
         scales += -scales % self._alignment
@@ -87,7 +92,7 @@ class PackedFormat:
 
     @property
     def bytes(self) -> int:
-        """Of one unit."""
+        """The bytes of one unit."""
         end = self.sections[2]
         return end + -end % self._alignment
 
@@ -96,7 +101,7 @@ class PackedFormat:
         return 4 if self.by_rows else 16
 
     def whole_blocks(self, box: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """A box inside of units in the model, widened to whole blocks; to whole units, if these have a factor."""
+        """Widen a box inside units of the model to full blocks, or to full units if these have a factor."""
         if self.factor != "none":
             return tuple((0, size) for size in self.shape)
         block = self.block[::-1] if self.transposed else self.block[-len(self.shape) :]
@@ -104,7 +109,7 @@ class PackedFormat:
         return tuple((start // run * run, min(size, -(-stop // run) * run)) for (start, stop), size, run in sides)
 
     def scale_rows(self) -> Tensor:
-        """Which row of scales each row has."""
+        """Return the row of scales that each row uses."""
         found, first = [], 0
         for part in self.parts:
             found.append(torch.arange(part) // self.block[0] + first)
@@ -112,14 +117,14 @@ class PackedFormat:
         return torch.cat(found)
 
     def factor_rows(self) -> Tensor:
-        """Which part each row of scales belongs to."""
+        """Return the part that each row of scales belongs to."""
         return torch.cat([torch.full((-(-part // self.block[0]),), number) for number, part in enumerate(self.parts)])
 
 
 def quantised_format(
     name: str, rows: int, columns: int, *, transposed: bool = False, by_rows: bool = False
 ) -> PackedFormat:
-    """The format that `precision.frozen: name` means for matrices `[rows, columns]`, quantised from plain ones."""
+    """Return the format of `precision.frozen: name` for plain matrices `[rows, columns]` to be quantised."""
     codes: dict[str, tuple[Code, tuple[int, int], torch.dtype, Factor]] = {
         "nf4": ("nf4", (1, 64), torch.float32, "none"),
         "mxfp4": ("e2m1", (1, 32), torch.uint8, "none"),
@@ -133,7 +138,7 @@ def quantised_format(
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """The bytes of units, `[X, B]`, as what they are: views of codes, scales in their own dtype, and factors."""
+    """The bytes of units, `[X, B]`, as views of codes, of scales in their own dtype, and of factors."""
 
     codes_XRB: Tensor
     scales_XGG: Tensor
@@ -141,6 +146,7 @@ class Sections:
 
     @classmethod
     def of(cls, packed_XB: Tensor, kind: PackedFormat) -> "Sections":
+        """Return views of the bytes `[X, B]` of units; nothing is copied."""
         factors_end, scales_end, end = kind.sections
         scales = packed_XB[:, factors_end : factors_end + math.prod(kind.grid) * kind.scale.itemsize]
         return cls(
@@ -161,9 +167,13 @@ def dequantise(
     rows: slice | None = None,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """The matrices `[X, R, C]` (`[X, C, R]` if `transposed`; rows `[X, C]`) of units, those of `rows` alone.
+    """Return the matrices of units: `[X, R, C]`, `[X, C, R]` if `transposed`, `[X, C]` if `by_rows`.
 
-    Computed in fp32, with one rounding of the product, and cast once. With `scratch` the result lies in it.
+    The product is computed in fp32, rounded once, and then cast once.
+
+    Args:
+        rows: Only these rows of each matrix.
+        scratch: Memory in which the result lies, if given.
     """
     scratch = scratch or Scratch()
     codes_XRB, scales_XRG = sections.codes_XRB, scales_of(sections, kind)
@@ -178,7 +188,7 @@ def dequantise(
 
 
 def _scaled(values: Tensor, scales_XRG: Tensor, block: int) -> Tensor:
-    """Times a scale for each `block` columns, in place."""
+    """Multiply each `block` columns by their scale, in place."""
     columns = values.shape[-1]
     if columns % block:
         return values.mul_(scales_XRG.repeat_interleave(block, -1)[..., :columns])
@@ -187,19 +197,23 @@ def _scaled(values: Tensor, scales_XRG: Tensor, block: int) -> Tensor:
 
 
 def quantise(values: Tensor, kind: PackedFormat) -> Tensor:
-    """The bytes `[X, B]` of units `[X, ...]`, in the model's orientation and any float dtype."""
+    """Return the bytes `[X, B]` of units `[X, ...]`, in the model's orientation and any float dtype."""
     codes_XRB, scales_XGG, factors_X1, _ = _encoded(values, kind)
     return joined(codes_XRB, scales_XGG, factors_X1, kind)
 
 
 def rounded(values: Tensor, kind: PackedFormat) -> Tensor:
-    """Whole blocks of units (all of them, where these have a factor), as quantising leaves them, in fp32."""
+    """Return the values after quantisation, in fp32.
+
+    Args:
+        values: Full blocks of units, or full units where these have a factor.
+    """
     codes_XRB, _, _, scales_XRC = _encoded(values, kind)
     return _in_model(values_of(codes_XRB, kind.code) * scales_XRC, kind)
 
 
 def _encoded(values: Tensor, kind: PackedFormat) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Codes, scales and factors as they are stored, and the scale of each value in fp32."""
+    """Return codes, scales and factors as they are stored, and the scale of each value in fp32."""
     values = values.unsqueeze(1) if kind.by_rows else values.transpose(1, 2) if kind.transposed else values
     values_XRC = values.to(torch.float32).contiguous()
     factors_X1 = None
@@ -213,14 +227,14 @@ def _encoded(values: Tensor, kind: PackedFormat) -> tuple[Tensor, Tensor, Tensor
 
 
 def _in_model(values_XRC: Tensor, kind: PackedFormat) -> Tensor:
-    """In the model's orientation."""
+    """Return the values in the model's orientation."""
     if kind.by_rows:
         return values_XRC.squeeze(1)
     return values_XRC.transpose(1, 2) if kind.transposed else values_XRC
 
 
 def joined(codes: Tensor, scales: Tensor, factors: Tensor | None, kind: PackedFormat) -> Tensor:
-    """The bytes of units, all of whose dims lie behind the first."""
+    """Join codes, scales and factors, each `[X, ...]`, into the bytes of units `[X, B]`."""
     packed_XB = torch.zeros(len(codes), kind.bytes, dtype=torch.uint8, device=codes.device)
     ends = (0, *kind.sections)
     for first, part in zip(ends, (factors, scales, codes), strict=False):
@@ -231,7 +245,10 @@ def joined(codes: Tensor, scales: Tensor, factors: Tensor | None, kind: PackedFo
 
 
 def cut_columns(packed_XB: Tensor, kind: PackedFormat, start: int, stop: int) -> tuple[Tensor, PackedFormat]:
-    """Rows from column `start` to `stop`, on whole blocks or inside of the only one, as units of their own."""
+    """Return rows from column `start` to `stop` as units, with their format.
+
+    `start` and `stop` are boundaries of blocks, unless a row has a single block.
+    """
     part, block = replace(kind, columns=stop - start), kind.block[1]
     assert kind.by_rows, kind
     assert kind.grid[1] == 1 or start % block == 0, (kind, start)
@@ -242,7 +259,7 @@ def cut_columns(packed_XB: Tensor, kind: PackedFormat, start: int, stop: int) ->
 
 
 def scales_of(sections: Sections, kind: PackedFormat) -> Tensor:
-    """The scales `[X, *grid]` in fp32, with their factors."""
+    """Return the scales `[X, *grid]` in fp32, with their factors applied."""
     scales, factors = scale_values(sections.scales_XGG), sections.factors_XP
     if factors is None:
         return scales

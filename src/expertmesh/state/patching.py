@@ -1,6 +1,7 @@
-"""The one place where code or parts of somebody else's module are replaced: forwards, classes, registries.
+"""Replace code or parts of another library's module: forwards, classes, registries.
 
-A model keeps its own classes, names and structure; what is replaced says so by calling a function of this file.
+A model keeps its own classes, names and structure. All replacements call a function of this file, so that they are easy
+to find.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -12,13 +13,13 @@ from torch import nn
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let this very module run `forward`, which is called with the module's arguments alone. Hooks stay."""
+    """Make this module instance run `forward`, which is called with the module's arguments only. Hooks stay."""
     module.forward = forward
 
 
 @contextmanager
 def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """While the block runs, these modules run other forwards."""
+    """Make these modules run other forwards inside the block."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         replace_forward(module, forward)
@@ -33,28 +34,29 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 def mix_in(instance: Any, kind: type) -> None:
-    """Put `kind` in front of the class of this very module or parameter: what it defines runs first and calls the
-    class's own as `super()`.
+    """Put `kind` in front of the class of this module or parameter instance.
+
+    Methods of `kind` run first and call those of the original class with `super()`.
     """
     instance.__class__ = _mixed(kind, type(instance))  # type: ignore[arg-type]
 
 
 @cache
 def _mixed(kind: type, own: type) -> type:
-    """One class for all alike: torch.compile compiles for each class anew."""
+    """Return one class for all instances of equal classes, because torch.compile compiles again for each class."""
     return type(own.__name__, (kind, own), {})
 
 
 def register_function(registry: Any, name: str, function: Callable[..., Any]) -> None:
-    """Enter `function` into a public registry of transformers, under a name of ours."""
+    """Enter `function` into a public registry of transformers, under a name of expertmesh."""
     registry.register(name, function)
 
 
 @contextmanager
 def exchanged(slots: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """While the block runs, a module's `_parameters` or `_modules` hold `values` under these names.
+    """Put `values` under these names into a module's `_parameters` or `_modules` inside the block.
 
-    Written past `__setattr__`, as torch.func.functional_call does: for that time they need not be parameters.
+    The write bypasses `__setattr__`, as in torch.func.functional_call: the values need not be parameters.
     """
     before = {name: slots[name] for name in values}
     slots.update(values)

@@ -1,10 +1,10 @@
-"""Which part of a global tensor a rank holds: boxes of index ranges, and who writes which copy.
+"""Compute which part of a global tensor a rank holds, as a box of index ranges, and which rank writes which replica.
 
-Everything that reads or writes tensors (weights, checkpoints, audits) asks here instead of knowing layouts.
-A box is plain arithmetic over (start, stop) per dim of the *global* tensor; `local_box` finds the one that
-a DTensor's local tensor is, for every placement that FSDP2 and expert parallelism produce: `Replicate`,
-`Shard`, and the `_StridedShard` that FSDP2 makes of a tensor already sharded on the same dim (experts: ep
-slice first, efsdp inside it). Nothing here communicates.
+Code that reads or writes tensors (weights, checkpoints, audits) calls this file and never sees a parallel layout. A box
+is (start, stop) for each dim of the *global* tensor. `local_box` returns the box of a DTensor's local tensor, for every
+placement that FSDP2 and expert parallelism produce: `Replicate`, `Shard`, and the `_StridedShard` that FSDP2 makes of a
+tensor already sharded on the same dim (experts: ep slice first, efsdp inside it). Nothing here communicates except
+`full_values`.
 """
 
 import math
@@ -23,10 +23,10 @@ from expertmesh.state.stage_view import is_on_other_stage, on_other_stage, place
 
 
 def local_box(tensor: Tensor) -> Box:
-    """The box of the global tensor that this rank's local tensor is; the whole of it for a plain tensor.
+    """Return the box of the global tensor that this rank holds; the full box for a plain tensor.
 
-    Empty shards have start == stop on the sharded dim. A rank outside the tensor's mesh holds an empty box, and so does
-    one of another pipeline stage (but a scalar's box is never empty).
+    An empty shard has start == stop on the sharded dim. The box is empty on a rank outside the tensor's mesh, and for a
+    tensor of another pipeline stage (but a scalar's box is never empty).
     """
     box = full_box(tensor.shape)
     if is_on_other_stage(tensor):
@@ -44,12 +44,12 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """The box of `tensor` that the rank at `coordinate` of its mesh holds."""
+    """Return the box of `tensor` that the rank at `coordinate` of its mesh holds."""
     ranges = list(full_box(tensor.shape))
     for dim in range(tensor.dim()):
         start, stop = ranges[dim]
         for axis in _sharding_order(tensor, dim):
-            # torch.chunk's rule: equal chunks rounded up, the last ones shorter or empty.
+            # The rule of torch.chunk: equal chunks, rounded up; the last ones are shorter or empty.
             chunk = -(-(stop - start) // tensor.device_mesh.size(axis))
             first = min(start + chunk * coordinate[axis], stop)
             start, stop = first, min(first + chunk, stop)
@@ -58,11 +58,10 @@ def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
 
 
 def owns_copy(tensor: Tensor) -> bool:
-    """Whether this rank is the one replica that writes its box of `tensor`.
+    """Return whether this rank is the one replica that writes its box of `tensor`.
 
-    True where the coordinates on all `Replicate` axes are 0; for a plain tensor, on the first rank (of the stage that
-    answers for it). The tensor's
-    mesh has to contain every axis on which the tensor is replicated.
+    It is if its coordinates on all `Replicate` axes are 0; for a plain tensor, if it is the first rank (of the stage
+    that owns the tensor). The tensor's mesh has to contain every axis on which the tensor is replicated.
     """
     placement = placement_of(tensor)
     if placement is not None and (placement.on_other_stage or placement.is_tied_replica):
@@ -79,9 +78,9 @@ def owns_copy(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's own storage of `tensor`, detached: writing into it writes into the parameter.
+    """Return this rank's own storage of `tensor`, detached: writing into it writes into the parameter.
 
-    Of what another pipeline stage holds: an empty tensor on the CPU.
+    For a tensor on another pipeline stage, an empty tensor on the CPU.
     """
     if is_on_other_stage(tensor):
         return torch.empty([0] * tensor.dim(), dtype=tensor.dtype)
@@ -89,12 +88,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_values(tensor: Tensor, box: Box) -> Tensor:
-    """The values of `box`, which is part of what this rank holds; of packed weights dequantised."""
+    """Return the values of `box`, which lies inside this rank's shard; packed weights are dequantised."""
     return values_at(local_tensor(tensor), slices(box, local_box(tensor)))
 
 
 def full_values(tensor: DTensor) -> Tensor:
-    """The whole tensor on every rank; of packed weights the values. Collective over the tensor's mesh."""
+    """Return the full tensor on every rank; packed weights as values.
+
+    Collectives: every rank of the tensor's mesh calls it; the all-gathers of `DTensor.full_tensor` on that mesh.
+    """
     local = local_tensor(tensor)
     if not isinstance(local, PackedTensor):
         return tensor.full_tensor()
@@ -102,20 +104,21 @@ def full_values(tensor: DTensor) -> Tensor:
 
 
 def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """`tensor`, the one of `model` by this name; of packed experts their bytes `[E, bytes]`, in the same places."""
+    """Return `tensor` of `model`, or for packed experts their bytes `[E, bytes]`, sharded in the same way."""
     kind = (sharded(model).frozen_formats or {}).get(name)
     if kind is None:
         return tensor
     if not isinstance(tensor, DTensor):
         return on_other_stage(torch.uint8, (tensor.shape[0], kind.bytes))
+    # `run_check` would issue a collective; no function here but `full_values` does.
     return DTensor.from_local(stored(local_tensor(tensor)), tensor.device_mesh, tensor.placements, run_check=False)
 
 
 def _sharding_order(tensor: DTensor, dim: int) -> list[int]:
-    """The mesh axes that shard `dim`, outermost first: the order in which the dim is cut.
+    """Return the mesh axes that shard `dim`, outermost first: the order in which the dim is split.
 
-    Plain `Shard`s cut in mesh order. A `_StridedShard` on an axis left of them cuts after as many of them
-    as multiply to its split factor.
+    Plain `Shard`s split in mesh order. A `_StridedShard` on an axis left of them splits after as many of them as
+    multiply to its split factor.
     """
     order: list[int] = []
     for axis in reversed(range(len(tensor.placements))):
@@ -138,6 +141,6 @@ def _prefix_of_size(tensor: DTensor, order: list[int], size: int) -> int:
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """The dim that a placement cuts, or None."""
+    """Return the dim that a placement splits, or None."""
     # _StridedShard is a subclass of Shard in some torch versions and not in others.
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None

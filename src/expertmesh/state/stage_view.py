@@ -1,8 +1,9 @@
-"""A model of which this rank holds one pipeline stage, seen as the full model: names, shapes and ties of all of it.
+"""Present a model of which this rank holds one pipeline stage as the full model, with all names, shapes and ties.
 
-Files, checkpoints and audits are about full models and must not know how one was cut. So a cut model keeps the full one
-on meta; tensors of other stages are taken from there and marked: they have a name, a shape and a dtype, and this rank
-holds an empty part of them. For a model that was never cut all this is the model itself. Nothing here communicates.
+Files, checkpoints and audits handle full models and must not depend on the split into stages. So a model that was split
+stores the full one on meta. Tensors of other stages are taken from there and marked: they have a name, a shape and a
+dtype, and this rank holds an empty part of them. A model that was never split is returned itself. Nothing here
+communicates.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,26 +22,26 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class StagePlacement:
-    """Where a tensor of a cut model is.
-
-    `on_other_stage`: only other stages hold it. `is_tied_replica`: another stage holds it as well and answers for it.
-    `has_tied_replica`: this or another one is such a replica. `is_first_rank`: of those that hold the stage.
-    """
+    """The location of a tensor of a model that was split into stages."""
 
     on_other_stage: bool = False
+    """Only other stages hold it."""
     is_tied_replica: bool = False
+    """Another stage also holds it, and owns it."""
     has_tied_replica: bool = False
+    """This tensor, or one on another stage that is tied to it, is a tied replica."""
     is_first_rank: bool = False
+    """This rank is the first of the ranks that hold the stage."""
 
 
 _OTHER_STAGE = StagePlacement(on_other_stage=True)
 
 
 def meta_twin(model: _Module) -> _Module:
-    """A copy of `model`, without values: parameters and buffers on meta, ties kept."""
+    """Return a copy of `model` without values: parameters and buffers on meta, with the same ties."""
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        # `deepcopy` takes what it is told has been copied already, so that no value ever is.
+        # `deepcopy` treats entries of `memo` as already copied, so that it never copies a value.
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
@@ -48,7 +49,7 @@ def meta_twin(model: _Module) -> _Module:
 
 
 class MetaTwin:
-    """The twin on meta of a model, made when it is first needed. Whoever runs or changes it puts it back."""
+    """The meta copy of a model, made at the first access. Code that runs or changes it must restore it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -59,18 +60,18 @@ class MetaTwin:
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether this rank holds one of several pipeline stages of `model`."""
+    """Return whether this rank holds one of several pipeline stages of `model`."""
     return sharded(model).stage_view is not None
 
 
 def full_model(model: nn.Module) -> nn.Module:
-    """The uncut model, on meta if `model` is cut: for questions about its structure, never for its values."""
+    """Return the full model, on meta if `model` was split: its structure may be used, never its values."""
     view = sharded(model).stage_view
     return model if view is None else view.meta_model
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the whole model, in its order; tied tensors are one object under each of their names."""
+    """Return the state dict of the full model, in its order; tied tensors are one object under each of their names."""
     own = dict(model.state_dict(keep_vars=True))
     view = sharded(model).stage_view
     if view is None:
@@ -81,7 +82,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stage_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's stage by the names that they have in the whole model: the first, of tied ones."""
+    """Return the parameters of this rank's stage by their names in the full model; a tied one by its first name."""
     if not is_cut(model):
         return dict(model.named_parameters())
     state = full_state(model)
@@ -90,36 +91,36 @@ def stage_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def stage_names(model: nn.Module, names: Collection[str]) -> Iterator[str]:
-    """Those of `names`, of modules of the whole model, that this rank's stage has. In order."""
+    """Yield those of `names`, names of modules of the full model, that this rank's stage has, in order."""
     held = {name for name, _ in model.named_modules()}
     return (name for name in names if name in held)
 
 
 def placement_of(tensor: Tensor) -> StagePlacement | None:
-    """None for a tensor of a model that was never cut."""
+    """Return where `tensor` is; None for a tensor of a model that was never split."""
     placement = getattr(tensor, "_expertmesh_stage_placement", None)
     return placement if isinstance(placement, StagePlacement) else None
 
 
 def is_on_other_stage(tensor: Tensor) -> bool:
-    """Whether only other stages hold `tensor`."""
+    """Return whether only other stages hold `tensor`."""
     placement = placement_of(tensor)
     return placement is not None and placement.on_other_stage
 
 
 def on_other_stage(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Stands for a tensor that only other stages hold."""
+    """Return a placeholder on meta for a tensor that only other stages hold."""
     return _place(torch.empty(shape, dtype=dtype, device="meta"), _OTHER_STAGE)
 
 
 def is_tied_replica(tensor: Tensor) -> bool:
-    """Whether another stage holds `tensor` as well and answers for it."""
+    """Return whether another stage also holds `tensor`, and owns it."""
     placement = placement_of(tensor)
     return placement is not None and placement.is_tied_replica
 
 
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Mark `tensor` (an optimizer's, say) as being where `other` is; returns it."""
+    """Mark `tensor` (an optimizer's state, for example) as located where `other` is, and return it."""
     placement = placement_of(other)
     return tensor if placement is None else _place(tensor, placement)
 

@@ -1,6 +1,6 @@
-"""Tensors <-> files: what is read from and written to Hugging Face model directories.
+"""Move tensors between Hugging Face model directories and the model.
 
-mapping.py plans with transformers' own conversion rules which file tensors make which model tensors; load.py and
-save.py carry the plans out, each rank for its own bytes; audit.py compares; meta_model.py builds the empty model.
-Nothing here knows about model families.
+`mapping.py` plans, with transformers' own conversion rules, which file tensors make which model tensors. `load.py` and
+`save.py` execute the plans; each rank reads and writes only its own bytes. `audit.py` compares the weights with their
+files. `meta_model.py` builds the empty model. The rules for a model family come from transformers.
 """

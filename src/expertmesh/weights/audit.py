@@ -1,9 +1,10 @@
-"""Compares the weights in memory with the files they came from, right before training.
+"""Compare the weights in memory with the files they were loaded from, right before training.
 
-Every load takes samples: from each file tensor of each expert that a rank holds, and from its shard of every other
-tensor. `full` compares every byte and hashes every expert. The safetensors library reads the files, so that a mistake
-of io/safetensors_reader.py shows here. The audit finds experts of another rank, swapped experts, shards never filled,
-and weights overwritten after loading. It writes to no weight.
+Every load compares samples: a run of elements from each file tensor of each expert that a rank holds, and from the
+local shard of every other tensor. The `full` mode compares every byte and hashes every expert. The safetensors library
+reads the files, so that a mistake in `io/safetensors_reader.py` is found here. The audit finds experts of another rank,
+swapped experts, shards that were never filled, and weights that were overwritten after loading. It never changes a
+weight.
 """
 
 import hashlib
@@ -37,18 +38,18 @@ from expertmesh.weights.reading import bytes_needed, read_box
 AuditMode = Literal["sampled", "full"]
 FORMAT, VERSION = "expertmesh-audit", 1
 _SAMPLE_ELEMENTS = 32
-# A sample of a tensor that is computed from others reads all of them; beyond this, only `full` looks at it.
+# A sample of a computed tensor has to read all of its inputs. Inputs larger than this are left to a full audit.
 _SAMPLE_BYTES = 1 << 20
 _BLOCK_ELEMENTS = 1 << 22
-# The library maps files into memory, where each read may leave a whole folio of the page cache resident, up to 2 MiB;
-# mappings are dropped in time.
+# The library maps files into memory, and each read may leave a folio of the page cache resident, up to 2 MiB. Mappings
+# are dropped after this many bytes, so that host memory does not grow with the files.
 _MAPPED_BYTES, _PER_READ = 64 << 20, 2 << 20
 _EXPERT_NUMBER = re.compile(r"\bexperts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class HashedSlice:
-    """One expert's slice of a tensor of its module, in the dtype of the files."""
+    """The slice of one expert in a tensor of its module, in the dtype of the files."""
 
     name: str
     dtype: str
@@ -56,7 +57,7 @@ class HashedSlice:
 
     @classmethod
     def of(cls, experts: ExpertTensors, name: str, tensor: Tensor | LazyTensor) -> "HashedSlice":
-        """That of tensor `name`, of which `tensor` has the shape and dtype."""
+        """Describe the slice of one expert in tensor `name`; `tensor` has the shape and dtype of that tensor."""
         rows = tensor.shape[0] // experts.count
         shape = (*([rows] if rows > 1 else []), *tensor.shape[1:])
         return cls(name.removeprefix(f"{experts.module}."), str(tensor.dtype).removeprefix("torch."), shape)
@@ -64,31 +65,38 @@ class HashedSlice:
 
 @dataclass(frozen=True, slots=True)
 class HashedExperts:
-    """The experts of one module: `sha256[e]` is over expert e's `slices`, one after the other, each row-major.
+    """The hashes of the experts of one module.
 
-    As the files hold them, in the module's shapes (gate and up fused where the module fuses them): the same for every
-    layout, every dtype trained in, and every layout of the files.
+    They cover the values as the files hold them, in the module's shapes (gate and up fused where the module fuses
+    them). So they are the same for every parallel layout, every training dtype and every layout of the files.
     """
 
     module: str
+    """The name of the experts module."""
     slices: tuple[HashedSlice, ...]
+    """The slices of one expert, in the order in which they are hashed."""
     sha256: tuple[str, ...]
+    """`sha256[e]` is the hash of expert e: its slices one after the other, each in row-major order."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What was compared and found equal. `reads` and `bytes` (of the model's dtypes) are this rank's.
-
-    `experts` and `total_bytes`, those of all ranks, are of a full audit.
-    """
+    """The result of a comparison that found no difference."""
 
     mode: AuditMode
+    """The mode that was run."""
     tensors: int
+    """The number of tensors in the load plan."""
     reads: int
+    """Reads of the files by this rank."""
     bytes: int
+    """Bytes compared by this rank, in the model's dtypes."""
     seconds: float
+    """Wall-clock time in seconds."""
     total_bytes: int = 0
+    """Bytes compared by all ranks; only a full audit fills it."""
     experts: tuple[HashedExperts, ...] = ()
+    """The hashes of all experts; only a full audit fills it."""
 
 
 @torch.no_grad()
@@ -97,9 +105,16 @@ def audit_weights(
 ) -> AuditReport:
     """Compare this rank's shards of `model`, filled from `directory`, with the files, bit for bit.
 
-    In the model's dtypes: what the files hold is cast or quantised first; of `new` tensors some may be missing there.
-    Every rank calls it. Raises `IntegrityError` on all of them alike, naming file, tensor and expert, when a value
-    differs. Issues one small all-reduce on the default group; `full` another one, of 256 bytes per expert.
+    The values of the files are first cast or quantised to the model's dtypes.
+
+    Args:
+        new: Tensors that may be missing in the files.
+
+    Raises:
+        IntegrityError: A value differs; raised on all ranks, naming file, tensor and expert.
+
+    Collectives: every rank calls it. One small all-reduce on the default group; `full` issues one more, of 256 bytes
+    per expert.
     """
     started = time.monotonic()
     with raise_on_all_ranks("comparing the weights with their files"):
@@ -115,7 +130,10 @@ def audit_weights(
 
 
 def write_audit(path: Path, report: AuditReport, source: Path) -> None:
-    """Write a full audit of weights from `source` as JSON; docs/weights.md describes it. Call it on rank 0."""
+    """Write a full audit of weights from `source` as JSON. Call it on rank 0.
+
+    docs/weights.md describes the format.
+    """
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -129,7 +147,7 @@ def write_audit(path: Path, report: AuditReport, source: Path) -> None:
 
 @dataclass(slots=True)
 class LibraryFiles:
-    """A `LeafReader` that reads through the safetensors library; counts its reads."""
+    """A `LeafReader` that reads through the safetensors library and counts its reads."""
 
     reads: int = 0
     mapped: int = 0
@@ -149,7 +167,7 @@ class LibraryFiles:
 
 @dataclass(slots=True)
 class _Auditor:
-    """Compares one rank's shards."""
+    """The comparison of one rank's shards."""
 
     plan: LoadPlan
     state: dict[str, Tensor]
@@ -158,9 +176,13 @@ class _Auditor:
     bytes: int = 0
 
     def check_numbers(self) -> None:
-        """The plan itself: file tensors that name their experts stand in the model's order.
+        """Check the plan: file tensors that name their experts must be in the model's order.
 
-        The first may have any number, because a family may number the experts of two modules through.
+        The first expert of a tensor may have any number, because a family may number the experts of two modules
+        consecutively.
+
+        Raises:
+            IntegrityError: A file tensor is planned for the wrong expert.
         """
         for experts, name in ((each, name) for each in self.experts for name in each.names):
             first = None
@@ -177,7 +199,7 @@ class _Auditor:
                         )
 
     def sample(self) -> list[HashedExperts] | None:
-        """A few elements of each file tensor behind each expert held here, and behind each other shard."""
+        """Compare a few elements of each file tensor behind each local expert, and behind each other local shard."""
         for name, lazy in self.plan.tensors.items():
             tensor = self.state[name]
             if is_on_other_stage(tensor):
@@ -188,7 +210,11 @@ class _Auditor:
         return None
 
     def full(self) -> list[HashedExperts]:
-        """Everything; of experts that another rank hashes, the hash is empty."""
+        """Compare every element and hash the experts.
+
+        Returns:
+            The experts of every module. The hash of an expert is empty if another rank hashes it.
+        """
         for name, lazy in self.plan.tensors.items():
             box = local_box(self.state[name])
             if self._experts_of(name) is None and volume(box) and not is_on_other_stage(self.state[name]):
@@ -200,7 +226,7 @@ class _Auditor:
         return next((tensors for tensors in self.experts if name in tensors.names), None)
 
     def _compare(self, name: str, parts: Sequence[tuple[LazyTensor, Box]]) -> None:
-        """Compare boxes of a shard with their values in the files; one wait for the device for all of them."""
+        """Compare boxes of a shard with their values in the files, with one device synchronisation for all boxes."""
         held = torch.cat([local_values(self.state[name], part).reshape(-1) for _, part in parts]).cpu()
         expected = torch.empty_like(held)
         runs = expected.split([volume(part) for _, part in parts])
@@ -214,7 +240,11 @@ class _Auditor:
         return HashedExperts(experts.module, described, hashes)
 
     def _expert(self, experts: ExpertTensors, number: int) -> str:
-        """Compare what this rank holds of one expert; its hash if this is the rank that hashes it, else ""."""
+        """Compare this rank's part of one expert.
+
+        Returns:
+            The hash of the full expert if this is the rank that hashes it, else "".
+        """
         first = self.state[experts.names[0]]
         digest = hashlib.sha256() if _holds_start(first, experts.rows(first, number)[0]) else None
         for name in experts.names:
@@ -235,7 +265,7 @@ class _Auditor:
         return "" if digest is None else digest.hexdigest()
 
     def _equal(self, name: str, held: Tensor, expected: Tensor, parts: Sequence[Box]) -> None:
-        """`held` and `expected` are the elements of `parts`, one box after the other."""
+        """Compare `held` with `expected`; both hold the elements of `parts`, one box after the other."""
         different = as_bytes(held) != as_bytes(expected)
         if bool(different.any()):
             first = int(different.nonzero()[0]) // held.dtype.itemsize
@@ -260,7 +290,7 @@ class _Auditor:
 def _samples(
     name: str, lazy: LazyTensor, tensor: Tensor, box: Box, experts: ExpertTensors | None
 ) -> Iterator[tuple[LazyTensor, Box]]:
-    """One short run of elements of each file tensor inside `box`; of each expert in it, where there are experts."""
+    """Yield one short run of elements of each file tensor inside `box`, one per expert where the tensor has experts."""
     for piece in lazy.pieces:
         common = intersect(piece.dest, box)
         if common is None:
@@ -277,7 +307,10 @@ def _samples(
 
 
 def _run(key: str, piece: Piece, box: Box) -> Box:
-    """A run of elements inside `box`, along the dim that is contiguous in the file, at a place that `key` decides."""
+    """Choose a run of elements inside `box`, along the dim that is contiguous in the file.
+
+    The hash of `key` decides the place, so that it is the same in every run.
+    """
     place = int.from_bytes(hashlib.sha256(key.encode()).digest(), "big")
     order = [-1 if dim is None else dim for dim in piece.dims]
     along = order.index(max(order)) if order else -1
@@ -290,14 +323,14 @@ def _run(key: str, piece: Piece, box: Box) -> Box:
 
 
 def _holds_start(tensor: Tensor, row: int) -> bool:
-    """Whether this rank is the one that answers for an expert: it holds the first element, at `row` of dim 0."""
+    """Return whether this rank hashes the expert: it holds the first element, at `row` of dim 0."""
     box = local_box(tensor)
     holds = volume(box) > 0 and box[0][0] <= row < box[0][1]
     return holds and owns_copy(tensor) and all(start == 0 for start, _ in box[1:])
 
 
 def _element(parts: Sequence[Box], position: int) -> list[int]:
-    """The index of element `position` of `parts`, counted through one box after the other."""
+    """Return the index of element `position` of `parts`, counted through one box after the other."""
     for part in parts:
         if position < volume(part):
             offsets = torch.unravel_index(torch.tensor(position), extents(part)) if part else ()
@@ -307,7 +340,10 @@ def _element(parts: Sequence[Box], position: int) -> list[int]:
 
 
 def _joined(hashed: Sequence[HashedExperts], compared: int) -> tuple[int, tuple[HashedExperts, ...]]:
-    """Bytes compared by all ranks, and every hash on every rank. Issues one all-reduce on the default group."""
+    """Return the bytes compared by all ranks, and every hash on every rank.
+
+    Collectives: every rank calls it. One all-reduce on the default group.
+    """
     own = [digest for experts in hashed for digest in experts.sha256]
     rows = torch.zeros(len(own) + 1, 32, dtype=torch.int64)
     rows[0, 0] = compared

@@ -1,10 +1,10 @@
-"""What is written beside weights, so that whoever reads the base reads the result: config.json, generation_config.json,
-the tokenizer's files, a model's own code.
+"""Write the sidecar files of the weights: config.json, generation_config.json, tokenizer files, a model's own code.
 
-Each JSON file is the base's own, key by key, in which is changed what has changed since the base was read: a newer
-transformers spells the same values otherwise, and older readers take what they do not find for a default. A tokenizer
-that is the base's is copied. A model that was made in memory, and a tokenizer of another vocabulary, are written by
-transformers. Nothing here reads or writes weights, and nothing communicates.
+Any program that reads the base model can read the result. Each JSON file starts as a copy of the base's file; only the
+keys whose value has changed since the base was read are rewritten, because a newer transformers spells equal values in
+another way, and older readers replace a missing key by a default. A tokenizer that equals the base's is copied.
+transformers itself writes the files of a model that was made in memory, and of a tokenizer with another vocabulary.
+Nothing here reads or writes weights, and nothing communicates.
 """
 
 import json
@@ -38,14 +38,14 @@ from expertmesh.weights.meta_model import CONFIG_FILE, GENERATION_FILE, class_of
 from expertmesh.weights.source import source_of
 
 _TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-# The files of tokenizers of every kind, the vocabularies of those of transformers 4 among them.
+# The files of all kinds of tokenizers, including the vocabulary files of transformers 4.
 TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt"),
     *("*.model", "*.model.v*", "*.tiktoken", "tekken.json", "additional_chat_templates/*.jinja"),
 )
 _PROCESSOR_FILES = ("*processor_config.json",)
-# What does not follow from a difference between two configs: dtype, class and quantisation are set by their own rules,
-# the others stay the base's, whatever transformers notes of its version and of how it was called.
+# Keys that are not compared between two configs. Dtype, class and quantisation follow separate rules; the others stay
+# as in the base, because transformers records there its version and how it was called.
 _APART = (
     *("architectures", "auto_map", "dtype", "model_type", "quantization_config", "torch_dtype"),
     *("transformers_version", "transformers_weights", "is_local", "local_files_only"),
@@ -61,12 +61,13 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CopiedFiles:
-    """Files in place of a tokenizer that saves itself."""
+    """Files to copy in place of a tokenizer that saves itself."""
 
     files: Mapping[str, Path | bytes]
-    """What each is copied from, or its content, by its path in the new directory; none replaces another there."""
+    """The source or the content of each file, by its path in the new directory. An existing file is never replaced."""
 
     def save_pretrained(self, save_directory: str) -> None:
+        """Write the files that `save_directory` does not have yet."""
         for name, source in self.files.items():
             path = Path(save_directory) / name
             if not path.exists():
@@ -82,8 +83,12 @@ def write_companions(
     dtype: torch.dtype,
     quantisation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write everything but the weights, and sync it. The config will say that the weights are in `dtype`, and how they
-    are quantised, if they are.
+    """Write everything except the weights, and sync it to disk.
+
+    Args:
+        layout: The layout of the weights files; its index is written if it has one.
+        dtype: The dtype of the weights that the config will name.
+        quantisation: The `quantization_config` of the weights, if they are written as codes.
     """
     with io_errors(directory, layout.size):
         if layout.index is not None:
@@ -95,7 +100,7 @@ def write_companions(
 
 
 def config_files(model: PreTrainedModel, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """What `write_config` writes for weights in the base's dtype, by path."""
+    """Return the files that `write_config` writes for weights in the base's dtype, by path."""
     with io_errors(Path(tempfile.gettempdir()), 0), tempfile.TemporaryDirectory(prefix="expertmesh-") as scratch:
         write_config(model, Path(scratch), tokenizer, None)
         return _files_in(Path(scratch))
@@ -111,7 +116,7 @@ def write_config(
     """Write config, generation config, a remote-code model's own code, and the tokenizer's files.
 
     Args:
-        dtype: That of the weights; None for the base's, or the parameters' of a model that has no base.
+        dtype: The dtype of the weights. None: the base's dtype, or the parameters' dtype for a model without a base.
         quantisation: The `quantization_config` of the weights, if they are written as codes.
     """
     base = _base_of(model)
@@ -125,13 +130,13 @@ def write_config(
         dtype = dtype or next(each.dtype for each in model.parameters() if each.is_floating_point())
         config.dtype = str(dtype).removeprefix("torch.")
         config.architectures = [own_class(model).__name__]
-        # They would name another weights file than the one written here, and codes where there are values.
+        # These keys would name a weights file that is not written here, and codes where the files hold values.
         for name in ("transformers_weights", "quantization_config"):
             if hasattr(config, name):
                 delattr(config, name)
         if quantisation is not None:
             config.quantization_config = dict(quantisation)
-        # `save_pretrained` would validate, and refuse after the training what was accepted before.
+        # `save_pretrained` would validate the config, and could refuse after training what was accepted before it.
         config.to_json_file(directory / CONFIG_FILE, use_diff=True)
     for name, content in generation_files(model).items():
         (directory / name).write_bytes(content)
@@ -140,20 +145,25 @@ def write_config(
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write `tokenizer` to `directory`: the files of its base where it is that, or else what transformers writes."""
+    """Write `tokenizer` to `directory`: the base's files if it is unchanged, else those that transformers writes."""
     known = isinstance(tokenizer, PreTrainedTokenizerBase | ProcessorMixin)
     (CopiedFiles(tokenizer_files(tokenizer)) if known else tokenizer).save_pretrained(str(directory))
 
 
 def generation_files(model: PreTrainedModel) -> dict[str, bytes]:
-    """generation_config.json by its name; nothing where the base has none and config.json says the same."""
+    """Return generation_config.json by its name.
+
+    Returns:
+        An empty dict if the model cannot generate, or if the base has no such file and config.json yields the same
+            values.
+    """
     if not model.can_generate() or model.generation_config is None:
         return {}
     base, now = _base_of(model), model.generation_config
     if GENERATION_FILE in base:
         before = GenerationConfig.from_dict(json.loads(base[GENERATION_FILE]))
         return {GENERATION_FILE: _changed_bytes(base[GENERATION_FILE], _content(before), _content(now))}
-    # `from_pretrained` makes False of some that are None.
+    # `from_pretrained` turns some values from None into False, so None and False count as equal here.
     derived, own = (
         {key: value for key, value in _content(each).items() if value is not None and value is not False}
         for each in (GenerationConfig.from_model_config(model.config), now)
@@ -164,14 +174,15 @@ def generation_files(model: PreTrainedModel) -> dict[str, bytes]:
 
 
 def tokenizer_files(tokenizer: Any, base: Path | None = None) -> dict[str, bytes]:
-    """The files of a tokenizer or processor of transformers, by path.
+    """Return the files of a tokenizer or processor of transformers, by path.
 
     Args:
-        base: The directory that it was read from; None for the one that it names, if that is here.
+        base: The directory it was read from. None: the directory that the tokenizer names, if it is on this machine.
 
     Returns:
-        The files of `base`, byte for byte, but for a chat template or a setting that is another now. Of a tokenizer
-        without a base, or whose vocabulary or rules have changed, what transformers writes.
+        The files of `base`, byte for byte, except a changed chat template or setting. For a tokenizer without a base,
+            or
+        with a changed vocabulary or changed rules: the files that transformers writes.
     """
     now, reader = _written(tokenizer), AutoProcessor if isinstance(tokenizer, ProcessorMixin) else AutoTokenizer
     base = base or _directory_of(getattr(tokenizer, "tokenizer", tokenizer).name_or_path, _TOKENIZER_CONFIG)
@@ -192,21 +203,26 @@ def tokenizer_files(tokenizer: Any, base: Path | None = None) -> dict[str, bytes
 
 
 def model_files(directory: Path, *, code: bool) -> dict[str, bytes]:
-    """What the base of a whole model has beside: what is said of images and sound, which training on text leaves alone,
-    and with `code` the Python files that config.json may name.
+    """Return further files of the base that training on text leaves unchanged, by path.
+
+    These are the processor configs for images and sound and, with `code`, the Python files that config.json may name.
     """
     return _read(matching_paths(directory, [*_PROCESSOR_FILES, *["*.py"] * code]))
 
 
 def matching_paths(directory: Path, patterns: Iterable[str]) -> dict[str, Path]:
-    """The files that fit one of `patterns`, by their path in `directory`."""
+    """Return the files that match one of `patterns`, by their path relative to `directory`."""
     paths = (path for pattern in patterns for path in sorted(directory.glob(pattern)) if path.is_file())
     return {path.relative_to(directory).as_posix(): path for path in paths}
 
 
 def _base_of(model: PreTrainedModel) -> Mapping[str, bytes]:
-    """config.json and generation_config.json of the model's base: as they were when the model was built of them, or as
-    they are where the config says that it was read. Nothing of a model that was made in memory.
+    """Return config.json and generation_config.json of the model's base.
+
+    Returns:
+        The files as they were when the model was built from them, or else as they are now in the directory that the
+            config
+        names. An empty mapping for a model that was made in memory.
     """
     base: Mapping[str, bytes] | None = sharded(model).base_files
     if base is None:
@@ -218,7 +234,7 @@ def _base_of(model: PreTrainedModel) -> Mapping[str, bytes]:
 
 
 def _directory_of(name: str, holding: str) -> Path | None:
-    """The directory `name`, or the cached files of the hub's repository of that name; None where there is neither."""
+    """Return the directory `name`, or the directory of the cached files of the hub repository `name`, or None."""
     if not name or Path(name).is_dir():
         return Path(name) if name else None
     try:
@@ -229,7 +245,7 @@ def _directory_of(name: str, holding: str) -> Path | None:
 
 
 def _own_part(base: Any, config: PreTrainedConfig) -> dict[str, Any] | None:
-    """The part of a base's config.json that `config` was made of: all of it, or the one of its text model."""
+    """Return the part of a base's config.json that `config` was made from: all of it, or the part of its text model."""
     found = [base, *(each for each in base.values() if isinstance(each, dict))] if isinstance(base, dict) else []
     return next((each for each in found if family_of(each) == config.model_type), None)
 
@@ -237,16 +253,16 @@ def _own_part(base: Any, config: PreTrainedConfig) -> dict[str, Any] | None:
 def _config_in_base(
     model: PreTrainedModel, base: bytes, dtype: torch.dtype | None, quantisation: Mapping[str, Any] | None
 ) -> bytes:
-    """config.json as the base has it, with what has changed: see `write_config`."""
+    """Return the base's config.json with the changed values: see `write_config`."""
     config, whole = model.config, json.loads(base)
     own = _own_part(whole, config)
     assert own is not None
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(own, file)
         file.flush()
-        before = type(config).from_json_file(file.name)  # which reads numbers that JSON has not, unlike `from_dict`
+        before = type(config).from_json_file(file.name)  # unlike `from_dict`, it reads numbers that JSON lacks
     content = _changed(own, _content(before), _content(config), config)
-    content.pop("transformers_weights", None)  # it would name another weights file than the one written here
+    content.pop("transformers_weights", None)  # it would name a weights file that is not written here
     kind = own_class(model)
     same_class = kind.__name__ in (own.get("architectures") or ()) or model.is_remote_code() or kind is class_of(config)
     if not same_class or own is not whole:
@@ -261,14 +277,15 @@ def _config_in_base(
 
 
 def _say_dtype(content: dict[str, Any], kind: type[PreTrainedConfig], dtype: str, *, add: bool) -> None:
-    """Set the dtype wherever a config and the configs in it name one, unless it is the one that is named. Where none is
-    named, `add` it.
+    """Set the dtype wherever a config and its nested configs name one, unless they already name `dtype`.
+
+    With `add`, also set it where no config names one.
     """
     inner = (content.get(key) for key in sorted(kind.sub_configs or {}, key=lambda key: "text" not in key))
     levels = [content, *(each for each in inner if isinstance(each, dict))]
     named = [(each, key) for each in levels for key in ("torch_dtype", "dtype") if isinstance(each.get(key), str)]
     if not named and add:
-        content["torch_dtype"] = dtype  # which every version reads
+        content["torch_dtype"] = dtype  # every version of transformers reads this key
     elif named and named[0][0][named[0][1]] != dtype:
         for each, key in named:
             each[key] = dtype
@@ -277,8 +294,11 @@ def _say_dtype(content: dict[str, Any], kind: type[PreTrainedConfig], dtype: str
 def _changed(
     base: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], config: Any = None
 ) -> dict[str, Any]:
-    """`base` with every key that `before` and `now` differ in as it is now. Of a `config`, which has several names for
-    some values, under those that `base` uses, or under all.
+    """Return `base` with the new value of every key that differs between `before` and `now`.
+
+    Args:
+        config: A config that has several names for some values. The names that `base` uses are set, or all of them if
+            it uses none.
     """
     content = dict(base)
     for key in dict.fromkeys((*before, *now)):
@@ -309,7 +329,7 @@ def _changed_bytes(base: bytes, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _content(config: PreTrainedConfig | GenerationConfig) -> dict[str, Any]:
-    """All values of a config as JSON has them."""
+    """Return all values of a config as JSON has them."""
     content: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return content
 
@@ -319,7 +339,7 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def _written(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What transformers writes of a tokenizer, by path."""
+    """Return the files that transformers writes for a tokenizer, by path."""
     with tempfile.TemporaryDirectory(prefix="expertmesh-") as scratch:
         tokenizer.save_pretrained(scratch)
         return _files_in(Path(scratch))
@@ -334,7 +354,10 @@ def _files_in(directory: Path) -> dict[str, bytes]:
 
 
 def _rules(written: Mapping[str, bytes]) -> dict[str, Any]:
-    """What makes a tokenizer another: all but its settings, its templates, and how the last call padded and cut."""
+    """Return the parts that make two tokenizers different: the class, and the files without settings.
+
+    Chat templates, and the padding and truncation of the last call, are left out too.
+    """
     rules: dict[str, Any] = {name: each for name, each in written.items() if not name.endswith(".jinja")}
     settings = json.loads(rules.pop(_TOKENIZER_CONFIG, b"{}"))
     rules["class"] = settings.get("tokenizer_class")
@@ -345,7 +368,7 @@ def _rules(written: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _with_settings(base: bytes, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> bytes:
-    """tokenizer_config.json with the named tokens, and the settings among its own, that are others now."""
+    """Return tokenizer_config.json with the new values of changed settings that it has, and of changed named tokens."""
     said = json.loads(base)
     old, new = (
         {key: each for key, each in json.loads(of[_TOKENIZER_CONFIG]).items() if key in said or key.endswith("_token")}
@@ -355,7 +378,10 @@ def _with_settings(base: bytes, before: Mapping[str, bytes], now: Mapping[str, b
 
 
 def _with_template(files: Mapping[str, bytes], template: bytes | None) -> dict[str, bytes]:
-    """The files with another chat template wherever they have one; with none of several that the other replaces."""
+    """Return the files with another chat template wherever they have one.
+
+    Several templates that the new one replaces are left out.
+    """
     changed = {name: each for name, each in files.items() if not name.startswith("additional_chat_templates/")}
     places = [_TEMPLATE] * (_TEMPLATE in files)
     for name in (_TOKENIZER_CONFIG, "chat_template.json", "processor_config.json"):

@@ -1,7 +1,7 @@
-"""A hash of what a model holds, the same for every layout: which base an adapter was trained on.
+"""Hash the values of a model, independent of its layout, to identify the base that an adapter was trained on.
 
-Every tensor is summed, each element's bits weighted by its place in the whole tensor, so that the ranks' parts add up.
-The hash tells one set of weights from another; it is no protection against an adversary.
+The bits of each element are weighted by the element's place in the full tensor and summed, so that the sums of the
+ranks add up. The hash distinguishes two sets of weights; it does not protect against an adversary.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def content_hash(model: nn.Module) -> str:
-    """The hash of all parameters and persistent buffers but adapters. Every rank calls it.
+    """Return the hash of all parameters and persistent buffers except adapters.
 
-    Issues one all-reduce of a number per tensor on the default group.
+    Collectives: every rank calls it. One all-reduce of one integer per tensor on the default group.
     """
     tensors = unique_tensors(model)
     sums = [
@@ -37,7 +37,14 @@ def content_hash(model: nn.Module) -> str:
 
 
 def element_sum(values: Tensor, box: Box, shape: torch.Size | tuple[int, ...]) -> int:
-    """The weighted sum of the elements of `box` of a tensor of `shape`, modulo 2**64, signed; parts of it add up."""
+    """Return the weighted sum of the elements of `box` of a tensor of `shape`.
+
+    Args:
+        values: The elements of `box`, with its extents.
+
+    Returns:
+        The sum modulo 2**64, signed. The sums of disjoint boxes add up to the sum of the tensor.
+    """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part in blocks(box, _BLOCK_ELEMENTS):
         if any(size == 0 for size in extents(part)):
@@ -53,6 +60,6 @@ def element_sum(values: Tensor, box: Box, shape: torch.Size | tuple[int, ...]) -
 
 
 def joined_hash(tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> str:
-    """One hash of all tensors' sums; names, dtypes and shapes count too."""
+    """Return one hash of the sums of all tensors and of their names, dtypes and shapes."""
     content = [[name, str(t.dtype), list(t.shape), sums[name] % 2**64] for name, t in sorted(tensors.items())]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -1,12 +1,12 @@
-"""Tensors without values that know where their values come from: what transformers' conversion rules run on.
+"""Run transformers' conversion rules on tensors without values, which know where their values come from.
 
 A `LazyTensor` is a set of disjoint pieces. Stacking, splitting, indexing, transposing and the like only rearrange
-pieces, so that transformers' conversion operations run on it unchanged. They ask `isinstance`, so it is a
-`torch.Tensor` subclass (`__torch_dispatch__`). What functions that make views do (`chunk`, `tensor[i]`, `permute`) is
-seen from the strides of a view of a tensor on meta.
+pieces, so that transformers' conversion operations run on it unchanged. It is a `torch.Tensor` subclass with
+`__torch_dispatch__`, because these operations check `isinstance`. The result of a view function (`chunk`, `tensor[i]`,
+`permute`) is derived from the strides of a view of a meta tensor.
 
-The first and last dims, if a reshape leaves them alone, can still be read by range (`Reshaped`). Any other function is
-kept as a call, and evaluated on whole inputs when it is read (`Computed`): exact, but it reads more. Functions that
+After a reshape, the first and last dims that did not change can still be read by range (`Reshaped`). Any other function
+is stored as a call and evaluated on full inputs at read time (`Computed`): exact, but it reads more. Functions that
 write into their arguments are refused, because a forgotten write would be a wrong weight.
 """
 
@@ -25,13 +25,13 @@ from expertmesh.state.packed_format import PackedFormat
 
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
-# Views whose arguments are strides, which those of a lazy tensor's probe are not.
+# Views whose arguments are strides: a caller cannot know the strides of the probe.
 _BY_STRIDES = (aten.as_strided.default, aten._reshape_alias.default)
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor on meta made of pieces; see the top of this file. Values are the same whatever the strides."""
+    """A meta tensor made of pieces; see the module docstring. Its values do not depend on strides."""
 
     pieces: tuple[Piece, ...]
 
@@ -45,7 +45,7 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def of(cls, leaf: Leaf) -> "LazyTensor":
-        """All of one leaf."""
+        """Return a lazy tensor of all elements of one leaf."""
         box = full_box(leaf.shape)
         pieces = [Piece(box, leaf, box, tuple(range(len(box))))] if volume(box) else []
         return cls(leaf.shape, leaf.dtype, pieces)
@@ -70,7 +70,7 @@ class LazyTensor(torch.Tensor):
         return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} pieces of {leaves} ...)"
 
     def leaves(self) -> list[Leaf]:
-        """The leaves with values (files' or the model's tensors), also those behind other leaves."""
+        """Return the leaves that have values (file tensors or model tensors), including those behind other leaves."""
         found: dict[int, Leaf] = {}
         for piece in self.pieces:
             inner = piece.leaf.inputs() if isinstance(piece.leaf, (Reshaped, Computed, Rounded)) else None
@@ -81,7 +81,7 @@ class LazyTensor(torch.Tensor):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reshaped:
-    """A lazy tensor seen in another shape: first and last dims that the reshape leaves alone are read by range."""
+    """A lazy tensor in another shape. First and last dims that the reshape does not change are read by range."""
 
     lazy: LazyTensor
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Reshaped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rounded:
-    """A lazy tensor of units, experts or rows, as quantising them to `kind` leaves it, in fp32."""
+    """The values, in fp32, of a lazy tensor after quantisation to `kind`; its units are experts or rows."""
 
     lazy: LazyTensor
     kind: PackedFormat
@@ -121,12 +121,12 @@ class Rounded:
         return [self.lazy]
 
     def inner(self, box: Box) -> Box:
-        """The box of the lazy tensor that `box` needs."""
+        """Return the box of the lazy tensor that is read for `box`: it is widened to full blocks."""
         return (box[0], *self.kind.whole_blocks(box[1:]))
 
 
 def rounded_units(lazy: LazyTensor, kind: PackedFormat) -> LazyTensor:
-    """`lazy` as it is kept when its units are quantised to `kind`: experts one by one, rows all together."""
+    """Return `lazy` with the values it has after quantisation to `kind`: experts one by one, rows all together."""
     leaf, whole = Rounded(lazy, kind), full_box(lazy.shape)
     units = [whole] if kind.by_rows else [((unit, unit + 1), *whole[1:]) for unit in range(lazy.shape[0])]
     pieces = [Piece(box, leaf, box, tuple(range(len(box)))) for box in units]
@@ -135,7 +135,7 @@ def rounded_units(lazy: LazyTensor, kind: PackedFormat) -> LazyTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A function and its arguments, lazy tensors among them."""
+    """A function and its arguments, which contain lazy tensors."""
 
     func: Any
     args: tuple[Any, ...]
@@ -144,7 +144,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """Output number `index` of a call that is evaluated when it is read."""
+    """Output number `index` of a call that is evaluated at read time."""
 
     call: Call
     index: int
@@ -161,6 +161,8 @@ class Computed:
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Store a call, run it on meta tensors for the shapes, and return its outputs as `Computed` leaves."""
+
     def on_meta(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
@@ -176,7 +178,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _handles(*functions: Any) -> Callable[[_Handler], _Handler]:
-    """Register what a primitive does to pieces; `NotImplemented` as its result falls back to `Computed`."""
+    """Register the handler of a primitive, which rearranges pieces; `NotImplemented` falls back to `Computed`."""
 
     def register(handler: _Handler) -> _Handler:
         _HANDLERS.update(dict.fromkeys(functions, handler))
@@ -192,7 +194,7 @@ def _same(lazy: LazyTensor, **_: Any) -> LazyTensor:
 
 @_handles(aten._to_copy.default)
 def _to_copy(lazy: LazyTensor, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    # A cast that keeps every value is left to the one cast at the end.
+    # A cast that preserves every value is done together with the last cast, when values are read.
     if dtype is not None and torch.promote_types(lazy.dtype, dtype) != dtype:
         return NotImplemented
     return LazyTensor(lazy.shape, dtype or lazy.dtype, lazy.pieces)
@@ -207,7 +209,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def _with_dim(lazy: Tensor, dim: int) -> LazyTensor:
-    """As `unsqueeze`, but quick: there are tens of thousands of experts to be stacked."""
+    """Insert a dim of size 1 at `dim`, faster than `unsqueeze`: tens of thousands of experts are stacked."""
     assert isinstance(lazy, LazyTensor)
     pieces = []
     for piece in lazy.pieces:
@@ -244,7 +246,11 @@ def _view(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
 
 
 def _views(func: Any, lazy: LazyTensor, *args: Any, **kwargs: Any) -> Any:
-    """What a function that makes views (indexing, splitting, permuting, ...) makes of `lazy`; None as in `_seen`."""
+    """Apply a function that makes views (indexing, splitting, permuting, ...) to `lazy`.
+
+    Returns:
+        One lazy tensor, or one for each view. None if `_seen` cannot describe one of them.
+    """
     views = func(_probe(lazy), *args, **kwargs)
     if isinstance(views, Tensor):
         return _seen(lazy, views)
@@ -253,31 +259,36 @@ def _views(func: Any, lazy: LazyTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _probe(lazy: LazyTensor) -> Tensor:
-    """A tensor on meta of the shape and dtype of `lazy`, whose strides tell which of its dims a view shows."""
+    """Return a meta tensor with the shape and dtype of `lazy`; the strides of its views identify the dims."""
     return torch.empty_strided(lazy.shape, _strides(lazy), dtype=lazy.dtype, device="meta")
 
 
 def _strides(lazy: LazyTensor) -> list[int]:
-    # So far apart that neither every second element nor two dims together have the stride of another dim.
+    # The strides are so large that neither a step of 2 in one dim nor two joined dims have the stride of another dim.
     return [math.prod(2 * size + 1 for size in lazy.shape[dim + 1 :]) for dim in range(lazy.dim())]
 
 
 def _seen(lazy: LazyTensor, view: Tensor) -> LazyTensor | None:
-    """`lazy` as `view` shows its probe; None if that is more than a range of each dim, the dims in any order."""
+    """Return the lazy tensor that shows of `lazy` what `view` shows of its probe.
+
+    Returns:
+        None if the view is anything else than a range of each dim, with the dims in any order.
+    """
     if view.dtype != lazy.dtype:
         return None
     if view.numel() == 0:
         return LazyTensor(view.shape, lazy.dtype, [])
     strides, rest = _strides(lazy), int(view.storage_offset())
     shown = list(zip(view.shape, view.stride(), strict=True))
-    # Dims of size 1 come and go as they like.
+    # The stride of a dim of size 1 identifies no dim, so that it is not matched.
     order = [strides.index(stride) if size != 1 and stride in strides else None for size, stride in shown]
     sizes = {dim: size for dim, size in zip(order, view.shape, strict=True) if dim is not None}
     window = []
     for dim, stride in enumerate(strides):
         start, rest = divmod(rest, stride)
         window.append((start, start + sizes.get(dim, 1)))
-    # Dims in steps, twice, split or joined (then torch has made a copy, whose strides mean nothing).
+    # Not a range of each dim: a dim with a step, shown twice, split, or joined with another. For a joined dim torch has
+    # made a copy, whose strides identify no dim.
     outside = any(stop > size for (_, stop), size in zip(window, lazy.shape, strict=True))
     if outside or math.prod(sizes.values()) != view.numel():
         return None

@@ -1,9 +1,10 @@
-"""Fills an already sharded model from a Hugging Face directory: each rank reads only the bytes of its shards.
+"""Fill an already sharded model from a Hugging Face directory. Each rank reads only the bytes of its shards.
 
-Tensors are read one by one, in the order of the files, while the system already reads the next ones: the ranks of a
-node sweep over the same file together. They go straight into the local shards on their device, cast to the parameter's
-dtype. Beside the shards a rank holds at most one block of one tensor in host memory. Errors are raised on every rank
-with the same sentence. Weights are never gathered or broadcast, so that no rank can overwrite another's experts.
+Tensors are read one by one, in the order of the files, while the system already reads the next ones: so the ranks of a
+node read the same part of a file at about the same time. Values go straight into the local shards on their device, cast
+to the parameter's dtype. Beside the shards a rank holds at most one block of one tensor in host memory. Errors are
+raised on every rank with the same sentence. Weights are never gathered or broadcast, so that no rank can overwrite the
+experts of another.
 """
 
 import os
@@ -33,27 +34,30 @@ if TYPE_CHECKING:
     from expertmesh.weights.lazy import LazyTensor
 
 _CHECKED_ELEMENTS = 1 << 22
-# How much the system is told to read before it is asked for.
+# How many bytes ahead of the reads the system is advised to read (`posix_fadvise`).
 _AHEAD_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What this rank did. Bytes are of tensor data; `local_bytes` those of its shards in the model's dtypes.
-
-    `experts` are (experts module, first, last + 1): the experts of each layer that this rank holds a part
-    of. `ignored` are the file tensors that the model's family declares unused, `unmapped` a summary of them;
-    `save_model` copies them from these files. `new` are tensors that the files lack and that may be new.
-    """
+    """The result of loading on this rank. Byte counts are of tensor data."""
 
     tensors: int
+    """The number of tensors that were filled."""
     bytes_read: int
+    """Bytes that this rank read from the files."""
     file_bytes: int
+    """Bytes of all tensors of the files."""
     local_bytes: int
+    """Bytes of this rank's shards, in the model's dtypes."""
     experts: tuple[tuple[str, int, int], ...]
+    """(experts module, first, last + 1): the experts of each layer that this rank holds a part of."""
     ignored: tuple[str, ...]
+    """The file tensors that the model's family declares unused. `save_model` copies them from these files."""
     unmapped: tuple[UnmappedTensors, ...]
+    """A summary of `ignored`."""
     new: tuple[str, ...] = ()
+    """Tensors that the files lack and that were allowed to be missing."""
 
 
 def fill(
@@ -62,14 +66,22 @@ def fill(
     allocate_on: torch.device | str | None = None,
     new: Sequence[str] = (),
 ) -> LoadReport:
-    """Give each parameter and persistent buffer of `model` its value from the safetensors of `directory`.
+    """Give each parameter and persistent buffer of `model` its value from the safetensors files of `directory`.
 
-    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated, or
-    are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied tensors
-    are read once. The model remembers the layout and dtypes of the files and the unmapped tensors, so that saving
-    restores them. Of `new` tensors those that the files lack keep what is in memory.
-    Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_weight_files`
-    and `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
+    Tied tensors are read once. The model remembers the layout and dtypes of the files and the unmapped tensors, so that
+    saving restores them.
+
+    Args:
+        model: Plain or parallelised (FSDP2, expert-parallel DTensors). Its local shards must be allocated, unless
+            `allocate_on` is given.
+        allocate_on: The device to allocate the local shards on, after the files' headers were found to fit the model.
+        new: Tensors that may be missing in the files; a missing one keeps its value in memory.
+
+    Raises:
+        InputError, SecurityError, IntegrityError: On all ranks with the same sentence; see `open_weight_files` and
+            `plan_load`. `IntegrityError` also for values that are not finite.
+
+    Collectives: every rank calls it. One small all-reduce on the default group.
     """
     with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as files:
         plan = plan_load(model, files, new)
@@ -80,7 +92,7 @@ def fill(
 
 
 def read_whole(model: PreTrainedModel, directory: str | Path) -> None:
-    """`fill` for one process by itself, with a model on meta that is not sharded. No communication."""
+    """Fill an unsharded model on meta in a single process, on the CPU. No communication."""
     with open_weight_files(directory, weights_file(model)) as files:
         plan = plan_load(model, files)
         materialize(model, "cpu")
@@ -88,10 +100,15 @@ def read_whole(model: PreTrainedModel, directory: str | Path) -> None:
 
 
 def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
-    """How many bytes of tensor data `fill` will read on this rank, from headers; `model` may be on meta.
+    """Return the bytes of tensor data that `fill` will read on this rank; it reads only headers.
 
-    Raises what `fill` raises before it reads a weight; issues no collective, so call it on every rank or
-    inside `raise_on_all_ranks`.
+    Args:
+        model: May be on meta.
+
+    Raises:
+        InputError, SecurityError, IntegrityError: As `fill` does before it reads a weight.
+
+    Collectives: none, so call it on every rank or inside `raise_on_all_ranks`.
     """
     state = model_tensors(model)
     with open_weight_files(directory, weights_file(model)) as files:
@@ -102,7 +119,7 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
 
 @torch.no_grad()
 def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> LoadReport:
-    """Carry out `plan` on this rank. Raises `IntegrityError`; issues no collective."""
+    """Execute `plan` on this rank. Raises `IntegrityError`; issues no collective."""
     state = model_tensors(model)
     announced = _announced(files, plan, state)
     for name, lazy in tracked(announced, len(plan.tensors), "loading weights", "tensors"):
@@ -129,7 +146,7 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
 
 
 def _announced(files: WeightFiles, plan: LoadPlan, state: dict[str, Tensor]) -> Iterator[tuple[str, "LazyTensor"]]:
-    """The tensors in the order of the files, each after the system has been told what of the next ones will be read."""
+    """Yield the tensors in the order of the files, while the system prefetches the bytes of the next ones."""
     items = sorted(plan.tensors.items(), key=lambda item: _place(item[1]))
     boxes = [local_box(state[name]) for name, _ in items]
     sizes = [bytes_needed(lazy, box) for (_, lazy), box in zip(items, boxes, strict=True)]
@@ -147,12 +164,13 @@ def _announced(files: WeightFiles, plan: LoadPlan, state: dict[str, Tensor]) -> 
 
 
 def _place(lazy: "LazyTensor") -> tuple[str, int]:
-    """The file and the offset where the first of its bytes are."""
+    """Return the file and the offset of the tensor's first bytes."""
     leaves = (leaf for leaf in lazy.leaves() if isinstance(leaf, FILE_LEAVES))
     return min(((leaf.path.name, getattr(leaf, "offset", 0)) for leaf in leaves), default=("", 0))
 
 
 def refuse_non_finite(name: str, lazy: "LazyTensor", box: Box, local: Tensor) -> None:
+    """Raise `IntegrityError` if `local`, the values of `box` of tensor `name`, holds a value that is not finite."""
     if not local.is_floating_point() or local.numel() == 0:
         return
     if isinstance(local, PackedTensor):
@@ -164,7 +182,8 @@ def refuse_non_finite(name: str, lazy: "LazyTensor", box: Box, local: Tensor) ->
                 key="weights.not-finite",
             )
         return
-    # A sum is finite only if every term is: one pass, one wait for the device. If a sum overflows, the loop decides.
+    # A sum is finite only if every term is: one pass, one device synchronisation. A sum may also overflow, so a sum
+    # that is not finite is checked element by element below.
     wide = torch.promote_types(local.dtype, torch.float32)
     parts = torch.split(local.reshape(-1), _CHECKED_ELEMENTS)
     if bool(torch.stack([part.sum(dtype=wide) for part in parts]).sum().isfinite()):
@@ -183,7 +202,7 @@ def refuse_non_finite(name: str, lazy: "LazyTensor", box: Box, local: Tensor) ->
 
 
 def differing_copies(lazy: "LazyTensor", other: "LazyTensor") -> IntegrityError:
-    """What to raise when files hold two versions of what is one tensor in the model."""
+    """Return the error for files that hold two different versions of one tensor of the model."""
     return IntegrityError(
         f"{named_source(lazy)} differs from {named_source(other)}, but the config ties them; "
         "set tie_word_embeddings to false in config.json if they are meant to differ",
@@ -192,7 +211,7 @@ def differing_copies(lazy: "LazyTensor", other: "LazyTensor") -> IntegrityError:
 
 
 def named_source(lazy: "LazyTensor", index: list[int] | None = None) -> str:
-    """The file tensor behind one element of `lazy`, or behind its first, with its file."""
+    """Return, as text, the file and the file tensor of element `index` of `lazy`, or of its first element."""
     index = index or [start for start, _ in lazy.pieces[0].dest]
     for piece in lazy.pieces:
         if all(start <= at < stop for at, (start, stop) in zip(index, piece.dest, strict=True)):
@@ -202,19 +221,21 @@ def named_source(lazy: "LazyTensor", index: list[int] | None = None) -> str:
 
 
 def head_names(model: PreTrainedModel) -> list[str]:
-    """The tensors of a sequence classifier beside its base model, which files of a language model do not hold."""
+    """Return the tensors of a sequence classifier's head, which files of a language model do not hold."""
     return [name for name in model_tensors(model) if not name.startswith(f"{model.base_model_prefix}.")]
 
 
 @torch.no_grad()
 def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
-    """Give the tensors `names` of the head, which are allocated, the values that `from_pretrained` would draw first
-    after `torch.manual_seed(seed)`. No communication.
+    """Initialise the allocated tensors `names` of the head with the values that `from_pretrained` would draw first.
+
+    They are drawn as after `torch.manual_seed(seed)`. No communication.
     """
     for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
         head = model.get_submodule(module)
         assert isinstance(head, nn.Linear), f"{module} is no linear layer"
         new = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+        # The caller's random state must not change, nor influence the values: all ranks draw equal ones.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model._init_weights(new)
@@ -224,7 +245,7 @@ def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
 
 
 def weights_file(model: PreTrainedModel) -> str | None:
-    """The name that a config may give its weights file instead of the usual one."""
+    """Return the name of the weights file if the config names one instead of the usual file, else None."""
     name: str | None = getattr(model.config, "transformers_weights", None)
     return name
 
@@ -238,18 +259,21 @@ class ExpertTensors:
     names: tuple[str, ...]
 
     def rows(self, tensor: Tensor, number: int) -> tuple[int, int]:
-        """Where expert `number` is on dim 0 of `tensor`: one index, or several where experts are flattened."""
+        """Return the range (start, stop) of expert `number` on dim 0 of `tensor`.
+
+        It is one index, or several where experts are flattened.
+        """
         share = tensor.shape[0] // self.count
         return number * share, (number + 1) * share
 
     def experts(self, tensor: Tensor, rows: tuple[int, int]) -> range:
-        """Which experts have a part in `rows` of dim 0."""
+        """Return the experts that have a part in `rows` of dim 0."""
         share = tensor.shape[0] // self.count
         return range(rows[0] // share, -(-rows[1] // share))
 
 
 def expert_tensors(model: PreTrainedModel) -> list[ExpertTensors]:
-    """Of each experts module, in the order of the anatomy; parameters are named as in the model's state dict."""
+    """Return the expert tensors of each experts module, in the order of the anatomy, with state-dict names."""
     return [
         ExpertTensors(spec.name, spec.num_experts, tuple(f"{spec.name}.{name}" for name in spec.parameters))
         for spec in describe(model).experts

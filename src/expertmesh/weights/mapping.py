@@ -1,9 +1,9 @@
-"""Which file tensors make which model tensors, and back, by transformers' own rules for the family.
+"""Plan which file tensors make which model tensors, and back, by transformers' own rules for the family.
 
 `plan_load` and `plan_save` run those rules (renames, and conversions such as stacking per-expert matrices) on lazy
-tensors, so that the plans hold names and boxes but no values. Every rank computes the same plan from the same model
-and headers, without communication. What `from_pretrained` would warn about is an error here: each tensor of the model
-is filled exactly once, from tensors that fit. Nothing in this file knows a family.
+tensors, so that the plans hold names and boxes but no values. Every rank computes the same plan from the same model and
+headers, without communication. Where `from_pretrained` would warn, this file raises an error: each tensor of the model
+is filled exactly once, from tensors that fit. Nothing in this file depends on a family.
 """
 
 import re
@@ -40,33 +40,33 @@ from expertmesh.weights.quantised.published import PublishedTensors, published_t
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 _LISTED = 10
-# Leaves whose values are in files.
+# The kinds of leaves whose values are in files.
 FILE_LEAVES = (FileTensor, QuantisedTensor)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Where the values of every parameter and persistent buffer come from.
-
-    `tensors` has one entry for each tensor of the model, under the first of its names if it is tied.
-    `copies` are further copies of tied tensors that the files hold: (name in `tensors`, the copy); they
-    have to be equal. `ignored` are the file tensors that the family itself declares unused. `conversions`
-    are the rules that applied, `published` is what the files hold.
-    """
+    """The sources of the values of every parameter and persistent buffer."""
 
     tensors: dict[str, LazyTensor]
+    """One entry for each tensor of the model, under the first of its names if it is tied."""
     copies: tuple[tuple[str, LazyTensor], ...]
+    """Further copies of tied tensors in the files: (name in `tensors`, the copy). They must be equal."""
     ignored: tuple[str, ...]
+    """The file tensors that the family itself declares unused."""
     conversions: tuple[WeightTransform, ...]
+    """The conversion rules that applied."""
     published: PublishedTensors
+    """The tensors that the files hold."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateTensor:
-    """A parameter or persistent buffer as a leaf; `tensor` is global in shape and may be a DTensor."""
+    """A parameter or persistent buffer as a leaf."""
 
     name: str
     tensor: Tensor
+    """Its shape is the global one; it may be a DTensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class StateTensor:
 
 @dataclass(slots=True)
 class _ConversionInputs:
-    """The file tensors that make one target, by the pattern that matched; without a converter, just one."""
+    """The file tensors that make one target, by the pattern that matched; without a converter, exactly one."""
 
     converter: WeightConverter | None
     keys: dict[str, list[str]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class _ConversionInputs:
 
 @dataclass(slots=True)
 class _Mismatches:
-    """What does not fit, by kind, and the files it is in: for one error that names all of it."""
+    """The tensors that do not fit, by kind, and their files, collected for one error that names all of them."""
 
     names: dict[str, list[str]] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)
@@ -109,9 +109,13 @@ class _Mismatches:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by state-dict name, without adapters; tied ones under each of their names.
+    """Return parameters and persistent buffers by state-dict name, without adapters.
 
-    Of the whole model: what another pipeline stage holds is there without values (state/stage_view.py).
+    Tied tensors are there under each of their names. The tensors of the full model are returned: those of another
+    pipeline stage have no values (state/stage_view.py).
+
+    Raises:
+        InputError: An entry of the state dict is not a tensor.
     """
     state = {name: value for name, value in full_state(model).items() if not is_adapter(name)}
     for name, value in state.items():
@@ -124,25 +128,31 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The low-rank adapters of the whole model by their names; empty for a model without."""
+    """Return the low-rank adapters of the full model by name; an empty dict for a model without adapters."""
     return {name: parameter for name, parameter in full_state(model).items() if is_adapter(name)}
 
 
 def plan_load(
     model: PreTrainedModel, files: WeightFiles, new: Sequence[str] = (), *, complete: bool = True
 ) -> LoadPlan:
-    """Work out where each tensor of `model` (on meta or not, sharded or not) comes from.
+    """Plan the source of each tensor of `model`, which may be on meta and may be sharded.
 
-    `new` may be missing, as a new head in place of the language model's (load.py), which is left out then.
+    Quantised weights are read as the values that their codes represent. Only the headers that `files` already has are
+    used.
 
-    Quantised weights are read as the values that they stand for. Raises `IntegrityError` naming what is missing,
-    unexpected, duplicated, incomplete, misshaped or mistyped, and what `published_tensors` raises. Reads nothing but
-    the headers that `files` already has. With `complete` off, what does not fit is left for later.
+    Args:
+        new: Tensors that may be missing in the files, such as a new head that replaces the language model's (load.py);
+            `lm_head.*` of the files is then skipped.
+        complete: If False, tensors that do not fit are not reported.
+
+    Raises:
+        IntegrityError: Names the tensors that are missing, unexpected, duplicated, incomplete, misshaped or mistyped.
+        InputError, IntegrityError: As `published_tensors` does.
     """
     published = published_tensors(quantisation(model.config), files)
     state = model_tensors(model)
     with own_classes(model):
-        # Rules belong to classes of modules, of which a pipeline stage has only some.
+        # Rules are found by the classes of modules, and one pipeline stage lacks some of these classes.
         whole: Any = full_model(model)
         conversions = [*get_model_conversion_mapping(whole), *list_rules(whole)]
     planner = _LoadPlanner(model, published, state, new)
@@ -163,21 +173,24 @@ def plan_load(
 
 
 def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
-    """What to write, by file tensor name: in the layout that the weights were read from, or the family's own.
+    """Plan the tensors to write, by file tensor name, in the layout of the files read, or else the family's own layout.
 
-    The keys and shapes are those of transformers' `save_pretrained`: tied tensors once, the family's ignore
-    list omitted. The leaves are `StateTensor`s. Works on parallelised models; issues no collective.
+    The keys and shapes are those of transformers' `save_pretrained`: tied tensors once, the family's ignore list
+    omitted. The leaves are `StateTensor`s. Works on parallelised models; issues no collective.
+
+    Raises:
+        InputError: transformers' rules for saving change the number of values.
     """
     state = model_tensors(model)
     kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
-    # transformers adds the prefix when it loads files that lack it, and would leave it there.
+    # transformers adds the prefix when it loads files without it, but does not remove it when it saves.
     prefix = f"{model.base_model_prefix}." if getattr(sharded(model).source, "bare", False) else ""
     lazies = {
         name.removeprefix(prefix): LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept
     }
     whole: Any = full_model(model)
     if whole is not model:
-        whole._weight_conversions = getattr(model, "_weight_conversions", None)  # what loading has remembered
+        whole._weight_conversions = getattr(model, "_weight_conversions", None)  # the rules that loading applied
     with own_classes(model), torch.no_grad():
         saved: dict[str, Any] = revert_weight_conversion(whole, dict(lazies))
     before, after = (sum(tensor.numel() for tensor in each.values()) for each in (lazies, saved))
@@ -191,13 +204,13 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
 
 
 def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model_tensors`, each once, under the first of its names."""
+    """Return `model_tensors`, each tensor once, under the first of its names."""
     state = model_tensors(model)
     return {names[0]: state[names[0]] for names in tied_names(state)}
 
 
 def tied_names(state: dict[str, Tensor]) -> list[list[str]]:
-    """The names of each tensor, in state-dict order: lists of one, or of several for tied tensors."""
+    """Return the names of each tensor, in state-dict order: a list of one name, or of several for a tied tensor."""
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
@@ -205,18 +218,18 @@ def tied_names(state: dict[str, Tensor]) -> list[list[str]]:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class without the subclass that FSDP2 puts in front of it."""
+    """Return the module's class without the subclass that FSDP2 puts in front of it."""
     kinds: Iterable[type] = type(module).__mro__
     return next(kind for kind in kinds if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
 
 
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give sharded modules their own classes back for a moment.
+    """Give sharded modules their original classes back inside the `with` block.
 
-    transformers finds conversion rules by class name and skips classes defined outside of transformers, and
-    FSDP2's `FSDPMixtralForCausalLM` is both: without this, a sharded model would have no rules and be saved
-    in another layout.
+    transformers finds conversion rules by class name and skips classes defined outside of transformers. FSDP2's
+    `FSDPMixtralForCausalLM` fails both tests: without this function, a sharded model would have no rules and would be
+    saved in another layout.
     """
     sharded = [(module, type(module)) for module in model.modules() if own_class(module) is not type(module)]
     try:
@@ -230,7 +243,7 @@ def own_classes(model: nn.Module) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _LoadPlanner:
-    """The steps of `plan_load`, which note what does not fit."""
+    """The steps of `plan_load`; they collect mismatches."""
 
     model: PreTrainedModel
     published: PublishedTensors
@@ -239,14 +252,18 @@ class _LoadPlanner:
     mismatches: _Mismatches = field(default_factory=_Mismatches)
 
     def match(self, conversions: list[WeightTransform]) -> tuple[dict[str, _ConversionInputs], tuple[str, ...]]:
-        """Sort the file tensors by the target they go into, as `from_pretrained` does; also those to be ignored."""
+        """Sort the file tensors by the target they go into, as `from_pretrained` does.
+
+        Returns:
+            The inputs of each target, and the file tensors to ignore.
+        """
         renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         prefix, state = self.model.base_model_prefix, self.state
         targets: dict[str, _ConversionInputs] = {}
         unmapped: list[str] = []
-        # The order matters: converters stack what they collect in the order in which it comes.
+        # The order matters: converters stack the tensors in the order in which they are added.
         for key in sorted(self.published.tensors, key=dot_natural_key):
             target, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if target not in state and key in state:
@@ -265,10 +282,10 @@ class _LoadPlanner:
         return targets, self._ignored(unmapped)
 
     def _ignored(self, unmapped: list[str]) -> tuple[str, ...]:
-        """What `from_pretrained` would not complain about; anything else is unexpected."""
+        """Return the tensors that `from_pretrained` would not report; report any other as unexpected."""
         patterns = list(self.model._keys_to_ignore_on_load_unexpected or ())
         buffers = [name for name, _ in full_model(self.model).named_buffers()]
-        # Buffers that old checkpoints hold and that models compute today.
+        # Buffers that old checkpoints hold and that models compute now.
         patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
         patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
         ignored: list[str] = []
@@ -282,7 +299,11 @@ class _LoadPlanner:
         return tuple(ignored)
 
     def assemble(self, targets: dict[str, _ConversionInputs]) -> tuple[dict[str, LazyTensor], set[str]]:
-        """Run the conversions: what comes out, by name, and the targets that could not be made."""
+        """Run the conversions.
+
+        Returns:
+            The resulting tensors by name, and the targets that could not be made.
+        """
         filled: dict[str, LazyTensor] = {}
         failed: set[str] = set()
         add = self.mismatches.add
@@ -307,13 +328,13 @@ class _LoadPlanner:
         return filled, failed
 
     def _odd(self, keys: Sequence[str]) -> list[str]:
-        """The tensors whose shape is not that of most of `keys`."""
+        """Return the tensors whose shape differs from the most frequent shape among `keys`."""
         shapes = [tuple(self.published.tensors[key].shape) for key in keys]
         usual = max(shapes, key=shapes.count)
         return [key for key, shape in zip(keys, shapes, strict=True) if shape != usual]
 
     def _convert(self, target: str, inputs: _ConversionInputs) -> dict[str, LazyTensor]:
-        """What comes out, by name; nothing if the files do not hold what the family's rule expects."""
+        """Return the tensors made from `inputs`, by name; none if the files do not fit the family's rule."""
         tensors = self.published.tensors
         if inputs.converter is None:
             ((key,),) = inputs.keys.values()
@@ -328,7 +349,7 @@ class _LoadPlanner:
         try:
             with torch.no_grad():
                 made = inputs.converter.convert(target, model=full_model(self.model), config=self.model.config)
-        except Exception as error:  # a conversion can raise anything
+        except Exception as error:  # operations of a family can raise any exception
             odd = [key for keys in inputs.keys.values() for key in self._odd(keys)]
             for key in odd:
                 self.mismatches.add("misshaped", f"{key}: {tuple(tensors[key].shape)}", tensors[key].leaves())
@@ -339,7 +360,7 @@ class _LoadPlanner:
 
 
 def _surplus(inputs: _ConversionInputs, value: Tensor, wanted: Tensor) -> list[str]:
-    """The file tensors of experts that the model does not have, if that is all that makes `value` too large."""
+    """Return the file tensors of experts that the model does not have, if only they make `value` too large."""
     if value.dim() == 0 or value.shape[1:] != wanted.shape[1:] or len(value) <= len(wanted):
         return []
     stacked = [keys for keys in inputs.keys.values() if len(keys) == len(value)]
@@ -347,15 +368,15 @@ def _surplus(inputs: _ConversionInputs, value: Tensor, wanted: Tensor) -> list[s
 
 
 def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a cast keeps the meaning: integers are no weights, and 8-bit floats none without their scales."""
+    """Return whether a cast preserves the meaning; it does not for integers and for 8-bit floats without scales."""
     scaled = stored.is_floating_point and stored.itemsize == 1 and stored != wanted
     return stored.is_floating_point == wanted.is_floating_point and not scaled
 
 
 def _gap(keys: Sequence[str]) -> str | None:
-    """Why names that differ in one number (the expert) do not count from 0 without gaps; None if they do.
+    """Explain why names that differ in one number (the expert) do not count from 0 without gaps; None if they do.
 
-    Stacking takes whatever is there in order: experts 0, 1, 2 and 4 would silently make a model of four.
+    Stacking uses the existing tensors in order: experts 0, 1, 2 and 4 would silently make a model with four experts.
     """
     split = [re.split(r"(?<=\.)(\d+)(?=\.|$)", key) for key in keys]
     if len({len(parts) for parts in split}) > 1:
@@ -372,7 +393,11 @@ def _gap(keys: Sequence[str]) -> str | None:
 
 
 def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
-    """The names to save: of tied tensors, the one that the family does not declare as the copy."""
+    """Return the names to save: of each tied tensor, the name that the family does not declare as the copy.
+
+    Raises:
+        InputError: Several names share one tensor and the family does not declare a tie.
+    """
     declared = [
         f"{prefix}.{pattern}" if prefix else pattern
         for prefix, module in full_model(model).named_modules()

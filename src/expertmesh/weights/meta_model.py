@@ -1,8 +1,8 @@
-"""Builds the model that is going to be filled: on meta, with real values in the buffers that no file holds.
+"""Build the model to be filled: on meta, with real values in the buffers that no file holds.
 
-It is what `from_pretrained` builds: in the wanted dtype, tied, with the family's fp32 exceptions, and with
-non-persistent buffers (rotary frequencies and the like) computed by the model's own `_init_weights`. Parameters stay on
-meta: no memory here grows with the model.
+The model equals the one that `from_pretrained` builds: in the requested dtype, tied, with the family's fp32 exceptions,
+and with non-persistent buffers (rotary frequencies and the like) computed by the model's own `_init_weights`.
+Parameters stay on meta, so that no memory used here grows with the model.
 """
 
 import re
@@ -41,21 +41,28 @@ from expertmesh.weights.quantised.published import refuse_unsupported
 
 DATA_FILES = MODEL_FILES
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-# Published configs whose model_type is another name for a family of transformers, tensors' names included. transformers
-# reads the text_config of Kimi-K2.5 by the same rule. The code beside the weights is for transformers 4 and never runs.
+# Published configs whose model_type is another name for a family of transformers; the tensor names are those of the
+# family too. transformers reads the text_config of Kimi-K2.5 by the same rule. The code that is published with these
+# weights is for transformers 4 and never runs.
 _OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 
 
 def read_model_config(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False, *, weights: bool = True
 ) -> tuple[PreTrainedConfig, Path]:
-    """The config of a local directory, a URL or a hub repository, and the local directory with its files.
+    """Return the config of a local directory, a URL or a hub repository, and the local directory with its files.
 
-    Hub repositories are downloaded into the hub's cache: safetensors, JSON and tokenizer files only, Python
-    files only with `trust_remote_code`, and no weights with `weights=False`. Raises `InputError` for what
-    is missing, unreadable or quantised by a method that is not read, and when the model needs its own code and
-    `trust_remote_code` is off. A type that is another name for a family of transformers (Kimi-K2's) becomes that
-    family. Every rank may call it; ranks of one machine share the cache.
+    Hub repositories are downloaded into the hub's cache: only safetensors, JSON and tokenizer files. A type that is
+    another name for a family of transformers (Kimi-K2's) becomes that family. Every rank may call it; ranks of one
+    machine share the cache.
+
+    Args:
+        trust_remote_code: Also download Python files, and allow the model's own code to run.
+        weights: If False, weights are not downloaded.
+
+    Raises:
+        InputError: Something is missing, unreadable or quantised by an unsupported method, or the model needs its own
+            code and `trust_remote_code` is off.
     """
     directory = Path(name_or_path)
     if is_url(name_or_path):
@@ -76,26 +83,26 @@ def read_model_config(
             values.pop("auto_map", None)
             config = CONFIG_MAPPING[family].from_dict(values)
     except Exception as error:
-        # A family's config class can raise anything on wrong values.
+        # A family's config class can raise any exception on wrong values.
         cause, reason = blamed(content, str(error)), _one_line(error)
         said = (
             "is not a config that transformers understands" if cause is None else f"{cause}, which transformers refuses"
         )
         raise InputError(f"{path}: {said}: {reason}; correct it", key="model.invalid-config") from error
     assert isinstance(config, PreTrainedConfig)
-    refuse_impossible(config.to_dict(), path)  # with the family's own values where the file says none
+    refuse_impossible(config.to_dict(), path)  # now with the family's defaults for values that the file lacks
     refuse_unsupported(config, directory)
     return config, directory
 
 
 def family_of(content: Mapping[str, Any]) -> str:
-    """The family of transformers that a config.json names, perhaps under another name."""
+    """Return the transformers family that a config.json names, directly or under another name."""
     name = str(content.get("model_type"))
     return _OTHER_NAMES.get(name, name)
 
 
 def json_files(directory: Path) -> dict[str, bytes]:
-    """config.json and generation_config.json as they are, by name; only those that are there."""
+    """Return the bytes of config.json and generation_config.json by name; a missing file is left out."""
     paths = (directory / name for name in (CONFIG_FILE, GENERATION_FILE))
     return {path.name: read_file(path) for path in paths if path.exists()}
 
@@ -110,15 +117,21 @@ def build_meta_model(
     fuse: bool = True,
     num_labels: int | None = None,
 ) -> PreTrainedModel:
-    """The causal language model of `config` with parameters and persistent buffers on meta; with `num_labels` the
-    sequence classifier of so many.
+    """Build the causal language model of `config` with parameters and persistent buffers on meta.
 
-    Floating-point parameters are `dtype` (the master dtype), except what the family keeps in fp32 when
-    `dtype` is narrower; persistent buffers as `from_pretrained(dtype=dtype)` gives them. Non-persistent
-    buffers are on the CPU with their values. The generation config comes from `directory` if it has one; the model
-    remembers what its JSON files say, which is what saving writes again.
-    `attention` is transformers' `attn_implementation`. Experts that are a list of MLPs are fused, unless `fuse` is off.
-    Raises `InputError` for what transformers cannot build, and for remote code without the flag.
+    Non-persistent buffers are on the CPU and have their values.
+
+    Args:
+        dtype: The dtype of floating-point parameters (the master dtype), except those that the family keeps in fp32
+            when `dtype` is narrower. Persistent buffers are as `from_pretrained(dtype=dtype)` gives them.
+        directory: Source of the generation config, if it has one. The model remembers the content of its JSON files,
+            and saving writes it again.
+        attention: transformers' `attn_implementation`.
+        fuse: Fuse experts that are a list of MLPs.
+        num_labels: Build the sequence classifier with so many labels instead.
+
+    Raises:
+        InputError: transformers cannot build the model, or it needs remote code and `trust_remote_code` is off.
     """
     _refuse_remote_code(Path(config.name_or_path or "") / "config.json", config.to_dict(), trust_remote_code)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
@@ -128,7 +141,7 @@ def build_meta_model(
     try:
         with torch.device("meta"), meta_device_safe_creation_ops():
             model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:  # as above: a division by zero, a name that is no activation
+    except Exception as error:  # any exception, such as a division by zero or an unknown activation
         path = Path(directory or config.name_or_path or "") / CONFIG_FILE
         written = read_model_json(path) if path.is_file() else {}
         cause = blamed(written, str(error)) or blamed(config.to_dict(), str(error))
@@ -151,15 +164,18 @@ def build_meta_model(
 
 
 def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of the language model that `build_meta_model` builds of a config; None where transformers has none."""
+    """Return the class of the language model that `build_meta_model` builds, or None if transformers has none."""
     found: type[PreTrainedModel] | None = next((auto._model_mapping[type(config)] for auto in _known(config)), None)
     return found
 
 
 def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
-    """What builds the model that the files hold, by `architectures`; otherwise rather a model of text alone.
+    """Return the automatic class that builds the model that the files hold, by `architectures`; else prefer text alone.
 
-    Read as text alone, a vision-language model would lose its vision tower when it is saved.
+    A vision-language model that is read as text alone would lose its vision tower when it is saved.
+
+    Raises:
+        InputError: transformers has no class for the config.
     """
     if num_labels is not None:
         return _classifier(config)
@@ -173,7 +189,7 @@ def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
 
 
 def _known(config: PreTrainedConfig) -> list[Any]:
-    """The automatic classes that know the config, first the one whose class it names."""
+    """Return the automatic classes that know the config; the one whose class the config names comes first."""
     mappings: Any = (AutoModelForCausalLM, AutoModelForImageTextToText)
     known = [auto for auto in mappings if type(config) in auto._model_mapping]
     architectures = config.architectures or ()
@@ -192,10 +208,10 @@ def _classifier(config: PreTrainedConfig) -> Any:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate what is on meta, uninitialised, and move what has values. Works on sharded models.
+    """Allocate the tensors on meta, uninitialised, and move the tensors that have values to `device`.
 
-    Only this rank's shards are allocated. Unlike `to_empty` it keeps the buffers that `build_meta_model`
-    computed, and ties stay ties.
+    Only this rank's shards of a sharded model are allocated. Unlike `to_empty`, it preserves the buffers that
+    `build_meta_model` computed, and ties.
     """
     tied = [names for names in tied_names(dict(model.state_dict(keep_vars=True))) if len(names) > 1]
 
@@ -203,7 +219,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     model._apply(move)
-    # Leaving meta makes a new plain parameter for each name of a tied one.
+    # Moving off meta creates a new parameter for each name of a tied one, so the ties are restored here.
     for first, *others in tied:
         for name in others:
             parent, _, leaf = name.rpartition(".")
@@ -211,8 +227,10 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 def refuse_other_names(model: PreTrainedModel) -> None:
-    """Raise `InputError` for a model whose tensors have other names than its class gives them: saved, they would be
-    unexpected, and `from_pretrained` would make up what is missing, with a warning at most.
+    """Raise `InputError` if the model's tensors have other names than its class gives them.
+
+    In the saved files such tensors would be unexpected, and `from_pretrained` would initialise the missing ones at
+    random, with at most a warning.
     """
     kind: Any = own_class(model)
     if not issubclass(kind, PreTrainedModel):
@@ -223,7 +241,7 @@ def refuse_other_names(model: PreTrainedModel) -> None:
         )
     with torch.device("meta"), meta_device_safe_creation_ops():
         new: PreTrainedModel = kind(deepcopy(model.config))
-    # Experts of a list are fused in memory; loading has compared them.
+    # Experts that were a list are fused in memory under other names; loading has already compared them.
     fused = [f"{name}." for name, module in full_model(model).named_modules() if isinstance(module, FusedExperts)]
     here, there = (
         {name for name in names if not any(name.startswith(prefix) for prefix in fused)}
@@ -240,7 +258,7 @@ def refuse_other_names(model: PreTrainedModel) -> None:
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Which tensors, by name, the family keeps in fp32 when the rest is `dtype`."""
+    """Return a predicate on tensor names: whether the family keeps the tensor in fp32 when the rest is `dtype`."""
     patterns: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         patterns |= set(model._keep_in_fp32_modules_strict or ())
@@ -255,7 +273,7 @@ def give_dtypes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
     for name, tensor in tensors.items():
         dtype = dtypes.get(name, tensor.dtype)
         if tensor.is_floating_point() and dtype.is_floating_point:
-            # Assigning `data` keeps ties and parameter identity.
+            # Assigning `data` preserves ties and the identity of the parameter.
             tensor.data = tensor.data.to(dtype)
 
 
@@ -271,11 +289,11 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
 
 def read_generation_config(model: PreTrainedModel, path: Path) -> None:
-    """Give `model` the generation config in `path`, if it exists. Raises `InputError` for what is none."""
+    """Give `model` the generation config in `path`, if the file exists. Raises `InputError` if it is invalid."""
     if not path.exists():
         return
     try:
-        read_json(path)  # within limits, which transformers has none of
+        read_json(path)  # enforces limits on the file, which transformers does not
         model.generation_config = GenerationConfig.from_pretrained(path.parent)
     except ExpertmeshError:
         raise
@@ -310,7 +328,7 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, weights:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        # Every error of the hub's client is one of these two.
+        # Every error of the hub's client is an OSError or a ValueError.
         where = f"{name} at revision {revision}" if revision else name
         reason = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
         local = "name a directory that has its files (for plan and inspect a config.json alone is enough)"

@@ -1,7 +1,7 @@
-"""Files of models whose experts are a list of MLPs: one tensor per expert and linear, as the model's own code has them.
+"""Conversion rules for models whose experts are a list of MLPs: the files hold one tensor per expert and linear layer.
 
-The list is fused in memory (experts/module_list.py). These rules, of transformers' own kind, let loading stack the
-experts of the files by byte ranges, and saving write them back under their names.
+The list is fused in memory (experts/module_list.py). These rules have the form of transformers' own rules: loading
+stacks the experts of the files by byte ranges, and saving writes them back under their original names.
 """
 
 from torch import nn
@@ -14,7 +14,11 @@ from expertmesh.introspection.block_proof import fuse_module_lists
 
 
 def fuse_lists_of_experts(model: PreTrainedModel) -> None:
-    """Fuse every list of experts in place and remember how files hold them; `InputError` for what cannot be fused."""
+    """Fuse every list of experts in place and remember how the files hold them.
+
+    Raises:
+        InputError: A list cannot be fused.
+    """
     rules = get_model_conversion_mapping(model, add_legacy=False)
     if fuse_module_lists(model):
         known = getattr(model, "_weight_conversions", None) or rules
@@ -22,13 +26,13 @@ def fuse_lists_of_experts(model: PreTrainedModel) -> None:
 
 
 def list_rules(model: nn.Module) -> list[WeightConverter]:
-    """From per-expert tensors to fused ones, for the lists that were fused in `model`."""
+    """Return the rules from per-expert tensors to fused ones, for the lists that were fused in `model`."""
     kinds: dict[tuple[str, tuple[str, ...], str, bool], None] = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedExperts):
             parent = name.rpartition(".")[0]
             leaf = parent.rpartition(".")[2]
-            # The short name serves all layers with one rule; a number alone would match other modules.
+            # The last component gives one rule for all layers. A bare number would also match other modules.
             kinds[parent if leaf.isdigit() else leaf, module.ups, module.down, module.has_bias] = None
     return [rule for kind in kinds for rule in _rules(*kind)]
 

@@ -1,8 +1,8 @@
-"""Which tensors of a model are written as codes and scales, and the writing of them: as in the files that the model was
-loaded from, or in one of `FORMATS`.
+"""Choose the tensors of a model that are written as codes and scales, and write them.
 
-One tensor after the other is put together from all ranks' parts on one of them, in turns, which encodes and writes it
-(quantised/encode.py). So a rank holds its shard and one tensor of the files.
+The format is that of the files that the model was loaded from, or one of `FORMATS`. The tensors are assembled one after
+the other: each on one rank, in turns, which encodes and writes it (quantised/encode.py). So a rank holds its shards and
+one full tensor.
 """
 
 import re
@@ -34,45 +34,55 @@ PACKED = (AS_LOADED, *FORMATS)
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What a format has added to tensors whose names differ in numbers alone: the norm of all differences over that of
-    all values. `kept`: the share of blocks that were written as they had been read.
-    """
+    """The rounding error that a format adds to the tensors whose names differ only in numbers."""
 
     pattern: str
+    """Their name with `*` for each number."""
     tensors: int
+    """The number of these tensors."""
     error: float
+    """The norm of all differences divided by the norm of all values."""
     kept: float
+    """The fraction of blocks that were written with the codes that had been read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor of values, in the orientation of the codes, and the parts that it is written as."""
+    """A tensor of values and the parts that it is written as."""
 
     lazy: LazyTensor
+    """The values, with the dims in the order of the codes."""
     leaf: QuantisedTensor
+    """The codes, scales and further parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """`packed` by the names of their values; `settings` is the `quantization_config`. `sources` are the tensors of the
-    files that it was loaded from, if these were like that; `copied` those of them that are written again unread.
-    """
+    """The tensors to be written as codes."""
 
     packed: Mapping[str, Packed] = field(default_factory=dict)
+    """The tensors by the names of their values."""
     settings: Mapping[str, Any] | None = None
+    """The `quantization_config` to write."""
     sources: tuple[FileTensor, ...] = ()
+    """The codes and scales in the files that the model was loaded from, if those hold the same format."""
     copied: tuple[FileTensor, ...] = ()
+    """The tensors of `sources` that are copied without decoding."""
 
     @property
     def parts(self) -> list[FileTensor]:
-        """What is written of what is packed."""
+        """The file tensors that are written for the packed tensors."""
         return [part for packed in self.packed.values() for part in packed.leaf.parts]
 
 
 def plan_packing(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: object) -> Packing:
-    """What is packed of `lazies`, the tensors that saving `model` writes: nothing unless `form` is one of `PACKED`.
+    """Plan the tensors of `lazies`, which saving `model` writes, that are written as codes.
 
-    Raises `InputError` for what cannot be written in it.
+    Args:
+        form: One of `PACKED`; anything else packs no tensor.
+
+    Raises:
+        InputError: A tensor cannot be written in this format.
     """
     if form == AS_LOADED:
         return _as_loaded(source_of(model), lazies)
@@ -106,7 +116,10 @@ def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
 
 
 def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: str) -> Packing:
-    """4-bit formats are for routed experts, fp8 for all linear layers of the blocks but routers."""
+    """Plan a format of `FORMATS`.
+
+    4-bit formats are for routed experts, fp8 for all linear layers of the blocks except routers.
+    """
     stacks = form == "mxfp4" and model.config.model_type == "gpt_oss"
     chosen = _chosen(model, experts_only=form != "fp8")
     packed: dict[str, Packed] = {}
@@ -132,7 +145,7 @@ def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: s
 
 
 def _chosen(model: PreTrainedModel, *, experts_only: bool) -> set[str]:
-    """Names of the parameters to be quantised."""
+    """Return the names of the parameters to be quantised."""
     anatomy = describe(model)
     matrices = {
         f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters if not name.endswith("_bias")
@@ -148,11 +161,17 @@ def _lazy(tensor: Tensor) -> LazyTensor:
 
 
 def write_packed(packing: Packing, files: OpenFiles, values: StateReader, *, from_source: bool) -> tuple[Rounded, ...]:
-    """Encode and write what is packed, each tensor on one rank, in turns; what the format has added.
+    """Encode and write the packed tensors, each on one rank, in turns.
 
-    With `from_source` what has not changed is written as it is in the files that it was loaded from. Every rank calls
-    it. Issues, for each tensor, a reduction of its bytes to one rank, or the all-gathers of what it is computed from;
-    for each round of as many tensors as ranks a small all-reduce; and one in the end.
+    Args:
+        from_source: Write unchanged blocks with the codes and scales of the files that the model was loaded from.
+
+    Returns:
+        The rounding error of each group of tensors.
+
+    Collectives: every rank calls it, on the default group. For each tensor, a reduction of its bytes to one rank, or
+    the all-gathers of its inputs if it is computed; for each round of as many tensors as ranks, one small all-reduce.
+    Before them the all-reduce of `check_ownership`, and after them one small all-reduce.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     items = list(packing.packed.items())
@@ -163,6 +182,7 @@ def write_packed(packing: Packing, files: OpenFiles, values: StateReader, *, fro
         for first in range(0, len(items), ranks):
             own: list[tuple[str, Packed, Tensor]] = []
             for writer, (name, packed) in enumerate(items[first : first + ranks]):
+                # Every rank assembles every tensor, also those that another rank writes: it is a collective.
                 whole = assemble(packed.lazy, values, writer)
                 if writer == rank:
                     assert whole is not None
@@ -180,7 +200,7 @@ def _pattern(name: str) -> str:
 
 
 def _joined(found: Mapping[str, Rounding], names: list[str]) -> tuple[Rounded, ...]:
-    """Over all ranks. One all-reduce."""
+    """Combine the rounding errors of all ranks. One all-reduce."""
     numbers = torch.tensor(
         [[each.error, each.size, each.kept, each.blocks] for each in found.values()], dtype=torch.float64
     ).reshape(-1, 4)

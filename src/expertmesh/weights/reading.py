@@ -1,7 +1,7 @@
-"""Reads a box of a lazy tensor into memory that is already there, piece by piece.
+"""Read a box of a lazy tensor into allocated memory, piece by piece.
 
 The caller's `LeafReader` supplies the values, from files or from tensors gathered from other ranks. Beside the target
-at most one block of one piece is held, except where a conversion computes (lazy.py). Nothing here communicates.
+at most one block of one piece is in memory, except where a conversion computes (lazy.py). Nothing here communicates.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,22 @@ from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, Rounde
 from expertmesh.weights.quantised.resident import published_bytes
 from expertmesh.weights.quantised.tensor import QuantisedTensor, stored_bytes
 
-# Copies that change dtype, device or order go through host memory in parts of at most this many elements.
+# Copies that change dtype, device or order of dims go through host memory in parts of at most this many elements.
 _BLOCK_ELEMENTS = 1 << 24
 
-# Fills a contiguous CPU tensor of the leaf's dtype with a box of the leaf, in row-major order. Each takes leaves of its
-# own kind: `WeightFiles.read` those of files.
+# Fills a contiguous CPU tensor of the leaf's dtype with a box of the leaf, in row-major order. Each reader accepts one
+# kind of leaf: `WeightFiles.read` accepts file tensors.
 LeafReader = Callable[[Any, Box, Tensor], None]
 
 
 def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None:
-    """Fill `out`, which has the extents of `box`, with those elements of `lazy`, cast to the dtype of `out`.
+    """Fill `out` with the elements of `box` of `lazy`, cast to the dtype of `out`.
 
-    `out` may be on any device and have any strides. Every element is written once, or an assertion fails. A packed
-    `out` gets its experts one by one: the files' own codes, or codes of the values.
+    Every element is written exactly once, or an assertion fails.
+
+    Args:
+        out: Has the extents of `box`; any device, any strides. A packed `out` is filled expert by expert, with the
+            files' own codes or with codes of the values.
     """
     if isinstance(out, PackedTensor):
         _read_packed(lazy, box, out, fetch)
@@ -41,7 +44,7 @@ def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None
 
 
 def bytes_needed(lazy: LazyTensor, box: Box) -> int:
-    """How many bytes of leaves, or of the codes and scales behind them, `read_box` fetches for `box`."""
+    """Return the bytes that `read_box` fetches for `box`: of leaves, or of the codes and scales behind them."""
     total = 0
     for piece in lazy.pieces:
         common = intersect(piece.dest, box)
@@ -62,11 +65,15 @@ def bytes_needed(lazy: LazyTensor, box: Box) -> int:
 
 
 def _read_packed(lazy: LazyTensor, box: Box, out: PackedTensor, fetch: LeafReader) -> None:
-    """The files' own codes, or codes of values: experts one by one, rows some at a time, before tp cuts them."""
+    """Fill a packed tensor with the files' own codes, or with codes of values, some units (experts or rows) at a time.
+
+    Where a factor or a block covers the full row, rows are quantised in full and then split for tensor parallelism.
+    """
     kind, whole = out.kind, full_box(lazy.shape)
     together = units_together(kind) if kind.by_rows else 1
     uncut = replace(kind, columns=lazy.shape[1]) if kind.by_rows else kind
-    # A factor, or an only block, is of the whole row, of which tp may have cut off a part.
+    # A factor, or a single block, covers the full row: its value must not depend on where tensor parallelism splits
+    # the row.
     cuts = kind.columns < uncut.columns and (kind.factor != "none" or kind.columns % kind.block[1] != 0)
     for packed_XB, first in zip(out.packed_LB.split(together), range(*box[0], together), strict=True):
         units = (first, first + len(packed_XB))
@@ -82,12 +89,13 @@ def _read_packed(lazy: LazyTensor, box: Box, out: PackedTensor, fetch: LeafReade
 
 @dataclass(slots=True)
 class _Reader:
-    """Fetches boxes of any leaf; remembers evaluated calls for as long as one target is being read."""
+    """Fetches boxes of any leaf and caches evaluated calls while one target is being read."""
 
     fetch: LeafReader
     evaluated: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def leaf(self, leaf: Leaf, box: Box, out: Tensor) -> None:
+        """Fill `out` with `box` of a leaf of any kind; `fetch` supplies the values of files or of the model."""
         if isinstance(leaf, Computed):
             if id(leaf.call) not in self.evaluated:
                 self.evaluated[id(leaf.call)] = self._evaluate(leaf.call)
@@ -105,6 +113,7 @@ class _Reader:
             self.fetch(leaf, box, out)
 
     def read(self, lazy: LazyTensor, box: Box, out: Tensor) -> None:
+        """Fill `out` with `box` of `lazy`; every element must come from exactly one piece."""
         filled = 0
         for piece in lazy.pieces:
             common = intersect(piece.dest, box)
@@ -118,7 +127,7 @@ class _Reader:
         if same and piece.in_order:
             self.leaf(piece.leaf, piece.source, target.view(extents(piece.source)))
             return
-        # A computed or reshaped leaf would be evaluated anew for every part.
+        # Not in parts: a computed or reshaped leaf would be evaluated again for every part.
         whole = isinstance(piece.leaf, (Computed, Reshaped))
         for part in [piece.dest] if whole else blocks(piece.dest, _BLOCK_ELEMENTS):
             cropped = piece.crop(part)
@@ -145,10 +154,10 @@ class _Reader:
 
 
 def _widened(leaf: Reshaped, box: Box) -> tuple[Box, Box]:
-    """The smallest box around `box` that is a box in both shapes: of the inner tensor, and of the leaf."""
+    """Return the smallest box around `box` that is a box in both shapes: of the inner tensor, and of the leaf."""
     shape = tuple(leaf.lazy.shape)
     inner, outer = list(full_box(shape)), list(full_box(leaf.shape))
-    # Dims that are alike at either end, those of size 1 aside, are the same ones.
+    # Without dims of size 1, dims of equal size at either end of both shapes are the same dims.
     left, right = ([dim for dim, size in enumerate(each) if size != 1] for each in (shape, leaf.shape))
     for end in (0, -1):
         while left and right and shape[left[end]] == leaf.shape[right[end]]:

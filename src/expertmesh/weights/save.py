@@ -1,6 +1,7 @@
-"""Saves a model, sharded or not, as a plain Hugging Face directory: what goes into it and in which dtype.
+"""Save a model, sharded or not, as a plain Hugging Face directory.
 
-write.py does the writing, in which each rank writes only the bytes that it owns.
+This file decides which tensors go into it and in which dtype. `write.py` does the writing; there each rank writes only
+the bytes that it owns.
 """
 
 import functools
@@ -28,35 +29,44 @@ from expertmesh.weights.packing import PACKED, Rounded, plan_packing, write_pack
 from expertmesh.weights.source import Source, UnmappedTensors, source_of, still_readable, summarize_unmapped
 from expertmesh.weights.write import OpenFiles, StateReader, live_values, write_directory
 
-# "auto": the dtypes of the files that the model was loaded from, bfloat16 where these are quantised, and those of its
-# parameters if it was made in memory. None: those of its parameters. A name of `PACKED`: codes with scales, the rest as
-# in "auto".
+# "auto": the dtypes of the files that the model was loaded from, bfloat16 where these are quantised; the dtypes of its
+# parameters if it was made in memory. None: the dtypes of its parameters. A name of `PACKED`: codes with scales, other
+# tensors as in "auto".
 SavedDtype = torch.dtype | str | None
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """`total_bytes` are those of all weights files, `bytes_written` those of tensors that this rank wrote, `dtype` that
-    of most of them.
-
-    `kept` are tensors that the model does not have, copied from the files that it was loaded from; `dropped` those
-    that could not be, because these files are gone or have changed. `rounded`: what writing codes has added.
-    """
+    """The result of saving."""
 
     directory: Path
+    """The directory that was written."""
     files: tuple[str, ...]
+    """The names of the weights files."""
     tensors: int
+    """The number of tensors in them."""
     dtype: torch.dtype
+    """The dtype of most floating-point elements."""
     total_bytes: int
+    """Bytes of all weights files."""
     bytes_written: int
+    """Bytes of the tensors that this rank wrote."""
     seconds: float
+    """Wall-clock time in seconds."""
     kept: tuple[UnmappedTensors, ...]
+    """Tensors that the model does not have, copied from the files that it was loaded from."""
     dropped: tuple[UnmappedTensors, ...]
+    """Tensors that could not be copied, because those files are absent or have changed."""
     rounded: tuple[Rounded, ...] = ()
+    """The rounding error of quantised formats."""
 
 
 def dtype_of(dtype: SavedDtype) -> torch.dtype | None:
-    """The one that all tensors are cast to; None where they are not. Raises `InputError` for a name that is none."""
+    """Return the dtype that all tensors are cast to, or None if they are not cast to one dtype.
+
+    Raises:
+        InputError: The name is not a dtype or a format.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype in (None, "auto", *PACKED):
@@ -80,18 +90,25 @@ def save_model(
 ) -> SaveReport:
     """Write weights, index, config, generation config and tokenizer to `directory`.
 
-    Every rank calls it, with the same arguments; all must see the same file system; `directory` must not exist or be
-    empty. The layout on disk is the one that the weights were read from, or else the family's published one; what those
-    files held beside the model (MTP layers) is copied from them. The other files are the base's own, with what has
-    changed in them, where the model and the tokenizer have one. `dtype` casts floating-point tensors on the way
-    (except what the family keeps in fp32); "auto" gives each the dtype that it had in the files it was loaded from,
-    bfloat16 where these are quantised, or its own if there were none; None leaves all as trained. "as_loaded" writes
-    quantised files as they were: blocks that have not changed byte for byte, the others rounded anew; "fp8", "int4",
-    "mxfp4" and "nvfp4" quantise. Files hold at most `max_shard_bytes` of tensors, or one larger tensor. Raises on all
-    ranks alike: `InputError` (target not empty, disk full, no shared file system, names that are not those of the
-    model's class, so that `from_pretrained` would make weights up), `IntegrityError` (values that `dtype` cannot hold).
-    Issues a few small collectives on the default group; weights travel only where a conversion computes across shards
-    or codes are written, one tensor at a time.
+    The layout on disk is the one of the files that the weights were read from, or else the family's published one.
+    Tensors of those files that the model does not have (MTP layers) are copied from them. Where the model and the
+    tokenizer have a base, the other files are the base's own, with the changed values.
+
+    Args:
+        directory: Must not exist, or be empty. All ranks must see the same file system.
+        dtype: The dtype of floating-point tensors (except those that the family keeps in fp32). "auto": the dtype of
+            each tensor in the files it was loaded from, bfloat16 where these are quantised, or its current dtype if
+            there were no files. None: no cast. "as_loaded": the quantised format of the files; unchanged blocks byte
+            for byte, the others rounded again. "fp8", "int4", "mxfp4" and "nvfp4" quantise.
+        max_shard_bytes: The most bytes of tensors in one file; a single larger tensor gets a file of its own.
+
+    Raises:
+        InputError: On all ranks: target not empty, disk full, no shared file system, or tensor names that are not those
+            of the model's class, so that `from_pretrained` would initialise weights at random.
+        IntegrityError: On all ranks: values that `dtype` cannot hold.
+
+    Collectives: every rank calls it, with the same arguments. A few small collectives on the default group. Weights are
+    sent only where a conversion computes across shards or codes are written, one tensor at a time.
     """
     return save_values(model, directory, live_values, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
@@ -106,9 +123,9 @@ def save_values(
     dtype: SavedDtype,
     max_shard_bytes: int,
 ) -> SaveReport:
-    """`save_model` with values that `values` supplies, so that a model on meta can be written.
+    """Save `model` with values from `values`, so that a model on meta can be written; see `save_model`.
 
-    Inputs of a computed conversion that are sharded still come from the model itself.
+    Sharded inputs of a computed conversion still come from the model itself.
     """
     started = time.monotonic()
     directory = Path(directory).absolute()
@@ -118,6 +135,7 @@ def save_values(
         lazies = plan_save(model)
         packing = plan_packing(model, lazies, dtype)
         unmapped = [tensor for tensor in source_of(model).unmapped if tensor.name not in lazies]
+    # All ranks must decide the same: a file that one rank cannot read would give that rank another layout.
     lost = [not still_readable([*unmapped, *packing.sources])]
     readable = not sum_over_ranks(torch.tensor(lost, dtype=torch.int64)).any()
     copied = [*unmapped, *packing.copied] if readable else []
@@ -161,11 +179,11 @@ def save_values(
 def saved_specs(
     model: PreTrainedModel, lazies: Mapping[str, LazyTensor], dtype: SavedDtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of every tensor of the files."""
+    """Return the dtype and shape of every tensor of the files."""
     source = source_of(model)
     cast = dtype_of(dtype)
     kept = kept_in_fp32(model, cast) if cast is not None else None
-    # Codes and scales that the model does not have mean nothing in another dtype.
+    # Unmapped tensors of quantised files are codes and scales; a cast would destroy their meaning.
     fixed = {tensor.name for tensor in source.unmapped} if source.quantisation is not None else set()
     specs = {}
     for name, lazy in lazies.items():
@@ -179,13 +197,16 @@ def saved_specs(
 
 
 def _source_dtype(lazy: LazyTensor, source: Source) -> torch.dtype:
-    """The one in which the model's tensors behind a tensor of the files were loaded, or are where they were not."""
+    """Return the dtype to write a file tensor in: that in which the model tensors behind it were loaded.
+
+    A model tensor that was not loaded from files counts with its current dtype.
+    """
     dtypes = [source.dtypes.get(leaf.name, leaf.dtype) for leaf in lazy.leaves()]
     return functools.reduce(torch.promote_types, [dtype for dtype in dtypes if dtype.is_floating_point])
 
 
 def _main_dtype(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> torch.dtype:
-    """That of most floating-point elements."""
+    """Return the dtype of most floating-point elements."""
     elements: Counter[torch.dtype] = Counter()
     for dtype, shape in specs.values():
         elements[dtype] += math.prod(shape) if dtype.is_floating_point else 0

@@ -1,9 +1,8 @@
-"""What a model remembers of the files that its weights came from, so that saving gives them back in the same way: the
-layout, the dtypes, and unmapped tensors, which the files hold and the model does not, such as next-token-prediction
-(MTP) layers.
+"""Remember on the model the files that its weights came from, so that saving restores their layout and dtypes.
 
-transformers families declare such tensors unused. Loading remembers where they are, and saving copies them from the
-files they came from (write.py). They are never trained. Nothing here communicates.
+The memory includes unmapped tensors, which the files hold and the model does not, such as next-token-prediction (MTP)
+layers. transformers families declare such tensors unused. Loading remembers where they are, and saving copies them from
+the files they came from (write.py). They are never trained. Nothing here communicates.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,23 +23,23 @@ from expertmesh.weights.quantised.published import plain_dtype, quantisation
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`dtypes`: those of the files, bfloat16 where they hold codes, by state name; none of a model made in memory.
-
-    `unmapped` are the tensors that the files hold and the model does not; `quantisation` is the `quantization_config`,
-    and `packed` are the codes and scales, and what belongs to them, of the tensors that the model has. `bare`: the
-    files name what is inside the base model without its prefix.
-    """
+    """The files that a model was loaded from."""
 
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The dtypes in the files by state-dict name, bfloat16 where they hold codes; empty for a model made in memory."""
     unmapped: tuple[FileTensor, ...] = ()
+    """The tensors that the files hold and the model does not."""
     quantisation: Mapping[str, Any] | None = None
+    """The `quantization_config` of the files."""
     packed: tuple[FileTensor, ...] = ()
+    """The codes, scales and further parts of the tensors that the model has."""
     bare: bool = False
+    """The files name the tensors inside the base model without its prefix."""
 
 
 def remember_files(model: PreTrainedModel, plan: LoadPlan, files: WeightFiles) -> Source:
-    """`remember` what there is to know of `files`, from which `plan` fills `model`."""
-    # A new head, which the files lack, has the dtype of its own.
+    """Remember on `model` the layout and dtypes of `files`, from which `plan` fills it."""
+    # A new head is not in the files, so that no dtype of the files is recorded for it.
     tied = [names for names in tied_names(model_tensors(model)) if names[0] in plan.tensors]
     dtypes = {name: plain_dtype(plan.tensors[names[0]]) for names in tied for name in names}
     unmapped, published = set(plan.ignored), plan.published
@@ -60,30 +59,29 @@ def remember_files(model: PreTrainedModel, plan: LoadPlan, files: WeightFiles) -
 
 
 def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: Source) -> None:
-    """Note on the model how its files hold it: the rules that loading applied, where transformers itself notes them,
-    and `source`, for `source_of`.
-    """
+    """Attach `source` to the model, and the conversion rules that loading applied, where transformers stores them."""
     model._weight_conversions = list(conversions)  # type: ignore[assignment]
     attach(model, source=source)
 
 
 def source_of(model: nn.Module) -> Source:
-    """What was remembered; an empty one for a model that was not loaded from files."""
+    """Return the remembered source; an empty one for a model that was not loaded from files."""
     found: Source | None = sharded(model).source
     return found or Source()
 
 
 @dataclass(frozen=True, slots=True)
 class UnmappedTensors:
-    """Tensors of the files whose names begin alike; `pattern` is `model.layers.61.*`, or a name."""
+    """Tensors of the files whose names begin with the same components."""
 
     pattern: str
+    """For example `model.layers.61.*`, or the name of a single tensor."""
     tensors: int
     bytes: int
 
 
 def summarize_unmapped(tensors: Sequence[FileTensor], used: Collection[str]) -> tuple[UnmappedTensors, ...]:
-    """`tensors` by the shortest prefixes of names, in whole components, that no name in `used` shares."""
+    """Group `tensors` by the shortest prefixes of full name components that no name in `used` shares."""
     taken = {prefix for name in used for prefix in _prefixes(name)}
     groups: dict[str, list[FileTensor]] = {}
     for tensor in tensors:
@@ -96,7 +94,7 @@ def summarize_unmapped(tensors: Sequence[FileTensor], used: Collection[str]) -> 
 
 
 def still_readable(tensors: Sequence[FileTensor]) -> bool:
-    """Whether the files still hold `tensors` where they were when the model was loaded."""
+    """Return whether the files still hold `tensors` where they were when the model was loaded."""
     try:
         headers = {path: read_header(path) for path in {tensor.path for tensor in tensors}}
     except ExpertmeshError:

@@ -1,8 +1,8 @@
-"""Writes lazy tensors as the safetensors files of a new directory: each rank writes only the bytes that it owns.
+"""Write lazy tensors as the safetensors files of a new directory. Each rank writes only the bytes that it owns.
 
-The directory appears complete or not at all: everything goes to a temporary directory beside it, is synced to disk,
-and one rename publishes it. An error on any rank is raised on all of them, and the temporary directory is removed. No
-rank gathers a tensor, except where a family's conversion computes across shards (`Computed` and `Reshaped` in lazy.py):
+The directory appears complete or not at all: everything goes to a temporary directory beside it, is synced to disk, and
+one rename publishes it. An error on any rank is raised on all of them, and the temporary directory is removed. No rank
+gathers a tensor, except where a family's conversion computes across shards (`Computed` and `Reshaped` in lazy.py):
 these tensors are gathered one at a time and written by rank 0.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _BLOCK_ELEMENTS, _COPIED_ELEMENTS = 1 << 20, 1 << 24
 
-# The values of a box of one of the model's tensors, which lies in what this rank holds of it.
+# Returns the values of a box of one of the model's tensors. The box lies inside this rank's shard of it.
 StateReader = Callable[[StateTensor, Box], Tensor]
 
 
@@ -49,14 +49,24 @@ def write_directory(
     kept: Sequence[FileTensor] = (),
     write_more: Callable[["OpenFiles"], None] | None = None,
 ) -> tuple[FilesLayout, int]:
-    """Write tensors, and what `write_others` adds on rank 0, into a directory that appears when it is complete.
+    """Write tensors, and the files of `write_others`, into a directory that appears when it is complete.
 
-    Every rank calls it. Returns the layout and the bytes that this rank wrote. `kept` are copied from their files;
-    `write_more`, on every rank, writes what else the layout has.
-    Raises and communicates as `save_model` does.
+    Args:
+        lay_out_in: Returns the layout of the files in the temporary directory.
+        write_others: Called on rank 0 only, after the weights.
+        kept: Tensors to copy from their files.
+        write_more: Called on every rank; writes the remaining tensors of the layout.
+
+    Returns:
+        The layout, and the bytes that this rank wrote.
+
+    Raises:
+        InputError, IntegrityError: As `save_model` does.
+
+    Collectives: every rank calls it; those of `save_model`.
     """
     check_ownership(lazies)
-    # Of a link, what it leads to is replaced: no directory can take the link's own place.
+    # Replace the target of a symbolic link: a rename cannot put a directory in the place of the link.
     directory = directory.resolve() if directory.is_symlink() else directory
     temporary = directory.with_name(f"{directory.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
     layout = lay_out_in(temporary)
@@ -84,7 +94,7 @@ def write_directory(
 
 
 def owned_pieces(lazy: LazyTensor) -> "Iterator[Piece]":
-    """The parts of a tensor of the files that this rank holds and is the one to write."""
+    """Yield the parts of a file tensor that this rank holds and has to write."""
     for piece in lazy.pieces:
         if isinstance(piece.leaf, StateTensor) and owns_copy(piece.leaf.tensor):
             held = intersect(piece.source, local_box(piece.leaf.tensor))
@@ -93,14 +103,17 @@ def owned_pieces(lazy: LazyTensor) -> "Iterator[Piece]":
 
 
 def is_gathered(lazy: LazyTensor) -> bool:
-    """Whether the tensor's values are computed from others rather than moved."""
+    """Return whether the tensor's values are computed from others rather than only moved."""
     return not all(isinstance(piece.leaf, StateTensor) for piece in lazy.pieces)
 
 
 def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
-    """All ranks together own each element once; anything else would leave holes in the files, or races.
+    """Check that all ranks together own each element exactly once; else the files would have holes, or races.
 
-    Issues one all-reduce of an integer per tensor of the files on the default group.
+    Raises:
+        IntegrityError: The ranks own more or fewer elements than a tensor has.
+
+    Collectives: every rank calls it. One all-reduce of one integer per file tensor on the default group.
     """
     owned = [sum(volume(piece.dest) for piece in owned_pieces(lazy)) for lazy in lazies.values()]
     counts = sum_over_ranks(torch.tensor(owned, dtype=torch.int64))
@@ -114,7 +127,7 @@ def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
 
 
 class OpenFiles:
-    """The files of a layout, opened for writing when first written to. Counts the bytes `written`."""
+    """The files of a layout, each opened at its first write. Counts the bytes `written`."""
 
     def __init__(self, layout: FilesLayout) -> None:
         self.written = 0
@@ -122,7 +135,7 @@ class OpenFiles:
         self._descriptors: dict[Path, int] = {}
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """`values`, on any device and of any dtype, are those of `box` of the tensor `name`."""
+        """Write `values`, on any device and of any dtype, as `box` of the tensor `name`."""
         target = self._tensors[name]
         if target.path not in self._descriptors:
             self._descriptors[target.path] = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC)
@@ -130,7 +143,7 @@ class OpenFiles:
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """At the end of the block the disk holds what was written in it, and the files are closed."""
+        """Sync to disk at the end of the block what was written in it, and close the files."""
         with io_errors(self._layout.files[0].path.parent, self._layout.size):
             try:
                 yield
@@ -154,7 +167,7 @@ def _write_own(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: State
 
 
 def _copy_own(kept: Sequence[FileTensor], files: OpenFiles) -> None:
-    """Copy this rank's share, by tensors in turn, of what the model does not have. No collective."""
+    """Copy this rank's share of the tensors that the model does not have; ranks take turns by tensor. No collective."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for source in kept[rank::ranks]:
         with WeightFiles(source.path.parent, {source.name: source}) as sources:
@@ -165,11 +178,16 @@ def _copy_own(kept: Sequence[FileTensor], files: OpenFiles) -> None:
 
 
 def live_values(leaf: StateTensor, box: Box) -> Tensor:
+    """Return the values of `box` from the model's own tensor on this rank."""
     return local_values(leaf.tensor, box)
 
 
 def _cast(values: Tensor, target: FileTensor) -> Tensor:
-    """In the dtype of the file, contiguous, on the CPU; `IntegrityError` where that dtype has no such values."""
+    """Return `values` in the dtype of the file, contiguous, on the CPU.
+
+    Raises:
+        IntegrityError: That dtype cannot hold the values.
+    """
     cast = values.to(target.dtype)
     if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
         raise IntegrityError(
@@ -182,11 +200,13 @@ def _cast(values: Tensor, target: FileTensor) -> Tensor:
 def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: StateReader) -> None:
     """Gather the inputs of each computed tensor, one at a time, and write it on rank 0.
 
-    Issues, for each of these tensors, the all-gathers of its sharded inputs and one small all-reduce.
+    Collectives: every rank calls it. For each of these tensors, the all-gathers of its sharded inputs and one small
+    all-reduce.
     """
     for name, lazy in lazies.items():
         if not is_gathered(lazy):
             continue
+        # Every rank gathers, although only rank 0 writes: a skipped collective would hang the others.
         gathered = gather(lazy)
         with raise_on_all_ranks(f"writing {name}"), files.synced():
             if _is_first():
@@ -194,7 +214,7 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: 
 
 
 def _computed(lazy: LazyTensor, gathered: Mapping[str, Tensor], values: StateReader) -> Tensor:
-    """All of a tensor whose inputs are `gathered`, or here."""
+    """Compute a full tensor from the inputs in `gathered`, or from local ones."""
 
     def fetch(leaf: StateTensor, box: Box, out: Tensor) -> None:
         out.copy_(gathered[leaf.name][slices(box)] if leaf.name in gathered else values(leaf, box))
@@ -205,7 +225,10 @@ def _computed(lazy: LazyTensor, gathered: Mapping[str, Tensor], values: StateRea
 
 
 def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
-    """All of a tensor, on `rank` alone. Every rank calls it: a reduction of its bytes, or what `gather` issues."""
+    """Return the full tensor on `rank`, None on the other ranks.
+
+    Collectives: every rank calls it. One reduction of the tensor's bytes to `rank`, or the collectives of `gather`.
+    """
     here, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
     if is_gathered(lazy):
         gathered = gather(lazy)
@@ -219,13 +242,18 @@ def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
             assert isinstance(cropped.leaf, StateTensor)
             tensor[slices(part)].copy_(cropped.arrange(values(cropped.leaf, cropped.source)))
     if several:
-        # Each byte is one rank's and zero on all others: no rounding, and no sign of a zero is lost.
+        # Each byte is nonzero on at most one rank, so MAX over uint8 copies it exactly; a sum of floats would round,
+        # and would lose the sign of a zero.
         dist.reduce(stored, rank, dist.ReduceOp.MAX)
     return tensor if here == rank else None
 
 
 def gather(lazy: LazyTensor) -> dict[str, Tensor]:
-    """The sharded tensors behind `lazy`, whole, by name; and those that only another pipeline stage has."""
+    """Return the full values of the sharded tensors behind `lazy`, by name, and of those on another pipeline stage.
+
+    Collectives: every rank calls it. The all-gathers of each sharded tensor; for each tensor of a pipelined model, one
+    all-reduce and one broadcast on the default group.
+    """
     leaves = [leaf for leaf in lazy.leaves() if isinstance(leaf, StateTensor)]
     gathered = {leaf.name: full_values(leaf.tensor) for leaf in leaves if isinstance(leaf.tensor, DTensor)}
     for leaf in leaves:
@@ -235,10 +263,14 @@ def gather(lazy: LazyTensor) -> dict[str, Tensor]:
 
 
 def _from_its_stage(tensor: Tensor, full: Tensor) -> Tensor:
-    """`full` of the rank that answers for `tensor`, on all ranks. One all-reduce and one broadcast."""
+    """Return, on all ranks, the `full` values of the rank that owns `tensor`.
+
+    Collectives: every rank calls it. One all-reduce and one broadcast on the default group.
+    """
     place, device = placement_of(tensor), collective_device()
     answers = place is not None and not place.on_other_stage and not place.is_tied_replica and place.is_first_rank
     source = torch.tensor([dist.get_rank() if answers else dist.get_world_size()], device=device)
+    # The minimum is the rank that owns the values, because all other ranks enter the world size.
     dist.all_reduce(source, op=dist.ReduceOp.MIN)
     values = full.detach().to(device) if answers else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     dist.broadcast(values, src=int(source.item()))

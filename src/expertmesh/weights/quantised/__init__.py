@@ -1,4 +1,6 @@
-"""Weights as they are published: 8- and 4-bit codes with scales, read as the values that they stand for.
+"""Read published quantised weights: 8- and 4-bit codes with scales, read as the values that they represent.
 
-`formats` has the arithmetic, `tensor` what a box needs of the files, `published` which file tensors belong together.
+`tensor` computes which bytes of the files a box needs and decodes them; `published` finds which file tensors belong
+together; `layouts` has the formats that can be written; `encode` makes codes of values; `resident` lets frozen weights
+stay as codes in memory. The arithmetic is in `state/codes.py`.
 """

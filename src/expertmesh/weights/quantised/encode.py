@@ -1,8 +1,8 @@
-"""Values as the codes and scales of a published format: the way back of `tensor`.
+"""Encode values as the codes and scales of a published format: the inverse of `tensor`.
 
-A tensor that was loaded from codes can keep them: every block whose values are what its codes stand for is written as
-it was, byte for byte, and only what has changed is rounded anew. One band of rows is worked on at a time. Nothing here
-communicates or writes a file.
+A tensor that was loaded from codes can reuse them: every block whose values equal those of its old codes is written
+byte for byte as it was, and only changed blocks are rounded again. The work goes by bands of rows, one at a time.
+Nothing here communicates or writes a file.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from expertmesh.state.codes import (
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 _BAND_ELEMENTS = 1 << 22
-# An 8-bit float up to here is rounded to the largest one.
+# Values up to this one are rounded to the largest e4m3 value, 448.
 _E4M3_ROUNDED = 464.0
 
 # Fills a contiguous CPU tensor with a box of a file tensor.
@@ -38,21 +38,30 @@ Fetch = Callable[[FileTensor, Box, Tensor], None]
 
 @dataclass(slots=True)
 class Rounding:
-    """What the format has added: squares of differences and of values, in the dtype of the values; `kept` blocks."""
+    """The rounding error of a format so far, in the dtype of the values."""
 
     error: float = 0.0
+    """The sum of the squares of the differences."""
     size: float = 0.0
+    """The sum of the squares of the values."""
     blocks: int = 0
+    """The number of blocks."""
     kept: int = 0
+    """The number of blocks that reused their old codes."""
 
 
 def encode(
     leaf: QuantisedTensor, values: Tensor, rounding: Rounding, before: Fetch | None = None
 ) -> Iterator[tuple[FileTensor, Box, Tensor]]:
-    """Parts of `leaf`, by boxes, that stand for `values`; what this adds is added to `rounding`.
+    """Yield the parts of `leaf`, by boxes, that represent `values`, and add their error to `rounding`.
 
-    With `before`, which reads the parts that `values` were loaded from, blocks that have not changed keep theirs, and
-    so does a factor of the whole tensor as long as it is large enough.
+    Args:
+        values: The full tensor, of the shape of `leaf`.
+        before: Reads the parts that `values` were loaded from. With it, unchanged blocks reuse their codes, and a
+            factor of the full tensor is reused as long as it is large enough.
+
+    Returns:
+        (part, box of the part, values to store in that box).
     """
     total, keeps = _total(leaf, values, before)
     for box in _bands(leaf):
@@ -74,7 +83,7 @@ def encode(
 
 
 def _bands(leaf: QuantisedTensor) -> Iterator[Box]:
-    """Boxes of whole blocks, and whole words of zero points, that make up the tensor."""
+    """Yield boxes of full blocks, and of full words of zero points, that cover the tensor."""
     *lead, rows, columns = leaf.shape
     step = min(8 * leaf.block[0], rows)
     step *= max(1, _BAND_ELEMENTS // (step * columns))
@@ -84,12 +93,12 @@ def _bands(leaf: QuantisedTensor) -> Iterator[Box]:
 
 
 def _total(leaf: QuantisedTensor, values: Tensor, before: Fetch | None) -> tuple[Tensor | None, bool]:
-    """The factor of the whole tensor as it is stored, for formats that have one, and whether it is that of before."""
+    """Return the stored factor of the full tensor, for formats that have one, and whether it is the old one."""
     part, scalar = leaf.global_scale, math.prod(leaf.scale.shape) == 1
     if leaf.zero_point is not None or (part is None and not scalar):
         return None, True
     largest = torch.stack([values[slices(box)].abs().amax() for box in _bands(leaf)]).amax().float().cpu()
-    # The value of one unit of scale and code, if the largest value is to have the largest of both.
+    # The largest product of a code and a block's scale. The factor times this product must reach the largest value.
     code_max = LARGEST[leaf.code] * (1.0 if part is None else LARGEST["e4m3"])
     part = part or leaf.scale
     if before is not None:
@@ -106,7 +115,7 @@ def _total(leaf: QuantisedTensor, values: Tensor, before: Fetch | None) -> tuple
 
 
 def _encoded(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | None) -> dict[FileTensor, Tensor]:
-    """The parts of a band, as they are stored."""
+    """Return the stored parts of a band."""
     stored: dict[FileTensor, Tensor] = {}
     points: Tensor | float = 0.0
     if leaf.zero_point is not None:
@@ -136,28 +145,29 @@ def _encoded(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | No
 
 
 def _asymmetric(leaf: QuantisedTensor, box: Box, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales, and integers that stand for zero, so that codes reach from the smallest to the largest of each block."""
+    """Return scales and zero points with which the codes reach from the smallest to the largest value of each block."""
     high, low = (largest_of_blocks(part.clamp_min(0), _block(leaf, box)) for part in (values, -values))
     scale = torch.where(high + low == 0, 1.0, (high + low) / 15).to(leaf.scale.dtype)
     return scale, (low / scale.to(torch.float32) - 8).round().clamp(-8, 7)
 
 
 def _mixed(leaf: QuantisedTensor, box: Box, part: FileTensor, same: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """`old` where blocks are the `same`, else `new`: two tensors of what is stored of one part."""
+    """Return `old` where a block is the `same`, else `new`; both are the stored elements of one part."""
     if part is leaf.codes:
         mask = spread(same, leaf.block, box)[..., :: leaf.per_element].reshape(old.shape)
     elif part is leaf.scale:
         mask = same.reshape(old.shape)
     elif part is leaf.zero_point:
-        # Words of eight: their integers are mixed one by one.
+        # A word holds eight zero points of eight blocks; they are mixed one by one.
         return _mixed_points(same, old, new)
     else:
         return old
-    bits = torch.uint8 if old.itemsize == 1 else old.dtype  # not every operation has 8-bit floats
+    bits = torch.uint8 if old.itemsize == 1 else old.dtype  # not every torch operation supports 8-bit floats
     return torch.where(mask, old.view(bits), new.view(bits)).view(old.dtype)
 
 
 def _mixed_points(same: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Mix packed zero points; a word holds eight of them, so the mask covers four bits for each block."""
     nibbles = F.pad(same, (0, 0, 0, -same.shape[-2] % 8)).transpose(-1, -2).unflatten(-1, (-1, 8)).to(torch.int64)
     mask: Tensor = (nibbles * 15 << torch.arange(0, 32, 4)).sum(-1).to(torch.int32).transpose(-1, -2)
     return (old & mask | new & ~mask).contiguous()
@@ -179,11 +189,12 @@ def _decoded(leaf: QuantisedTensor, box: Box, parts: dict[FileTensor, Tensor]) -
 
 
 def _block(leaf: QuantisedTensor, box: Box) -> tuple[int, int]:
-    """A block of the whole tensor is the whole box."""
+    """Return the block size inside `box`; a block of the full tensor becomes the full box."""
     rows, columns = extents(box)[-2:]
     return min(leaf.block[0], rows), min(leaf.block[1], columns)
 
 
 def _grid(leaf: QuantisedTensor, box: Box) -> tuple[int, ...]:
+    """Return the shape of the grid of blocks in `box`."""
     rows, columns = extents(box)[-2:]
     return (*extents(box)[:-2], -(-rows // leaf.block[0]), -(-columns // leaf.block[1]))

@@ -1,4 +1,4 @@
-"""The formats that plain weights can be written in: the tensors that stand for one matrix, and what the config says.
+"""The formats that plain weights can be written in: the file tensors of one matrix, and the config's settings.
 
 Names and settings are those that the public tools write: transformers' FP8, OpenAI's MXFP4 for GPT-OSS, and
 compressed-tensors for the others. `published` reads all of them.
@@ -15,7 +15,7 @@ from expertmesh.weights.quantised.tensor import QuantisedTensor
 _FP8_BLOCK = (128, 128)
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
-# By compressed-tensors: its own name of the format, and its settings.
+# Formats of compressed-tensors: the name that it gives the format, and its settings.
 _COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("pack-quantized", _INT4),
     "mxfp4": ("mxfp4-pack-quantized", {**_FP4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}),
@@ -28,12 +28,16 @@ FORMATS = ("fp8", *sorted(_COMPRESSED))
 
 
 def multiple_of(form: str) -> int:
-    """What the number of columns has to be a multiple of."""
+    """Return the number that must divide the number of columns."""
     return 1 if form == "fp8" else int(_COMPRESSED[form][1]["group_size"])
 
 
 def stored_matrix(form: str, name: str, shape: tuple[int, ...]) -> QuantisedTensor:
-    """How `form` stores the weight `name`, a matrix `[out, in]`, or in GPT-OSS' mxfp4 a stack of them."""
+    """Return the file tensors in which `form` stores the weight `name`.
+
+    Args:
+        shape: `[out, in]`, or for GPT-OSS' mxfp4 `[experts, out, in]`.
+    """
     *lead, rows, columns = shape
 
     def part(name: str, dtype: torch.dtype, *shape: int) -> FileTensor:
@@ -65,7 +69,12 @@ def stored_matrix(form: str, name: str, shape: tuple[int, ...]) -> QuantisedTens
 
 
 def settings_of(form: str, skipped: list[str], *, stacks: bool) -> dict[str, Any]:
-    """The `quantization_config`; `skipped` are the modules that stay plain, `stacks`: experts are GPT-OSS' stacks."""
+    """Return the `quantization_config` of a format.
+
+    Args:
+        skipped: The modules that are not quantised.
+        stacks: Experts are stacked in one tensor, as in GPT-OSS.
+    """
     if form == "fp8":
         return {
             "quant_method": "fp8",

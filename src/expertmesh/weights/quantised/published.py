@@ -1,7 +1,7 @@
-"""Which tensors of published files belong together: codes and their scales, by the method that the config names.
+"""Find which tensors of published files belong together: codes and their scales, by the method that the config names.
 
 Everything is decided from `quantization_config` and the files' headers, in released names, before transformers' rules
-rename anything. Nothing here knows a family. What does not fit is an error that names file and tensor.
+rename anything. Nothing here depends on a family. An error names file and tensor of anything that does not fit.
 """
 
 import math
@@ -24,22 +24,27 @@ _MX, _NV = (1, 32), (1, 16)
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensors:
-    """What the files hold, by name: plain tensors as they are, codes with their scales as one tensor of values.
-
-    `stored` are the names of the file tensors behind each, `quantised` the names of what is quantised.
-    """
+    """The tensors that the files hold, with codes and their scales joined into one tensor of values."""
 
     tensors: Mapping[str, LazyTensor]
+    """By name: plain tensors unchanged, quantised ones as tensors of values."""
     stored: Mapping[str, tuple[str, ...]]
+    """The names of the file tensors behind each tensor."""
     quantised: frozenset[str] = frozenset()
+    """The names of the quantised tensors."""
 
 
 def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) -> PublishedTensors:
-    """The tensors of `files`, those that are quantised as the values that they stand for.
+    """Return the tensors of `files`; quantised ones are read as the values that their codes represent.
 
-    `settings` is what `quantisation` says of the model's config. Reads nothing but the headers that `files` already
-    has. Raises `InputError` for a method or a variant that is not supported, and `IntegrityError` for codes without
-    scales, scales without codes, and grids that do not fit.
+    Only the headers that `files` already has are used.
+
+    Args:
+        settings: The result of `quantisation` for the model's config.
+
+    Raises:
+        InputError: The method or the variant is not supported.
+        IntegrityError: Codes without scales, scales without codes, or grids that do not fit.
     """
     tensors = {name: LazyTensor.of(tensor) for name, tensor in files.tensors.items()}
     stored = {name: (name,) for name in tensors}
@@ -58,7 +63,7 @@ def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) ->
 
 
 def quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's config as plain data; None for a model that is not quantised."""
+    """Return the `quantization_config` of a model's config as plain data, or None if the model is not quantised."""
     settings = getattr(config, "quantization_config", None)
     return settings if settings is None or isinstance(settings, dict) else settings.to_dict()
 
@@ -68,13 +73,13 @@ def method_of(settings: Mapping[str, Any]) -> str:
 
 
 def plain_dtype(lazy: LazyTensor) -> torch.dtype:
-    """The dtype to write a tensor in: that of its files, bfloat16 where they hold codes."""
+    """Return the dtype to write a tensor in: that of its files, bfloat16 where they hold codes."""
     quantised = any(isinstance(leaf, QuantisedTensor) for leaf in lazy.leaves())
     return torch.bfloat16 if quantised else lazy.dtype
 
 
 def refuse_unsupported(config: PreTrainedConfig, where: object) -> None:
-    """Raise `InputError` for a model whose files are quantised by a method that is not read."""
+    """Raise `InputError` for a model whose files are quantised by an unsupported method."""
     _refuse_other_methods(quantisation(config), where)
 
 
@@ -98,13 +103,17 @@ class _Grouping:
     used: set[str] = field(default_factory=set)
 
     def having(self, suffix: str, *dtypes: torch.dtype) -> Iterator[tuple[str, FileTensor]]:
-        """The tensors whose names end in `suffix`, by what stands before it, of one of `dtypes` if any are given."""
+        """Yield (name without `suffix`, tensor) for names that end in `suffix`, of one of `dtypes` if given."""
         for name, tensor in self.files.tensors.items():
             if name.endswith(suffix) and (not dtypes or tensor.dtype in dtypes):
                 yield name.removesuffix(suffix), tensor
 
     def part(self, codes: FileTensor, *names: str) -> FileTensor:
-        """The one tensor of `names` that the files hold; the scale of `codes`."""
+        """Return the scale of `codes`: the one tensor of `names` that the files hold.
+
+        Raises:
+            IntegrityError: The files hold none or several of them.
+        """
         there = [self.files.tensors[name] for name in names if name in self.files.tensors]
         if len(there) != 1:
             problem = "has no scale" if not there else f"has {len(there)} scales"
@@ -121,14 +130,17 @@ class _Grouping:
         unused: Sequence[str] = (),
         arrange: Callable[[LazyTensor], Any] = lambda lazy: lazy,
     ) -> None:
-        """Take the parts of `tensor`, and of `unused` what there is: scales of activations, which no weight needs."""
+        """Take the parts of `tensor`, and those of `unused` that exist: scales of activations, unused by weights."""
         names = (*(part.name for part in tensor.parts), *(each for each in unused if each in self.files.tensors))
         self.found[name] = arrange(LazyTensor.of(tensor))
         self.taken[name] = names
         self.used.update(names)
 
     def refuse_leftovers(self, suffixes: tuple[str, ...]) -> None:
-        """What only quantised files hold, by dtype or by `suffixes`, must belong to something."""
+        """Raise `IntegrityError` for a tensor that only quantised files hold and that was not taken.
+
+        Such a tensor is an 8-bit float, or its name ends in one of `suffixes`.
+        """
         for name, tensor in self.files.tensors.items():
             if name in self.used:
                 continue
@@ -138,7 +150,10 @@ class _Grouping:
 
 
 def _fine_grained_fp8(grouping: _Grouping) -> None:
-    """DeepSeek-V3 and those after it: blocks of e4m3; e8m0 scales and 4-bit experts too; Mistral's one scale."""
+    """Group the files of DeepSeek-V3 and its successors: blocks of e4m3.
+
+    Also e8m0 scales, 4-bit experts, and Mistral's single scale.
+    """
     block = grouping.settings.get("weight_block_size")
     for name, codes in list(grouping.having("", torch.float8_e4m3fn, torch.int8)):
         stem = name.removesuffix(".weight")
@@ -154,14 +169,14 @@ def _fine_grained_fp8(grouping: _Grouping) -> None:
 
 
 def _mxfp4(grouping: _Grouping) -> None:
-    """GPT-OSS: `X_blocks` [E, out, in/32, 16] and `X_scales`; the model's own parameter is [E, in, out]."""
+    """Group GPT-OSS: `X_blocks` [E, out, in/32, 16] and `X_scales`; the model's own parameter is [E, in, out]."""
     for name, codes in list(grouping.having("_blocks", torch.uint8)):
         tensor = _tensor(name, codes, grouping.part(codes, f"{name}_scales"), "e2m1", [_MX])
         grouping.add(name, tensor, arrange=lambda lazy: lazy.transpose(-1, -2))
 
 
 def _compressed_tensors(grouping: _Grouping) -> None:
-    """Packed int4, MXFP4 and NVFP4 (`weight_packed`), and e4m3 (`weight`), each with `weight_scale`."""
+    """Group packed int4, MXFP4 and NVFP4 (`weight_packed`), and e4m3 (`weight`), each with `weight_scale`."""
     groups = [group["weights"] for group in (grouping.settings.get("config_groups") or {}).values()]
     for weights in groups:
         kind = (weights.get("type", "int"), weights.get("num_bits", 8))
@@ -195,7 +210,7 @@ def _compressed_tensors(grouping: _Grouping) -> None:
 
 
 def _modelopt(grouping: _Grouping) -> None:
-    """NVIDIA ModelOpt's NVFP4: bytes of two codes, e4m3 scales of 16, and one fp32 factor `weight_scale_2`."""
+    """Group NVIDIA ModelOpt's NVFP4: bytes of two codes, e4m3 scales of 16, and one fp32 factor `weight_scale_2`."""
     algorithm = grouping.settings.get("quant_algo")
     if algorithm != "NVFP4":
         raise InputError(
@@ -213,7 +228,7 @@ def _modelopt(grouping: _Grouping) -> None:
 _PACKED = (
     ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx",
 )  # fmt: skip
-# What each method is read by, and the names that only its files have.
+# For each method: the function that groups its tensors, and the suffixes of names that only its files have.
 _METHODS: dict[str, tuple[Callable[[_Grouping], None], tuple[str, ...]]] = {
     "fp8": (_fine_grained_fp8, ("_scale_inv", ".qscale_weight")),
     "mxfp4": (_mxfp4, ("_blocks", "_scales")),
@@ -223,7 +238,7 @@ _METHODS: dict[str, tuple[Callable[[_Grouping], None], tuple[str, ...]]] = {
 
 
 def _blocks_of(weights: Mapping[str, Any]) -> list[Block]:
-    """The blocks that one group of a compressed-tensors config can mean; one scale a row or a tensor needs none."""
+    """Return the possible blocks of one compressed-tensors config group; none for one scale per row or tensor."""
     if weights.get("block_structure"):
         rows, columns = weights["block_structure"]
         return [(rows, columns)]
@@ -238,7 +253,11 @@ def _is_nvfp4(tensor: QuantisedTensor) -> bool:
 def _tensor(
     name: str, codes: FileTensor, scale: FileTensor, code: Code, blocks: Sequence[Block], **options: Any
 ) -> QuantisedTensor:
-    """Codes and scale as one tensor, with the block of `blocks` whose grid the scale has."""
+    """Join codes and scale into one tensor, with the block of `blocks` that the grid of the scale fits.
+
+    Raises:
+        IntegrityError: The codes are not a matrix, or no block fits the scale.
+    """
     if len(codes.shape) < 2:
         raise _refused(codes, f"has the shape {list(codes.shape)}; quantised weights are matrices")
     shape = _value_shape(codes, scale, code)
@@ -258,7 +277,7 @@ def _tensor(
 
 
 def _value_shape(codes: FileTensor, scale: FileTensor, code: Code) -> tuple[int, ...]:
-    """The shape of the values: a file may keep the bytes of a block in a dim of their own."""
+    """Return the shape of the values; a file may store the bytes of a block in a separate dim."""
     trailing = len(codes.shape) == len(scale.shape) + 1 and len(codes.shape) > 3
     *rest, last = codes.shape[:-1] if trailing else codes.shape
     return (*rest, last * CODES_PER_ELEMENT[code] * (codes.shape[-1] if trailing else 1))

@@ -1,7 +1,7 @@
-"""Published codes of frozen weights that stay as they are in memory: in which format, and the bytes of units.
+"""Keep the published codes of frozen weights in memory: find their format, and read the bytes of their units.
 
 Files hold gate and up of each expert apart, or experts stacked; in memory their rows lie one after the other, codes and
-scales unchanged. Of a linear layer each row has the scales of the blocks that it is in. Nothing here communicates.
+scales unchanged. Each row of a linear layer has the scales of its blocks. Nothing here communicates.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +24,12 @@ from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 
 def published_formats(model: nn.Module, plan: LoadPlan) -> dict[str, PackedFormat]:
-    """The format of each weight whose codes can stay as the files of `plan` hold them, by parameter name.
+    """Return the format of each weight whose codes can stay as the files of `plan` hold them, by parameter name.
 
-    A linear layer whose codes cannot stay is left out. Raises `InputError` for experts whose codes cannot, and for a
-    model none of whose experts are quantised.
+    A linear layer whose codes cannot stay is left out.
+
+    Raises:
+        InputError: The codes of experts cannot stay, or no experts of the model are quantised.
     """
     anatomy = describe(model)
     formats = {}
@@ -45,7 +47,7 @@ def published_formats(model: nn.Module, plan: LoadPlan) -> dict[str, PackedForma
 
 
 def kept_plan(model: nn.Module, plan: LoadPlan) -> LoadPlan:
-    """`plan` with the values that `model` keeps, some of which may be quantised when they are loaded."""
+    """Return `plan` with the values that `model` has after loading, where frozen weights may be quantised."""
     formats: Mapping[str, PackedFormat] = sharded(model).frozen_formats or {}
     quantised = {name: kind for name, kind in formats.items() if not kind.published}
     kept = {name: rounded_units(plan.tensors[name], kind) for name, kind in quantised.items()}
@@ -55,9 +57,10 @@ def kept_plan(model: nn.Module, plan: LoadPlan) -> LoadPlan:
 def published_bytes(
     lazy: LazyTensor, box: Box, kind: PackedFormat, fetch: Callable[[FileTensor, Box, Tensor], None]
 ) -> Tensor:
-    """The bytes `[X, B]` of one expert, or of parts of rows, in `kind`, a format of `published_formats`.
+    """Return the bytes `[X, B]` of one expert, or of parts of rows, in `kind`, a format of `published_formats`.
 
-    Raises `IntegrityError` as reading values does.
+    Raises:
+        IntegrityError: As reading values does.
     """
     codes, scales, factors = [], [], []
     for piece in _pieces(lazy, box, kind.transposed):
@@ -68,24 +71,28 @@ def published_bytes(
         codes.append(raw[id(leaf.codes)].contiguous().view(torch.uint8).reshape(-1, kind.row_bytes))
         grid = _blocks(rows, leaf.block[0]), _blocks(columns, leaf.block[1])
         scale = raw[id(leaf.scale)].reshape(len(grid[0]), len(grid[1])).contiguous().view(torch.uint8)
-        if kind.by_rows:  # each with the scales of its blocks
+        if kind.by_rows:  # each row gets a copy of the scales of its blocks
             scale = scale.index_select(0, torch.arange(*rows) // leaf.block[0] - grid[0].start)
         scales.append(scale)
         if leaf.global_scale is not None:
             factor = raw[id(leaf.global_scale)].reshape(1, 1).to(torch.float32)
             factors.append(factor.expand(len(codes[-1]), 1) if kind.by_rows else factor)
-    units = sum(map(len, codes)) if kind.by_rows else 1  # all rows are of one expert
+    units = sum(map(len, codes)) if kind.by_rows else 1  # otherwise all rows belong to one expert
     stored = [torch.cat(parts).reshape(units, -1) for parts in (codes, scales, factors) if parts]
     return joined(stored[0], stored[1], stored[2] if factors else None, kind)
 
 
 def _blocks(extent: tuple[int, int], size: int) -> range:
-    """The blocks of `size` that `extent` touches."""
+    """Return the indices of the blocks of `size` that `extent` touches."""
     return range(extent[0] // size, -(-extent[1] // size))
 
 
 def _format_of_rows(lazy: LazyTensor) -> PackedFormat | None:
-    """None for plain weights, and for codes that do not lie in whole rows of the model's matrix."""
+    """Return the format of a linear layer.
+
+    Returns:
+        None for plain weights, and for codes that do not cover full rows of the model's matrix.
+    """
     whole = full_box(lazy.shape)
     kinds = set()
     for piece in lazy.pieces:
@@ -101,7 +108,11 @@ def _format_of_rows(lazy: LazyTensor) -> PackedFormat | None:
 
 
 def _format_of(name: str, lazy: LazyTensor, transposed: bool) -> PackedFormat | None:
-    """None for plain weights. Experts that differ in anything are refused."""
+    """Return the format of the experts `name`; None for plain weights.
+
+    Raises:
+        InputError: The experts differ in their format.
+    """
     found = [isinstance(leaf, QuantisedTensor) for leaf in lazy.leaves()]
     if not any(found):
         return None
@@ -134,7 +145,11 @@ def _kind(leaf: QuantisedTensor) -> tuple[Code, tuple[int, int], torch.dtype, Fa
 
 
 def _pieces(lazy: LazyTensor, box: Box, transposed: bool) -> Iterator[Piece]:
-    """What a box consists of, in the order of its rows; its columns have to run along the files' columns."""
+    """Yield the pieces of `box` in the order of its rows.
+
+    Raises:
+        InputError: The columns of `box` do not run along the files' columns.
+    """
     rows, columns = (-1, -2) if transposed else (-2, -1)
     found = [piece.crop(common) for piece in lazy.pieces if (common := intersect(piece.dest, box)) is not None]
     for piece in sorted(found, key=lambda piece: piece.dest[rows][0]):

@@ -1,7 +1,7 @@
-"""A tensor of 8- or 4-bit codes as a leaf with values: which bytes a box needs, and what they stand for.
+"""A tensor of 8- or 4-bit codes as a leaf with values: which bytes a box needs, and which values they represent.
 
-Codes are read for the box alone, widened to whole bytes or words; scales for the blocks that it touches. So a rank
-reads the packed bytes of its share, whatever the block size. Nothing here communicates.
+Codes are read for the box alone, widened to full bytes or words; scales for the blocks that it touches. So a rank reads
+the packed bytes of its share, whatever the block size. Nothing here communicates.
 """
 
 import math
@@ -17,31 +17,35 @@ from expertmesh.io.boxes import Box, extents, full_box, volume
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.codes import Code, Factor, scale_values, spread, values_of, with_factor
 
-# How many codes one element of the file's tensor holds.
+# The number of codes in one element of the file's tensor.
 CODES_PER_ELEMENT: dict[Code, int] = {"e4m3": 1, "e2m1": 2, "int4": 8}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedTensor:
-    """Codes and scales of a matrix or a stack of matrices, `shape` `[..., out, in]`, as one leaf of values in `dtype`.
+    """Codes and scales of a matrix or a stack of matrices as one leaf of values.
 
-    The last two dims are cut into blocks of `block` = (rows, columns), each with a scale; the last blocks may be
-    partial. `codes` has one dim more where the file keeps the bytes of a block apart. `global_scale` is one more
-    factor of all scales, or a divisor. `zero_point` is packed along the rows. `stored_shape` is the shape that the
-    file itself tells.
+    The last two dims are divided into blocks, each with a scale; the last blocks may be partial.
     """
 
     name: str
     shape: tuple[int, ...]
+    """`[..., out, in]`, of the values."""
     dtype: torch.dtype
+    """The dtype of the values."""
     code: Code
     block: tuple[int, int]
+    """(rows, columns) of a block."""
     codes: FileTensor
+    """Has one dim more than `shape` where the file stores the bytes of a block in a separate dim."""
     scale: FileTensor
     global_scale: FileTensor | None = None
+    """One more factor of all scales, or a divisor."""
     global_divides: bool = False
     zero_point: FileTensor | None = None
+    """Packed along the rows."""
     stored_shape: FileTensor | None = None
+    """The shape of the values as the file itself records it."""
 
     @property
     def path(self) -> Path:
@@ -61,16 +65,16 @@ class QuantisedTensor:
 
     @property
     def per_element(self) -> int:
-        """How many codes one element of `codes` holds, and one of `zero_point`."""
+        """The number of codes in one element of `codes`, and of `zero_point`."""
         return CODES_PER_ELEMENT[self.code]
 
     @property
     def factor(self) -> Factor:
-        """What `global_scale` does."""
+        """The effect of `global_scale`."""
         return "none" if self.global_scale is None else "divides" if self.global_divides else "times"
 
     def needed(self, box: Box) -> list[tuple[FileTensor, Box]]:
-        """The boxes of `parts` that `box` needs."""
+        """Return the boxes of `parts` that `box` needs."""
         boxes = {id(self.codes): self._codes_box(box), id(self.scale): self._scale_box(box)}
         if self.zero_point is not None:
             rows, columns = self._blocks_of(box)
@@ -78,19 +82,25 @@ class QuantisedTensor:
         return [(part, boxes.get(id(part), full_box(part.shape))) for part in self.parts]
 
     def read(self, box: Box, fetch: Callable[[FileTensor, Box, Tensor], None]) -> Tensor:
-        """The values of `box` in `dtype`, with its extents. Raises what `stored` raises."""
+        """Return the values of `box` in `dtype`, with its extents. Raises what `stored` raises."""
         raw, scales = self.stored(box, fetch)
         values = self._decoded(raw[id(self.codes)], box)
         if self.zero_point is not None:
             values = values - self._zero_points(raw[id(self.zero_point)], box)
-        # In fp32 the product has at most one rounding; then one cast, as the formats are defined.
+        # In fp32 the product is rounded at most once, and then cast once: this is how the formats are defined.
         return (values * spread(scales, self.block, box)).to(self.dtype)
 
     def stored(self, box: Box, fetch: Callable[[FileTensor, Box, Tensor], None]) -> tuple[dict[int, Tensor], Tensor]:
-        """What the files hold for `box`, by the id of each of `parts`; and its scales in fp32, one for each block.
+        """Read the stored elements of `box`.
 
-        `fetch` fills a contiguous CPU tensor with a box of a file tensor. Raises `IntegrityError` for a scale that is
-        not finite, and for a file whose own note of the shape says otherwise.
+        Args:
+            fetch: Fills a contiguous CPU tensor with a box of a file tensor.
+
+        Returns:
+            The raw elements by the id of each of `parts`, and the scales in fp32, one for each block.
+
+        Raises:
+            IntegrityError: A scale is not finite, or the shape that the file records is another.
         """
         raw: dict[int, Tensor] = {}
         for part, wanted in self.needed(box):
@@ -117,7 +127,7 @@ class QuantisedTensor:
         return values_of(codes, self.code)[..., start - first : stop - first]
 
     def _zero_points(self, packed: Tensor, box: Box) -> Tensor:
-        """The zero point of each element of `box`."""
+        """Return the zero point of each element of `box`."""
         points = values_of(packed.transpose(-1, -2), self.code).transpose(-1, -2)
         rows, _ = self._blocks_of(box)
         first = rows[0] - rows[0] % self.per_element
@@ -125,7 +135,7 @@ class QuantisedTensor:
 
     @property
     def _columns(self) -> int:
-        """How many columns one index of the codes' column dim stands for."""
+        """The number of columns that one index of the codes' column dim covers."""
         trailing = self.codes.shape[len(self.shape) :]
         return self.per_element * (trailing[0] if trailing else 1)
 
@@ -134,23 +144,23 @@ class QuantisedTensor:
         return (*box[:-1], _outer(box[-1], self._columns), *trailing)
 
     def _blocks_of(self, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The rows and columns of the grid that `box` touches."""
+        """Return the rows and columns of the grid that `box` touches."""
         return _outer(box[-2], self.block[0]), _outer(box[-1], self.block[1])
 
     def _scale_box(self, box: Box) -> Box:
         if math.prod(self.scale.shape) == 1:
             return full_box(self.scale.shape)
-        return (*box[:-2], *self._blocks_of(box))[: len(self.scale.shape)]  # one scale a row may lack the last dim
+        return (*box[:-2], *self._blocks_of(box))[: len(self.scale.shape)]  # scales per row may lack the last dim
 
     def _damaged(self, part: FileTensor, problem: str) -> IntegrityError:
         return IntegrityError(f"{part.path}: tensor {part.name} {problem}", key="weights.damaged")
 
 
 def stored_bytes(leaf: QuantisedTensor, box: Box) -> int:
-    """How many bytes of the files `box` needs."""
+    """Return the bytes of the files that `box` needs."""
     return sum(volume(wanted) * part.dtype.itemsize for part, wanted in leaf.needed(box))
 
 
 def _outer(extent: tuple[int, int], size: int) -> tuple[int, int]:
-    """The indices of the runs of `size` that `extent` touches."""
+    """Return the range of the runs of `size` that `extent` touches."""
     return extent[0] // size, -(-extent[1] // size)
