@@ -1,6 +1,6 @@
-"""The model through its root but with its head on no token: what both the loss and the counting of routing need.
+"""Run a model through its root, with its head on no token: the loss and the counting of routing both need this.
 
-FSDP2's hooks live at the root, so the base model beside the head is never called alone.
+FSDP2's hooks are on the root module, so the base model beside the head is never called alone.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,23 @@ _NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens", "reference")
 def run_base(
     model: nn.Module, batch: Mapping[str, torch.Tensor], *, router_logits: bool = False
 ) -> tuple[ModelOutput, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Run the base model on a micro-batch. Returns its output, the root's logits of no token, and, if asked for, the
-    router logits of each MoE layer as transformers records them, `[B * S, E]`. Collective, as the model's forward is.
-    Under cp and tp, S counts this rank's positions (sequence.py), in the output too; `batch` is whole and padded.
+    """Run the base model on a micro-batch.
 
-    The model never makes a router loss of its own: that would be this process's, not the global batch's.
+    The model never computes a router loss by itself: that loss would be of this process, not of the global batch.
+
+    Args:
+        batch: The full, padded micro-batch, on every rank along cp and tp.
+        router_logits: Also record the router logits.
+
+    Returns:
+        The base model's output, the root's logits of no token, and the router logits of each MoE layer as transformers
+        records them, `[B * S, E]` (empty without `router_logits`). Under cp and tp, S counts this rank's positions
+        (sequence.py).
+
+    Raises:
+        InputError: `router_logits` was requested and the model gave none.
+
+    Collectives: every rank calls it; those of the model's forward.
     """
     captured: list[ModelOutput] = []
     recorded: list[tuple[torch.Tensor, ...]] = []
@@ -67,20 +79,20 @@ def run_base(
 
 
 def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the model's forward gets of a micro-batch."""
+    """Return the entries of a micro-batch that the model's forward takes."""
     return {key: value for key, value in batch.items() if key not in _NOT_FOR_THE_MODEL}
 
 
 def real_tokens_here(batch: Mapping[str, torch.Tensor], share: SequenceShare) -> torch.Tensor | None:
-    """Which of this rank's positions are no padding, `[B, S]` bool; None: all."""
+    """Return a mask of this rank's positions that are not padding, `[B, S]` bool, or None if no position is."""
     real_BS = real_tokens_of(batch)
     return None if real_BS is None else share.own(real_BS, 1)
 
 
 def base_name(model: nn.Module) -> str:
-    """The base model beside the head: by the family's own prefix, else the only model there.
+    """Return the name of the base model beside the head: the family's prefix, else the only model there.
 
-    Models with a vision tower may hold a whole causal language model; then it is the base of that.
+    A model with a vision tower may contain a full causal language model; the result is then the base of that one.
     """
     if is_classifier(model):
         raise InputError(

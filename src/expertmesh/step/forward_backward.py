@@ -1,7 +1,7 @@
-"""Forward and backward over the micro-batches of one optimizer step, in every layout: what the trainer calls, and loops
-of one's own.
+"""Run forward and backward over the micro-batches of one optimizer step, in every layout.
 
-Without pipeline stages that is a loop over the micro-batches; with them, a schedule runs them through all stages.
+The trainer calls it, and so do training loops of users. Without pipeline stages it is a loop over the micro-batches;
+with them, a schedule runs the micro-batches through all stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,11 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepLosses:
-    """This rank's shares, fp64, on its device and without graph; the step's values are the sums over all ranks.
+    """This rank's shares of a step's values: fp64, on the rank's device, without graph. The values are the sums of the
+    shares over all ranks.
 
-    `loss` of the objective, 0-dim. `aux_loss` and `z_loss`: of the routers, without their factors; zero where they are
-    off. `figures_F`: by the objective's `figures`.
+    `loss` is the objective's, 0-dim. `aux_loss` and `z_loss` are the routers', without their factors; zero where they
+    are off. `figures_F` follows the objective's `figures`.
     """
 
     loss: torch.Tensor
@@ -45,16 +46,26 @@ class StepLosses:
 def forward_backward(
     model: nn.Module, micro_batches: Sequence[Batch], *, target_tokens: int | torch.Tensor, chunk_tokens: int = 1024
 ) -> StepLosses:
-    """Add the gradients of one optimizer step to the model's; router losses included where `moe` asks for them.
+    """Add the gradients of one optimizer step to those of the model, with the router losses that `moe` asks for.
 
         losses = em.forward_backward(model, micro_batches, target_tokens=n)
         grad_norm = em.clip_grad_norm_(model, max_norm=1.0)
         optimizer.step(); optimizer.zero_grad()
 
-    `micro_batches` are this rank's share of the step, as `causal_lm_loss` takes them, on its device, equally many on
-    every rank and the same ones along pp, cp and tp; `target_tokens` are those of the whole step, over all data ranks
-    and micro-batches. Every rank calls it, once per step: the collectives of forward and backward, and with pp sends
-    and receives between stages.
+    Args:
+        micro_batches: This rank's share of the step, on its device, each as `causal_lm_loss` takes it. All ranks have
+            equally many; ranks along pp, cp and tp have the same ones.
+        target_tokens: The targets of the whole step, over all data ranks and micro-batches.
+        chunk_tokens: How many target tokens get logits at a time.
+
+    Returns:
+        This rank's shares of the losses.
+
+    Raises:
+        InputError: The step has no target or no micro-batch, or only some ranks give images.
+
+    Collectives: every rank calls it once per step; those of forward and backward, with pp also sends and receives
+    between stages.
     """
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(
@@ -68,7 +79,7 @@ def forward_backward(
 def minimise(
     model: nn.Module, micro_batches: Sequence[Batch], objective: Objective, chunk_tokens: int = 1024
 ) -> StepLosses:
-    """`forward_backward` for any objective."""
+    """Do what `forward_backward` does, for any objective."""
     if not micro_batches:
         raise InputError(
             "forward_backward: a step needs a micro-batch; give each rank as many as the others",
@@ -81,19 +92,20 @@ def minimise(
     with router_losses(model, micro_batches) as router_loss:
         for index, batch in enumerate(micro_batches, start=1):
             if isinstance(model, FSDPModule) and mesh_of(model).layout.replicate > 1:
-                # Between replicas once per step is enough.
+                # Replicas need one all-reduce per step; earlier ones would only add communication.
                 model.set_requires_all_reduce(index == len(micro_batches))
             term = loss_of_batch(model, batch, objective, chunk_tokens)
             (term.loss + router_loss()).backward()
             sums.add(term)
-            del term  # and with it what the graph still holds
+            del term  # free what the graph still holds before the next forward
     return sums.with_router_losses(router_loss)
 
 
 @torch.no_grad()
 def evaluate_terms(model: nn.Module, batches: Sequence[Batch], objective: Objective) -> list[Term]:
-    """The objective's terms of `batches`, without gradients; none on ranks without the last pipeline stage. Every rank
-    calls it, with equally many batches (and the same ones along pp).
+    """Return the objective's terms of `batches`, without gradients; none on ranks without the last pipeline stage.
+
+    Collectives: every rank calls it, with equally many batches (the same ones along pp); those of the model's forward.
     """
     pipeline = pipeline_of(model)
     if pipeline is None:
@@ -112,7 +124,9 @@ def evaluate_terms(model: nn.Module, batches: Sequence[Batch], objective: Object
 
 
 class _Sums:
-    """A step's shares as they come in, on the device of the batches; also on ranks whose stages add nothing."""
+    """The sums of a step's shares, on the device of the batches. Ranks whose stages add nothing have them as well, so
+    that all ranks can reduce them.
+    """
 
     def __init__(self, batches: Sequence[Batch], objective: Objective) -> None:
         self.loss = nothing_on_device_of(batches)
@@ -163,13 +177,13 @@ def _through_stages(
 
 
 def _tied_between_stages(model: nn.Module) -> list[nn.Parameter]:
-    """Trained parameters that the first and the last stage both hold, in the same order on both."""
+    """Return the trained parameters that both the first and the last stage hold, in the same order on both."""
     places = [(parameter, placement_of(parameter)) for parameter in stage_parameters(model).values()]
     return [p for p, place in places if p.requires_grad and place is not None and place.has_tied_replica]
 
 
 def _sum_with_other_stage(pipeline: Pipeline, parameter: nn.Parameter) -> None:
-    """Give both stages the sum of their gradients, bit for bit the same: each sends the other its shard."""
+    """Give both stages the sum of their gradients, with equal bits: each sends its shard to the other."""
     layout, rank = pipeline.mesh.layout, pipeline.mesh.coordinate("pp")
     first, last = 0, (len(pipeline.stages) - 1) % layout.pp
     gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

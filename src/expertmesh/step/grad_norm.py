@@ -1,8 +1,8 @@
-"""One gradient norm over both views, and clipping by it.
+"""Compute one gradient norm over dense and expert parameters, and clip by it.
 
-Dense and expert parameters live on different meshes, so `torch.nn.utils.clip_grad_norm_` refuses them or sees only
-its own rank's share. Here every rank sums its own shards of both kinds; the ranks of one shard group together hold
-every parameter exactly once, so one all-reduce gives the norm of the whole model, the same number on every rank.
+Dense and expert parameters live on different meshes, so `torch.nn.utils.clip_grad_norm_` refuses them or sees only the
+local shards. Here every rank sums its own shards of both kinds. The ranks of one shard group together hold every
+parameter exactly once, so one all-reduce gives the norm of the whole model, equal on every rank.
 """
 
 import math
@@ -20,21 +20,29 @@ from expertmesh.state.stage_view import is_tied_replica, stage_parameters
 def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`; return the norm before clipping.
 
-    `model` is one that was parallelized; gradients must be complete (after the last backward of the step). `norm_type`
-    is any p > 0 or infinity. With `max_norm=None` the norm is only measured. Every rank must call it: one all-reduce
-    of one number over the shard group, and with pp one more over the stages. Returns a 0-dim fp32 tensor (fp64 for fp64
-    gradients). A non-finite norm is returned as it is and scales nothing, so that the caller can skip the step.
+    A norm that is not finite is returned as it is and scales nothing, so that the caller can skip the step.
+
+    Args:
+        model: A parallelized model. Its gradients must be complete: after the last backward of the step.
+        max_norm: The largest norm allowed; None only measures.
+        norm_type: Any p > 0, or infinity.
+
+    Returns:
+        A 0-dim fp32 tensor (fp64 for fp64 gradients), equal on every rank.
+
+    Collectives: every rank calls it; one all-reduce of one number over the shard group, with pp one more over the
+    stages.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without backward leaves the root's parameters gathered, and without gradients
     parameters = stage_parameters(model).values()
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # A weight that two pipeline stages share counts once.
+    # Count a weight that two pipeline stages share once.
     counted = [_local(p.grad) for p in parameters if p.grad is not None and not is_tied_replica(p)]
     total = global_norm(counted, norm_type, model)
     if max_norm is not None and gradients:
-        # The same rule as torch.nn.utils.clip_grad_norm_, without waiting for the device to decide.
+        # The rule of torch.nn.utils.clip_grad_norm_, decided on the device: an `if` would wait for it.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         scale = torch.where(total.isfinite(), scale, torch.ones_like(scale))
         torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
@@ -42,7 +50,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
 
 
 def global_norm(gradients: list[torch.Tensor], norm_type: float, model: nn.Module) -> torch.Tensor:
-    """The p-norm of all ranks' shards together. Collective over the shard group, then over pp (one all-reduce each)."""
+    """Return the p-norm of the shards of all ranks together.
+
+    Collectives: one all-reduce over the shard group, then one over pp.
+    """
     mesh = mesh_of(model)
     groups = [mesh.shard_group, *([mesh.pp_group] if mesh.layout.pp > 1 else [])]
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32

@@ -1,8 +1,9 @@
-"""The loss of a micro-batch, by the objective: a share of a sum that is divided by a count of the whole optimizer step.
+"""Compute this rank's share of a step's loss for one micro-batch, by the objective.
 
-Dividing by the global count is what makes every gradient right for every layout, every accumulation count and
-uneven batches: shares add up, and FSDP2 reduces by sums. The full logits never exist: the model's own head runs on
-chunks of target tokens, gradients of a chunk are taken at once, and the chunk's logits are dropped.
+The step's loss is a sum that is divided by a count of the whole optimizer step. Dividing by the global count makes
+every gradient right for every layout, accumulation and uneven batches: shares add up, and FSDP2 reduces by sums. The
+full logits never exist: the model's own head runs on chunks of target tokens, a chunk's gradients are computed at once,
+and its logits are freed.
 
     B rows, S positions, N target tokens here, C tokens of a chunk, H hidden, V vocabulary
 """
@@ -39,16 +40,24 @@ BaseOutput = Callable[..., ModelOutput]
 def causal_lm_loss(
     model: nn.Module, batch: Mapping[str, torch.Tensor], *, target_tokens: int | torch.Tensor, chunk_tokens: int = 1024
 ) -> torch.Tensor:
-    """This rank's share of the step's loss; the step's loss is the sum of all shares. 0-dim, fp32 (fp64 in fp64).
+    """Return this rank's share of the step's loss; the step's loss is the sum of all shares.
 
-    `batch`: `input_ids` and `labels` `[B, S]` int64 (labels aligned with the inputs, -100 where there is no target;
-    the shift happens here) and what else the model's forward takes (`attention_mask` or `position_ids`). `row_numbers`
-    `[B]` int64 are for adapters' dropout: no two rows of a run have the same. `real_tokens` `[B, S]` bool says what
-    is no padding, for counts of routing (default: `attention_mask`).
-    `target_tokens`: targets of the whole optimizer step, over all data ranks and micro-batches. Every rank calls it
-    as often as the others, with targets or without: the model's forward and backward are collective. Waits for the
-    host once, to find the targets. Of a model with a vision tower one small all-reduce compares first whether all ranks
-    give images (`pixel_values` and the like) or none; `InputError` if not.
+    Args:
+        batch: `input_ids` and `labels`, `[B, S]` int64, and what else the model's forward takes (`attention_mask` or
+            `position_ids`). Labels are aligned with the inputs, with -100 where there is no target; they are shifted
+            here. `row_numbers`, `[B]` int64, are for the dropout of adapters: no two rows of a run share one.
+            `real_tokens`, `[B, S]` bool, marks what is not padding, for counts of routing (default: `attention_mask`).
+        target_tokens: The targets of the whole optimizer step, over all data ranks and micro-batches.
+        chunk_tokens: How many target tokens get logits at a time.
+
+    Returns:
+        A 0-dim fp32 tensor (fp64 in fp64). Waits for the host once, to find the targets.
+
+    Raises:
+        InputError: Of a model with a vision tower, only some ranks give images (`pixel_values` and the like).
+
+    Collectives: every rank calls it as often as the others, with or without targets: the model's forward and backward
+    are collective. A model with a vision tower issues one small all-reduce first.
     """
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(
@@ -68,7 +77,7 @@ def causal_lm_loss(
 def loss_of_batch(
     model: nn.Module, batch: Mapping[str, torch.Tensor], objective: Objective, chunk_tokens: int = 1024
 ) -> Term:
-    """This rank's share of `objective`, of a model that is whole; `causal_lm_loss` for any objective."""
+    """Do what `causal_lm_loss` does, for any objective; the model has no pipeline stages."""
     router_losses = active_router_losses(model)
     batch = padded(batch, sequence_share(model))
     base, empty_logits, router_logits = run_base(model, batch, router_logits=router_losses is not None)
@@ -85,11 +94,11 @@ def loss_of_base(
     objective: Objective,
     chunk_tokens: int = 1024,
 ) -> Term:
-    """`loss_of_batch` from what `run_base` returned for `batch`, whose rows are whole and padded."""
+    """Return the term that `loss_of_batch` returns, from the results of `run_base`; `batch` is full and padded."""
     share, vocabulary = sequence_share(model), vocabulary_share(model)
     hidden_BSH = base["last_hidden_state"]
     if vocabulary is not None:
-        # Each rank of the group has a part of the vocabulary for all positions, instead of all of it for its own.
+        # Each rank of the tp group has a part of the vocabulary for all positions, instead of all of it for its own.
         hidden_BSH = gather(hidden_BSH, 1, vocabulary.group)
     batch = {key: tensor.to(hidden_BSH.device) for key, tensor in batch.items()}
     target_N, place_N = _targets(batch["labels"], share.own if vocabulary is None else share.of_context)
@@ -104,20 +113,20 @@ def loss_of_base(
     term = objective.term(losses, batch)
     if not training and isinstance(model, FSDPModule):
         model.reshard()
-    # The root's output joins the graph (adding zero, from zero logits), so that FSDP2's root hook runs in backward.
+    # Add the root's empty output, which is zero, so that it is in the graph and FSDP2's root hook runs in backward.
     return Term(term.loss + empty_logits.sum().to(term.loss.dtype), term.figures_F)
 
 
 def count_targets(labels: torch.Tensor) -> int:
-    """Targets in `labels` `[B, S]` after the shift: the first position of a row predicts nothing."""
+    """Count the targets in `labels` `[B, S]` after the shift: the first position of a row predicts nothing."""
     return int((labels[:, 1:] != IGNORED).sum())
 
 
 def _targets(
     labels: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target tokens of the positions that `cut` takes out of all, and the flat positions that predict them."""
-    # Shifted before they are cut: the last position here predicts the first token of the next rank's.
+    """Return the target tokens of the positions that `cut` takes out of all, and the flat positions that predict them."""
+    # Shift before cutting: the last position of this rank predicts the first token of the next rank.
     following = cut(F.pad(labels[:, 1:], (0, 1), value=IGNORED), 1).reshape(-1)
     place_N = (following != IGNORED).nonzero().squeeze(1)
     return following.index_select(0, place_N), place_N
@@ -125,7 +134,10 @@ def _targets(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What follows the base model: `output` makes the base's output from hidden states; `split`: its rows under tp."""
+    """The modules behind the base model.
+
+    `output` makes the base model's output from hidden states; `split` has the head's rows under tp.
+    """
 
     model: nn.Module
     output: BaseOutput
@@ -133,7 +145,7 @@ class _Head:
     chunk: int
 
     def parameters(self) -> list[torch.Tensor]:
-        """Everything beside the base model, and the output embedding even when it is tied into the base."""
+        """Return everything beside the base model, and the output embedding even if it is tied into the base."""
         base = base_name(self.model)
         parent = base.rpartition(".")[0]
         within, prefix = f"{parent}." if parent else "", f"{base}."
@@ -144,22 +156,23 @@ class _Head:
         return [p if self.split is None else self.split.of(p) for p in found]
 
     def losses(self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-        """Cross-entropies of one chunk, `[C]`; under tp with two small all-reduces over its group."""
+        """Return the cross-entropies of one chunk, `[C]`. Collectives: two small all-reduces over the tp group."""
         with nullcontext() if self.split is None else self.split.computing():
             return self._cross_entropy(head_logits(self.model, hidden_CH, self.output), target_C, wide)
 
     def losses_and_hits(
         self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`losses`, and whether each target is the first word of those with the largest logit, `[C]`; under tp with two
-        more all-reduces.
+        """Return `losses`, and whether each target is the first token of those with the largest logit, `[C]`.
+
+        Collectives: two more all-reduces over the tp group.
         """
         with nullcontext() if self.split is None else self.split.computing():
             logits_CV = head_logits(self.model, hidden_CH, self.output)
             return self._cross_entropy(logits_CV, target_C, wide), self._largest(logits_CV) == target_C
 
     def largest(self, hidden_CH: torch.Tensor) -> torch.Tensor:
-        """The first word with the largest logit, `[C]`; under tp with two small all-reduces over its group."""
+        """Return the first token with the largest logit, `[C]`. Collectives: two small all-reduces over the tp group."""
         with nullcontext() if self.split is None else self.split.computing():
             return self._largest(head_logits(self.model, hidden_CH, self.output))
 
@@ -167,7 +180,7 @@ class _Head:
         return logits_CV.argmax(-1) if self.split is None else self.split.share.argmax(logits_CV)
 
     def _cross_entropy(self, logits_CV: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-        # The wide copy has no name: it is gone before backward, as cross-entropy keeps its own.
+        # The wide copy is not named, so that it is freed before backward: cross-entropy keeps its own.
         if self.split is None:
             return F.cross_entropy(logits_CV.to(wide), target_C, reduction="none")
         return self.split.share.cross_entropy(logits_CV.to(wide), target_C)
@@ -175,7 +188,7 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class _TargetLosses:
-    """`TokenLosses` of target tokens `target_N` in rows `row_N` of `rows`, from the hidden states that predict them."""
+    """The `TokenLosses` of targets `target_N` in rows `row_N` of `rows`, from the hidden states that predict them."""
 
     head: _Head
     hidden_NH: torch.Tensor
@@ -230,8 +243,8 @@ class _TargetLosses:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Summed cross-entropy over target tokens, weighted or not; gradients are computed chunk by chunk in forward and
-    kept.
+    """Sum the cross-entropy of target tokens, weighted or not. Forward computes the gradients chunk by chunk and keeps
+    them for backward.
     """
 
     @staticmethod
@@ -264,7 +277,7 @@ class _HeadLoss(torch.autograd.Function):
         if training:
             ctx.save_for_backward(grad_hidden_NH, *(s.to(p.dtype) for s, p in zip(sums, wanted, strict=True)))
             ctx.wanted = [parameter.requires_grad for parameter in parameters]
-        # Every rank of a tp group has the whole loss of the group's positions, and shares have to add up to it.
+        # Every rank of a tp group has the full loss of the group's positions; shares have to add up to it.
         return total if head.split is None else total / head.split.share.ranks
 
     @staticmethod
@@ -280,7 +293,7 @@ def _wide(hidden_NH: torch.Tensor) -> torch.dtype:
 
 
 def head_logits(model: nn.Module, hidden_CH: torch.Tensor, output: BaseOutput = MoeModelOutputWithPast) -> torch.Tensor:
-    """Logits `[C, V]` by the model's own forward code after its base model, so scales, caps and biases are exact.
+    """Compute logits `[C, V]` by the model's own code behind its base model, so scales, caps and biases are exact.
 
     `output` makes the base model's output from hidden states `[1, C, H]`; families have output classes of their own.
     """
@@ -290,7 +303,7 @@ def head_logits(model: nn.Module, hidden_CH: torch.Tensor, output: BaseOutput = 
 
 
 class _Returns(nn.Module):
-    """Stands in for a base model whose output is known."""
+    """A replacement for the base model that returns a known output."""
 
     def __init__(self, output: ModelOutput) -> None:
         super().__init__()

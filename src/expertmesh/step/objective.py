@@ -1,7 +1,7 @@
-"""What an optimizer step minimises: a sum over all ranks and micro-batches, of which each rank computes a share.
+"""Define what an optimizer step minimises: a sum over all ranks and micro-batches, of which each rank computes a share.
 
-An objective gets the losses of a micro-batch's target tokens, one way or another, and gives this rank's share. What it
-divides by is of the whole step, so shares add up to the step's value, in every layout, and so do their gradients.
+An objective gets the losses of a micro-batch's target tokens and returns this rank's share. It divides by a count of
+the whole step, so the shares add up to the step's value in every layout, and so do their gradients.
 
     B rows of a micro-batch, S positions, P pairs of rows, F figures
 """
@@ -18,39 +18,45 @@ IGNORED = -100
 
 
 class TokenLosses(Protocol):
-    """The cross-entropies of one micro-batch's target tokens, computed when they are asked for.
+    """The cross-entropies of one micro-batch's target tokens, computed on request.
 
-    `ranks` share its rows (cp × tp), each with some of the positions.
+    `ranks` ranks share its rows (cp × tp); each has some of the positions.
     """
 
     @property
     def ranks(self) -> int: ...
 
     def total(self, weight_B: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's share of their sum, each times the weight of its row: 0-dim. With gradients where they are
-        enabled, which take weights as constants. Every rank of a tp group calls it: two small all-reduces a chunk.
+        """Return this rank's share of their sum, each times the weight of its row: 0-dim.
+
+        Has gradients where they are enabled; these take the weights as constants.
+
+        Collectives: every rank of a tp group calls it; two small all-reduces per chunk.
         """
 
     def by_row(self) -> torch.Tensor:
-        """`[B]` float64, without gradients: the sum over each row, of all ranks that share it. They all call it: one
-        all-reduce over cp, and what `total` issues.
+        """Return the sum over each row, of all ranks that share it: `[B]` float64, without gradients.
+
+        Collectives: every rank that shares the row calls it; one all-reduce over cp, and those of `total`.
         """
 
     def largest_by_row(self) -> torch.Tensor:
-        """`[B]` float64, of rows with one target each: the word with the largest logit in its place. Collective
-        as `by_row`.
+        """Return the token with the largest logit at the target of each row, `[B]`; each row has one target.
+
+        Collectives: as `by_row`.
         """
 
     def total_and_hits(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`total` without gradients, and this rank's share of how many targets have the largest logit. Collective as
-        `total`, and two more all-reduces a chunk.
+        """Return `total` without gradients, and this rank's share of how many targets have the largest logit.
+
+        Collectives: as `total`, and two more all-reduces per chunk.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """This rank's share of a micro-batch: `loss` 0-dim, and `figures_F` float64 without graph, by the objective's
-    `figures`; sums over the whole step, like the loss.
+    """This rank's share of a micro-batch: `loss` is 0-dim, `figures_F` float64 without graph, in the order of the
+    objective's `figures`. Both are summed over the whole step.
     """
 
     loss: torch.Tensor
@@ -58,7 +64,9 @@ class Term:
 
 
 class Objective(Protocol):
-    """`figures` are the names of what it reports beside the loss, `over` what `count` counts: what it is divided by."""
+    """An objective. `figures` names the values that it reports beside the loss; `over` names what `count` counts, by
+    which the loss is divided.
+    """
 
     @property
     def figures(self) -> tuple[str, ...]: ...
@@ -70,12 +78,12 @@ class Objective(Protocol):
     def over(self) -> str: ...
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
-        """This rank's share of a micro-batch; as collective as what it asks of `losses`."""
+        """Return this rank's share of a micro-batch. Collectives: those of what it asks of `losses`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Losses of target tokens, summed, over the targets of the whole step."""
+    """The sum of the losses of target tokens, over the targets of the whole step."""
 
     count: int | torch.Tensor
     figures: tuple[str, ...] = ()
@@ -88,7 +96,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedCrossEntropy:
-    """`CrossEntropy` without gradients, and the share of targets that the model would have chosen."""
+    """`CrossEntropy` without gradients, and the share of targets with the largest logit."""
 
     count: int | torch.Tensor
     figures: tuple[str, ...] = ("token_accuracy",)
@@ -101,12 +109,12 @@ class EvaluatedCrossEntropy:
 
 @dataclass(frozen=True, slots=True)
 class Dpo:
-    """Direct preference optimization (arXiv 2305.18290), the mean over the pairs of the whole step of
+    """Direct preference optimization (arXiv 2305.18290): the mean over the pairs of the whole step of
     -log sigmoid(beta · ((log π − log π_ref) of chosen − that of rejected)).
 
-    Rows 2p and 2p + 1 of a micro-batch are the chosen and the rejected one of a pair; `reference` `[B]` of the batch is
+    Rows 2p and 2p + 1 of a micro-batch are the chosen and the rejected row of a pair. `reference` `[B]` of the batch is
     log π_ref of each row's targets. A pair without targets only keeps a rank busy. The sigmoid is of sums over whole
-    rows, which no rank may have: they are computed first, and give each row the weight of its tokens in the gradient.
+    rows, which no rank may hold: they are computed first, and weight the tokens of each row in the gradient.
     """
 
     beta: float
@@ -140,7 +148,7 @@ class Dpo:
 
 @dataclass(frozen=True, slots=True)
 class LogProbabilities:
-    """Nothing is minimised: `figures_F` is the log-probability of each row's targets, `[B]`, on every rank that shares
+    """No objective: `figures_F` is the log-probability of each row's targets, `[B]`, on every rank that shares
     the row.
     """
 
@@ -155,8 +163,8 @@ class LogProbabilities:
 
 @dataclass(frozen=True, slots=True)
 class NextWords:
-    """Nothing is minimised: `figures_F` is the word that the model would choose in the place of each row's only target,
-    `[B]`, on every rank that shares the row.
+    """No objective: `figures_F` is the token that the model would choose at each row's only target, `[B]`, on every
+    rank that shares the row.
     """
 
     figures: tuple[str, ...] = ()

@@ -1,11 +1,11 @@
-"""One optimizer step of a model that is cut into pipeline stages: PyTorch's schedules, run on our stages.
+"""Run one optimizer step of a model that is cut into pipeline stages: PyTorch's schedules, on our stages.
 
 `torch.distributed.pipelining` decides in which order a rank runs the micro-batches of its stages forward and backward,
-and sends hidden states and their gradients; a stage's forward is here. Stages are told the number of a micro-batch, not
-its tensors: each rank has the batch itself, and computes masks and positions from it. Losses are summed, never averaged
-over micro-batches, so nothing is scaled. FSDP2 sees the same calls as without a pipeline, one forward and one
-backward for each micro-batch, and gathers and reduces in each of them: torch's own way (for stages that are FSDP
-modules themselves) gathers and reduces once, but keeps all of a stage unsharded meanwhile, parameters and gradients.
+and sends hidden states and their gradients; the forward of a stage is here. A stage gets the number of a micro-batch,
+not its tensors: each rank has the batch, and computes masks and positions from it. Losses are summed over
+micro-batches, never averaged, so nothing is scaled. FSDP2 sees the same calls as without a pipeline, one forward and
+one backward for each micro-batch, and gathers and reduces in each of them. Torch's own way, for stages that are FSDP
+modules, gathers and reduces once, but keeps all parameters and gradients of a stage unsharded meanwhile.
 
     B rows, S positions of a whole row
 """
@@ -39,8 +39,8 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """What a stage's forward of micro-batch `number` gave; the last three as `run_base` returns them. `base` has the
-    decoder's result on the last stage alone.
+    """The result of a stage's forward of micro-batch `number`; the last three fields are those of `run_base`. Only on
+    the last stage `base` has the decoder's result.
     """
 
     number: int
@@ -59,9 +59,12 @@ def run_pipeline(
 ) -> None:
     """Run all `batches` (of one shape, see `same_shape`) through all stages; backward too where gradients are enabled.
 
-    `term` is called on every rank for each of its stages and micro-batches, in forward order; what is differentiated is
-    the sum of all that it returns on all ranks. Every rank calls it: sends and receives along pp, and within a stage
-    the collectives of the model's forward and backward, in one order on all its ranks.
+    Args:
+        term: Called on every rank for each of its stages and micro-batches, in forward order. The sum of all that it
+            returns, on all ranks, is differentiated.
+
+    Collectives: every rank calls it; sends and receives along pp, and within a stage the collectives of the model's
+    forward and backward, in one order on all its ranks.
     """
     count, backward = len(batches), torch.is_grad_enabled()
     run = _PipelineRun(model, pipeline, batches, term, router_logits)
@@ -75,15 +78,17 @@ def run_pipeline(
     try:
         (schedule.step if backward else schedule.eval)(*first, number=numbers, **target)
     except RuntimeError as error:
-        # torch wraps what a stage raises; ours say what is wrong by themselves.
+        # torch wraps the exception of a stage; raise our own sentence in its place.
         if isinstance(error.__cause__, ExpertmeshError):
             raise error.__cause__ from error
         raise
 
 
 def schedule_kind(layout: Layout, micro_batches: int) -> type:
-    """The schedule of a step. Where too few micro-batches are left for the one that is set (as in the last step of an
-    epoch), all forwards run before all backwards; results are the same.
+    """Return the schedule of a step.
+
+    Where too few micro-batches are left for the configured one (as in the last step of an epoch), all forwards run
+    before all backwards; results are the same.
     """
     if layout.pp_virtual_stages > 1:
         return ScheduleInterleaved1F1B if interleaves(micro_batches, layout.pp) else ScheduleLoopedBFS
@@ -91,13 +96,14 @@ def schedule_kind(layout: Layout, micro_batches: int) -> type:
 
 
 def interleaves(micro_batches: int, pp: int) -> bool:
-    """Whether torch's interleaved 1F1B takes so many micro-batches: they have to come in equal rounds."""
+    """Return whether torch's interleaved 1F1B takes that many micro-batches: it needs equal rounds."""
     return micro_batches % max(1, micro_batches // pp) == 0
 
 
 def same_shape(batches: Sequence[Batch], parts: int) -> list[Batch]:
-    """Micro-batches with equally many rows and positions, the latter a multiple of `parts`: a pipeline's messages have
-    one size. Padding is on the right and behind; it has no target and does not count as real.
+    """Pad micro-batches to equally many rows and positions, the latter a multiple of `parts`: messages have one size.
+
+    Padding is on the right and behind; it has no target and does not count as real.
     """
     for batch in batches:
         if media := media_in(model_inputs(batch)):
@@ -112,7 +118,7 @@ def same_shape(batches: Sequence[Batch], parts: int) -> list[Batch]:
 
 
 def _with_rows(batch: Batch, rows: int) -> Batch:
-    """`batch` with copies of its first row that have no target and are not real."""
+    """Return `batch` with copies of its first row that have no target and are not real."""
     ids = batch["input_ids"]
     missing = rows - len(ids)
     if not missing:
@@ -139,7 +145,7 @@ def _with_rows(batch: Batch, rows: int) -> Batch:
 
 
 def _torch_stage(run: "_PipelineRun", number: int, backward: bool) -> PipelineStage:
-    """With the shapes of its messages given, so that torch need not run anything to learn them."""
+    """Make torch's stage, with the shapes of its messages given, so that torch need not run anything to learn them."""
     pipeline = run.pipeline
     rows, length = run.batches[0]["input_ids"].shape
     shape = (rows, length // sequence_share(run.model).parts, *pipeline.hidden)
@@ -160,7 +166,7 @@ def _is_the_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class _Stage(nn.Module):
-    """What torch's stage calls. The model is no child of it: torch would take over its FSDP2 groups."""
+    """The module that torch's stage calls. The model is not its child: torch would take over its FSDP2 groups."""
 
     def __init__(self, run: "_PipelineRun", stage: int) -> None:
         super().__init__()
@@ -180,7 +186,7 @@ class _PipelineRun:
     backwards: dict[int, int] = field(default_factory=dict)
 
     def forward(self, stage: int, number: int, received: torch.Tensor) -> torch.Tensor:
-        """The hidden state for the next stage; on the last one its term, `[1]`."""
+        """Return the hidden state for the next stage; on the last one the stage's term, `[1]`."""
         is_last = self.pipeline.is_last(stage)
         with running(self.model, stage, received if stage else None) as leaving:
             base, empty_logits, logits = run_base(self.model, self.batches[number], router_logits=self.router_logits)
@@ -198,7 +204,7 @@ class _PipelineRun:
                     "set parallel.pp to 1, or precision.compute to float32",
                     key="layout.pp-rounds-hidden-state",
                 )
-            # The root's output joins the graph, so that FSDP2's root hook runs in backward.
+            # Put the root's output into the graph, so that FSDP2's root hook runs in backward.
             extra = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled()) + empty_logits.sum()
             out = _WithTerm.apply(hidden, extra if term is None else extra + term).contiguous()
         if out.requires_grad and self.pipeline.mesh.layout.replicate > 1:
@@ -206,7 +212,7 @@ class _PipelineRun:
         return out
 
     def _begin_backward(self, stage: int) -> None:
-        """Between replicas once per step is enough: in the last backward of each stage."""
+        """Reduce between replicas once per step: in the last backward of each stage."""
         self.backwards[stage] = self.backwards.get(stage, 0) + 1
         last = self.backwards[stage] == len(self.batches)
         blocks = [self.model.get_submodule(self.pipeline.blocks[block]) for block in self.pipeline.stages[stage]]
@@ -221,7 +227,9 @@ class _PipelineRun:
 
 
 class _WithTerm(torch.autograd.Function):
-    """The hidden state as it is; in backward the stage's own term, which nothing behind it depends on, gets its 1."""
+    """Return the hidden state as it is; backward gives the stage's own term, on which nothing behind it depends, its
+    gradient of 1.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, term: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""Router losses over the global batch of an optimizer step: load balancing and z-loss, exact for every layout.
+"""Compute the router losses over the global batch of an optimizer step: load balancing and z-loss, exact in every
+layout.
 
-The load-balancing loss multiplies two means over the whole step, the fractions of tokens that chose each expert and the
-mean probabilities. Gradients flow through the second alone, which is a sum over tokens: given the fractions, each rank
-and micro-batch has a share of its own. The fractions must therefore be known before the first backward. With one
-micro-batch per step its own forward gives them; with more, all of them run once without gradients first (a third of
-a forward and backward, none when the loss is off). One small all-reduce per step joins the ranks.
+The load-balancing loss multiplies two means over the whole step: the fraction of tokens that chose each expert, and the
+mean probability. Gradients flow through the second alone, which is a sum over tokens: given the fractions, each rank
+and micro-batch has a share of its own. So the fractions must be known before the first backward. With one micro-batch
+per step its own forward gives them; with more, all of them first run once without gradients (a third of a forward and
+backward; nothing when the loss is off). One small all-reduce per step joins the ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,17 +32,20 @@ Batch = Mapping[str, torch.Tensor]
 
 @contextmanager
 def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator["RouterLosses"]:
-    """Context of the micro-batches of one optimizer step; it costs nothing where `moe` asks for no router losses.
+    """Collect the router losses of the micro-batches of one optimizer step; free where `moe` asks for none.
 
         with em.router_losses(model, micro_batches) as router_loss:
             for batch in micro_batches:
                 loss = em.causal_lm_loss(model, batch, target_tokens=n)
                 (loss + router_loss()).backward()
 
-    `micro_batches` are this rank's, on its device, in the order in which they are trained, equally many on every rank.
-    Every rank calls it. With the auxiliary loss on and several micro-batches (or pipeline stages, which learn of each
-    other's layers too late) each runs once without gradients (forward collectives), with the random numbers that it
-    will train with. One all-reduce of E + 1 numbers over all ranks.
+    With the auxiliary loss on and several micro-batches (or pipeline stages, which learn of each other's layers too
+    late), each micro-batch first runs once without gradients, with the random numbers that it will train with.
+
+    Args:
+        micro_batches: This rank's, on its device, in the order in which they are trained; all ranks have equally many.
+
+    Collectives: every rank calls it; one all-reduce of E + 1 numbers over all ranks, and those of the extra forwards.
     """
     losses = RouterLosses(model, micro_batches)
     if losses.balance.aux_loss_coef and (len(micro_batches) > 1 or pipeline_of(model) is not None):
@@ -57,8 +61,10 @@ def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator[
 
 
 class RouterLosses:
-    """The router losses of one step. `aux_loss` and `z_loss` (0-dim, without their factors, detached) grow with each
-    micro-batch; summed over all ranks they are the unsharded model's on the global batch.
+    """The router losses of one step.
+
+    `aux_loss` and `z_loss` (0-dim, without their factors, detached) grow with each micro-batch; summed over all ranks
+    they are the unsharded model's on the global batch.
     """
 
     def __init__(self, model: nn.Module, micro_batches: Sequence[Batch]) -> None:
@@ -74,7 +80,8 @@ class RouterLosses:
         self._share: torch.Tensor | None = None
 
     def __call__(self) -> torch.Tensor:
-        """This rank's share for the micro-batch that `causal_lm_loss` ran last, times the factors: add it to its loss.
+        """Return this rank's share for the micro-batch that `causal_lm_loss` ran last, times the factors; add it to
+        that loss.
 
         0-dim; zero when router losses are off. No communication.
         """
@@ -89,7 +96,10 @@ class RouterLosses:
         return share
 
     def count(self, micro_batches: Sequence[Batch]) -> None:
-        """Learn the step's fractions from forwards without gradients. Collective like those, and one all-reduce."""
+        """Learn the step's fractions from forwards without gradients.
+
+        Collectives: those of the forwards, and one all-reduce.
+        """
         device = mesh_of(self.model).device
         pairs_E = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=device)
         devices = [] if device.type == "cpu" else [device]
@@ -104,9 +114,9 @@ class RouterLosses:
         self._step = self._join(pairs_E)
 
     def add(self, logits: Sequence[torch.Tensor], batch: Batch) -> None:
-        """Called by `causal_lm_loss` with the router logits `[T, E]` of a micro-batch's layers.
+        """Take the router logits `[T, E]` of a micro-batch's layers; `causal_lm_loss` calls it.
 
-        One all-reduce, in the first call of a step that was not counted.
+        Collectives: one all-reduce, in the first call of a step that was not counted.
         """
         if self._share is not None or not self._left:
             raise InputError(
@@ -137,7 +147,7 @@ class RouterLosses:
         self._share = share
 
     def check_complete(self) -> None:
-        """`InputError` when a share was never taken, or a micro-batch that was counted never came."""
+        """Raise `InputError` if a share was never taken, or a micro-batch that was counted never came."""
         if self.balance.has_losses and (self._share is not None or self._left):
             raise InputError(
                 "router_losses: the step ended without the share of every micro-batch; run causal_lm_loss and add "
@@ -146,7 +156,7 @@ class RouterLosses:
             )
 
     def _real_here(self, batch: Batch) -> torch.Tensor:
-        """Which of this rank's tokens are no padding, bool `[T]`."""
+        """Return which of this rank's tokens are not padding, bool `[T]`."""
         batch = padded(batch, self._share_of_rows)
         real_BS = real_tokens_here(batch, self._share_of_rows)
         if real_BS is None:
@@ -154,13 +164,16 @@ class RouterLosses:
         return real_BS.reshape(-1)
 
     def _pairs(self, logits: Sequence[torch.Tensor], real_T: torch.Tensor) -> torch.Tensor:
-        """Chosen pairs of all layers together `[E]`; zeros without the auxiliary loss."""
+        """Return the chosen pairs of all layers together, `[E]`; zeros without the auxiliary loss."""
         if not self.balance.aux_loss_coef or not logits:
             return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
         return torch.stack([chosen_pairs(logits_TE, self.balance.top_k, real_T) for logits_TE in logits]).sum(dim=0)
 
     def _count_through_stages(self, pipeline: Pipeline, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Chosen pairs of this rank's stages `[E]`; as collective as a forward of all stages."""
+        """Return the chosen pairs of this rank's stages, `[E]`.
+
+        Collectives: those of a forward of all stages.
+        """
         pairs_E = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=pipeline.mesh.device)
 
         def add(output: StageOutput) -> None:
@@ -172,7 +185,7 @@ class RouterLosses:
         return pairs_E
 
     def _join(self, pairs_E: torch.Tensor) -> "_Step":
-        """Sums over all ranks: one all-reduce of E + 1 integers."""
+        """Sum over all ranks. Collectives: one all-reduce of E + 1 integers."""
         tokens = torch.stack([real_T.sum() for real_T in self._real]).sum()
         sums_E1 = torch.cat([pairs_E, tokens.to(pairs_E)[None]])
         dist.all_reduce(sums_E1)
@@ -181,8 +194,10 @@ class RouterLosses:
 
 
 def nothing_on_device_of(micro_batches: Sequence[Batch]) -> torch.Tensor:
-    """Where a sum over micro-batches starts, 0-dim fp64: on the same kind of device on every rank, also on those whose
-    pipeline stages add nothing to it, so that all ranks can reduce it together.
+    """Return a 0-dim fp32 zero on the device of `batches`, where a sum over micro-batches starts.
+
+    Ranks whose pipeline stages add nothing have it on the same kind of device, so that all ranks can reduce it
+    together.
     """
     device = micro_batches[0]["input_ids"].device if micro_batches else None
     return torch.zeros((), dtype=torch.float64, device=device)
@@ -190,7 +205,7 @@ def nothing_on_device_of(micro_batches: Sequence[Batch]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Of the whole step, all ranks and micro-batches: chosen pairs of all layers together, and real tokens; fp64."""
+    """Counts of the whole step, all ranks and micro-batches: chosen pairs of all layers together, real tokens; fp64."""
 
     pairs_E: torch.Tensor
     tokens: torch.Tensor
@@ -200,9 +215,10 @@ _active: ContextVar[RouterLosses | None] = ContextVar("expertmesh_router_losses"
 
 
 def active_router_losses(model: nn.Module) -> RouterLosses | None:
-    """Where the router logits of the forward that comes next go; None when nothing is to be done with them.
+    """Return where the router logits of the next forward go; None if nothing is to be done with them.
 
-    Raises `InputError` when `moe` asks for router losses and a forward with gradients is in no `router_losses`.
+    Raises:
+        InputError: `moe` asks for router losses and a forward with gradients is in no `router_losses`.
     """
     if not torch.is_grad_enabled() or not attached_balance(model).has_losses:
         return None

@@ -1,10 +1,10 @@
-"""Cross-entropy without whole logits under tp: each rank computes those of its rows of the output embedding.
+"""Compute the cross-entropy under tp without full logits: each rank has those of its rows of the output embedding.
 
-The ranks of a tp group exchange two numbers per target token and the largest logit, never a logit more. Their losses
-are equal; what one rank reports of them is its share. Gradients are whole: that of the logits is each rank's own part,
-those of hidden states and of whole parameters are partial sums (parallel/sequence.py).
+The ranks of a tp group exchange two numbers per target token and the largest logit, never another logit. Their losses
+are equal; what one rank reports of them is its share. Gradients are full: the logits' gradient is each rank's own part,
+those of hidden states and of unsplit parameters are partial sums (parallel/sequence.py).
 
-    C tokens of a chunk, V vocabulary, W rows of it that this rank has
+    C tokens of a chunk, V vocabulary, W rows of it on this rank
 """
 
 from contextlib import AbstractContextManager
@@ -26,7 +26,7 @@ _ROWS = ("weight", "bias", "lora_B")
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShare:
-    """Which rows of the output embedding this rank computes with. Rows need not come out even."""
+    """The rows of the output embedding that this rank computes with. Ranks may have different numbers of rows."""
 
     group: dist.ProcessGroup
     start: int
@@ -37,12 +37,17 @@ class VocabularyShare:
         return self.group.size()
 
     def split(self, head: nn.Module) -> "SplitHead":
-        """`head` by this rank's rows: views, with gradients to the whole parameters (gathered by FSDP2 by now)."""
+        """Return `head` by this rank's rows: views, whose gradients reach the full parameters (gathered by FSDP2
+        before).
+        """
         whole = {leaf: p for leaf in _ROWS if (p := head._parameters.get(leaf)) is not None}
         return SplitHead(self, head, whole, {leaf: p[self.start : self.stop] for leaf, p in whole.items()})
 
     def cross_entropy(self, logits_CW: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
-        """`[C]`, the same on every rank of the group, which all call it: two small all-reduces."""
+        """Return `[C]`, equal on every rank of the group.
+
+        Collectives: all ranks of the tp group call it; two small all-reduces.
+        """
         if logits_CW.shape[-1] != self.stop - self.start:
             raise InputError(
                 f"parallel.tp: the model makes {logits_CW.shape[-1]} logits of {self.stop - self.start} rows of its "
@@ -53,7 +58,10 @@ class VocabularyShare:
         return loss_C
 
     def argmax(self, logits_CW: torch.Tensor) -> torch.Tensor:
-        """The first word with the largest logit, `[C]`, the same on every rank of the group: two small all-reduces."""
+        """Return the first token with the largest logit, `[C]`, equal on every rank of the group.
+
+        Collectives: all ranks of the tp group call it; two small all-reduces.
+        """
         highest_C, place_C = logits_CW.max(-1)
         most_C = highest_C.clone()
         dist.all_reduce(most_C, dist.ReduceOp.MAX, group=self.group)
@@ -72,17 +80,17 @@ class SplitHead:
     rows: dict[str, torch.Tensor]
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """This rank's rows of one of the head's parameters; any other as it is."""
+        """Return this rank's rows of one of the head's parameters, and any other parameter unchanged."""
         leaf = next((leaf for leaf, whole in self.whole.items() if whole is parameter), None)
         return parameter if leaf is None else self.rows[leaf]
 
     def computing(self) -> AbstractContextManager[None]:
-        """While the head computes with its rows alone; its code and its name stay."""
+        """Let the head compute with this rank's rows inside the block; its code and name stay."""
         return exchanged(self.head._parameters, self.rows)
 
 
 def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
-    """This rank's, or None where tp is 1."""
+    """Return this rank's share, or None where tp is 1."""
     mesh = sharded(model).mesh
     if mesh is None or mesh.layout.tp == 1:
         return None
@@ -93,7 +101,7 @@ def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_CW: torch.Tensor, place_C: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """`place_C`: the target's row here, outside of `range(W)` where another rank has it."""
+        """`place_C`: the target's row on this rank, outside of `range(W)` where another rank has it."""
         rows = logits_CW.shape[-1]
         here_C = (place_C >= 0) & (place_C < rows)
         place_C1 = place_C.clamp(0, rows - 1).unsqueeze(1)
