@@ -1,13 +1,13 @@
-"""Tokens to the ranks that hold their experts, and the results back. Communication only, no maths on tokens.
+"""Send tokens to the ranks that hold their experts, and return the results. Communication only, no maths on tokens.
 
-A token travels **once** to each rank that holds any of its experts (de-duplicated dispatch), with its pairs: which
-row, which weight, ordered by expert. The expert rank sums a token's pairs before one row travels back (pre-reduced
-combine). Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K.
+A token is sent **once** to each rank that holds any of its experts (de-duplicated dispatch), with its pairs: which row,
+which weight, ordered by expert. The expert's rank sums a token's pairs before it returns one row (pre-reduced combine).
+Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K.
 
 Interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, that of hierarchical.py
-for groups of several nodes, and those of dispatchers/ by another library's kernels. A rank without tokens takes part in
-every collective like any other. Each dispatch waits for the device once, in forward; neither backward nor the second
-run of a checkpointed block waits.
+for groups of several nodes, and those of dispatchers/ with another library's kernels. A rank without tokens takes part
+in every collective. Each dispatch waits for the device once, in forward; neither backward nor the second run of a
+checkpointed block waits.
 
     T tokens here, H hidden, K top-k, E experts, D ranks of the EP group, L = E / D experts here
     Q rows and S = T * K pairs sent, R rows and P pairs received
@@ -41,24 +41,26 @@ Dispatched = tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]
 
 
 class Dispatcher(Protocol):
-    """Moves tokens to expert ranks and back; both calls are differentiable and collective over the EP group."""
+    """Send tokens to expert ranks and return the results; both calls are differentiable and collective over the EP
+    group.
+    """
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        """`hidden_TH`, the experts chosen for each token `index_TK` and their weights `weight_TK` to expert ranks."""
+        """Send `hidden_TH`, the experts chosen for each token `index_TK` and their weights `weight_TK` to expert ranks."""
         ...
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Return `out_TH`: for each token the sum of its rows, wherever they were computed."""
+        """Return `out_TH`: for each token the sum of its rows from all ranks."""
         ...
 
     def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Return `number_R`: what `number_T` (int64) says of each row's token, for dropout. Collective, too."""
+        """Return `number_R`: the entry of `number_T` (int64) for each row's token, for dropout. Collective as well."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class LocalDispatcher:
-    """All experts are here: rows are the tokens themselves and nothing travels."""
+    """All experts are on this rank: the rows are the tokens, and nothing is sent."""
 
     num_experts: int
     triton: bool = False
@@ -81,7 +83,7 @@ class LocalDispatcher:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who sends what to whom in one all-to-all dispatch; combine and backward travel it again.
+    """The splits and indices of one all-to-all dispatch; combine and backward use them again.
 
     Rows are sent ordered by rank, then token; pairs ordered by expert (so by rank too).
     """
@@ -100,7 +102,7 @@ class Route:
 class AllToAllDispatcher:
     """De-duplicated all-to-all dispatch with pre-reduced combine over `group`, the EP group.
 
-    `triton`: routes are sorted, and rows summed, by Triton's kernels.
+    `triton`: Triton's kernels sort the routes and sum the rows.
     """
 
     num_experts: int
@@ -115,11 +117,12 @@ class AllToAllDispatcher:
         counts: Counts | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Dispatched:
-        """Three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The second run of a
-        checkpointed block has the counts, as the caller may have. Expert id `num_experts` marks a padded routing entry;
-        it is not sent.
+        """Send rows and pairs. Expert id `num_experts` marks a padded routing entry; it is not sent.
 
-        `meanwhile` is called while rows are in flight, and its backward runs while their gradients are.
+        `meanwhile` runs while rows are in flight, and its backward runs while their gradients are.
+
+        Collectives: three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The
+        second run of a checkpointed block has the counts already, and so may the caller.
         """
         route = self._route(index_TK, counts)
         in_flight = None if meanwhile is None else _InFlight()
@@ -131,19 +134,21 @@ class AllToAllDispatcher:
         return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
 
     def combine(self, rows_RH: torch.Tensor, metadata: Route) -> torch.Tensor:
-        """One all-to-all in forward, one in backward."""
+        """Return and sum the rows. Collectives: one all-to-all in forward, one in backward."""
         out_TH: torch.Tensor = SumRows.apply(rows_RH, metadata, self)
         return out_TH
 
     def numbers(self, number_T: torch.Tensor, metadata: Route) -> torch.Tensor:
-        """One more all-to-all, of 8 bytes a row."""
+        """Send one number for each row. Collectives: one all-to-all of 8 bytes a row."""
         splits, number_Q = metadata.splits, number_T.index_select(0, metadata.token_Q)
         number_R, _ = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group)
         return number_R
 
     def _route(self, index_TK: torch.Tensor, counts: Counts | None) -> Route:
-        """Plan one dispatch. Issues the count exchange and the layer's one host synchronisation, unless `counts` are
-        given or this is run again for activation checkpointing.
+        """Plan one dispatch.
+
+        Issues the count exchange and the layer's one host synchronisation, unless `counts` are given or activation
+        checkpointing runs this again.
         """
         ranks, tokens, top_k = self.group.size(), *index_TK.shape
         experts_here = self.num_experts // ranks
@@ -177,7 +182,7 @@ class AllToAllDispatcher:
         )
 
     def _exchange_counts(self, index_TK: torch.Tensor, rows_D: torch.Tensor) -> Counts:
-        """Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and the totals on the host."""
+        """Return rows and pairs of each expert from each rank, int64 `[D, 1 + L]`, and their totals on the host."""
         pairs_DL = count_pairs(index_TK, self.num_experts + 1)[:-1].view(len(rows_D), -1)
         sent = torch.cat([rows_D.unsqueeze(1), pairs_DL], dim=1)
         received = all_to_all_even(sent, self.group)
@@ -265,8 +270,9 @@ def _send_gradients(
 
 
 class _Receive(torch.autograd.Function):
-    """Wait for the rows of `_AllToAllDispatch`, and hand them on. In backward issue the all-to-alls of their gradients,
-    for which that waits.
+    """Wait for the rows of `_AllToAllDispatch` and return them.
+
+    In backward it issues the all-to-alls of their gradients, for which `_AllToAllDispatch` waits.
     """
 
     @staticmethod
@@ -294,7 +300,7 @@ class _Receive(torch.autograd.Function):
 
 
 class SumRows(torch.autograd.Function):
-    """rows_RH -> out_TH: rows travel back on `route` over the group of `by`, and each token sums what it receives."""
+    """Return rows_RH to their tokens on `route`, over the group of `by`, and sum what each token receives: out_TH."""
 
     @staticmethod
     def forward(ctx: Any, rows_RH: torch.Tensor, route: Any, by: AllToAllDispatcher) -> torch.Tensor:
@@ -311,6 +317,6 @@ class SumRows(torch.autograd.Function):
 
 
 def wait(work: dist.Work | None) -> None:
-    """On an accelerator its stream waits, not the host."""
+    """Wait for the work: on an accelerator its stream waits, not the host."""
     if work is not None:
         work.wait()
