@@ -363,7 +363,9 @@ def _top_k_of_block(model: nn.Module, spec: ExpertsSpec) -> int | None:
 
 
 def _alike(model: nn.Module, router: str, blocks: Sequence[str]) -> list[str]:
-    """Return the modules of a router's class in its block: a mixture of attention's projections routes by another one."""
+    """Return the modules of a router's class in its block: a mixture of attention's projections routes by
+    another one.
+    """
     kind = type(model.get_submodule(router))
     block = next(block for block in blocks if is_inside(router, block))
     return [name for name, part in model.get_submodule(block).named_modules(prefix=block) if type(part) is kind]

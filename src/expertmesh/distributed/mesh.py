@@ -55,7 +55,9 @@ class Mesh:
 
     @property
     def dense_shard(self) -> DeviceMesh:
-        """The mesh that shards dense parameters that tp does not split: 1-D over fsdp·cp·tp, or 2-D (replicate, that)."""
+        """The mesh that shards dense parameters that tp does not split: 1-D over fsdp·cp·tp, or 2-D (replicate,
+        that).
+        """
         return self.dense_mesh["replicate", "fsdp"] if self.layout.replicate > 1 else self.dense_mesh["fsdp"]
 
     @property

@@ -80,7 +80,7 @@ class _BlockRun(TorchFunctionMode):
             with torch.no_grad():
                 index = func(*args, **kwargs).indices
             self.record.topk.append(index)
-        # A copy: several families change their own in place.
+        # Record a copy: several families change the tensor in place.
         return torch.return_types.topk((torch.gather(scores, dim, index), index.clone()))
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -138,7 +138,9 @@ def confirm_choice(index_TK: torch.Tensor) -> None:
 
 
 def exchanged_once(exchange: Callable[[], Exchanged]) -> Exchanged:
-    """Return `exchange()`, or in a second run the result of the first: splits follow from the choice of experts alone."""
+    """Return `exchange()`, or in a second run the result of the first: splits follow from the choice of experts
+    alone.
+    """
     run = _block_run.get()
     if run is None:
         return exchange()
@@ -159,7 +161,7 @@ def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     if run is None or not run.selective:
         return compute()
     if run.recomputes:
-        # A copy, since a model may change its own in place, which autograd forbids for leaves.
+        # Return a copy: a model may change it in place, which autograd forbids for leaves.
         return run.record.results.pop(0).requires_grad_().clone()
     with saved_tensors_hooks(_pack, _unpack):
         result = compute()
@@ -215,7 +217,7 @@ class _SecondPart(torch.autograd.Function):
 
 
 def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    # Without its history: a node that held its own output would never be freed.
+    # Keep it without its history: a node that holds its own output would never be freed.
     return tensor.detach(), tensor._version
 
 
@@ -247,6 +249,6 @@ def _during(
         if adapters is not None:
             adapters.number_T = current
         if run.recomputes:
-            # Now, not when Python finds the cycle that the exception makes by which torch ends a second run early.
+            # Free now: torch ends a second run early by an exception, whose reference cycle Python finds much later.
             for each in fields(run.record):
                 getattr(run.record, each.name).clear()

@@ -108,7 +108,7 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     nothing_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=mesh_of(model).device)
     count_LE = torch.stack([nothing_E if count_E is None else count_E for count_E in counts])
     dist.all_reduce(count_LE)
-    # In integers: the sign is exact, and so the same everywhere.
+    # Compare in integers: the sign is exact, so that every rank moves its biases equally.
     direction_LE = (count_LE.sum(dim=1, keepdim=True) - balance.num_experts * count_LE).sign()
     for (experts, name), direction_E in zip(balance.biases, direction_LE, strict=True):
         if experts not in here:

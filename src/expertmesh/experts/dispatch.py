@@ -46,7 +46,9 @@ class Dispatcher(Protocol):
     """
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        """Send `hidden_TH`, the experts chosen for each token `index_TK` and their weights `weight_TK` to expert ranks."""
+        """Send `hidden_TH`, the experts chosen for each token `index_TK` and their weights `weight_TK` to
+        expert ranks.
+        """
         ...
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -154,8 +156,9 @@ class AllToAllDispatcher:
         experts_here = self.num_experts // ranks
         pair_S, _ = order_by_expert(index_TK.reshape(-1), self.num_experts + 1, self.triton)
         token_S, rank_S = pair_S // top_k, index_TK.reshape(-1).index_select(0, pair_S) // experts_here
-        # A cell is (rank, token). The cells in use, in order, are the rows to send: each token once to each rank. Those
-        # of one rank more are choices of no expert; their pairs are last, and cut off once it is known where.
+        # A cell is (rank, token). The used cells, in order, are the rows to send: each token once to each rank. Padded
+        # routing entries use the cells of one rank more; their pairs are last, and are cut off once their number is
+        # known.
         cell_S = rank_S * tokens + token_S
         used = cell_S.new_zeros((ranks + 1) * tokens).scatter_(0, cell_S, 1)
         rows_D = used.view(ranks + 1, tokens).sum(1)
@@ -189,7 +192,7 @@ class AllToAllDispatcher:
         return received, Splits(*to_host(totals_of(sent, received)))
 
 
-# Gradients in flight to the ranks of their tokens, each with what to wait for: of weights, then of rows.
+# Gradients in flight to the ranks of their tokens, each with the work to wait for: of weights, then of rows.
 _GradientsInFlight = tuple[torch.Tensor, dist.Work | None, torch.Tensor, dist.Work | None]
 
 
@@ -218,13 +221,13 @@ class _AllToAllDispatch(torch.autograd.Function):
         by: AllToAllDispatcher,
         in_flight: _InFlight | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Index tensors are saved like any other: as attributes they would outlive a checkpointed block's first run.
+        # Save index tensors like any other: as attributes of ctx they would outlive a checkpointed block's first run.
         ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
         ctx.splits, ctx.by, ctx.weights = route.splits, by, (weight_TK.shape, weight_TK.dtype)
         ctx.in_flight = in_flight
         splits, group = route.splits, by.group
-        # One message for both facts of a pair, its weight as bits beside its row number; first, as NCCL sends one after
-        # the other: pairs are put in order while the rows are in flight.
+        # Send the pairs in one message, weight bits beside row numbers, and before the rows: NCCL sends one message
+        # after the other, so the pairs are sorted while the rows are in flight.
         weight_S = exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
         bits = torch.int64 if weight_S.dtype == torch.float64 else torch.int32
         pair_S2 = torch.stack([route.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
@@ -294,7 +297,7 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sent = _send_gradients(grad_weight_P, grad_rows_RH, ctx.saved_tensors[0], ctx.splits, ctx.group)
         ctx.in_flight.gradients = sent
-        # What autograd hands on has a shape alone.
+        # The gradient that autograd passes here has a shape and no values; the values are in flight.
         placeholders = (each.new_zeros(()).expand_as(each) for each in (grad_rows_RH, grad_weight_P))
         return *placeholders, None, None, None
 
@@ -304,7 +307,7 @@ class SumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_RH: torch.Tensor, route: Any, by: AllToAllDispatcher) -> torch.Tensor:
-        # Not saved as other tensors are: a checkpointed block would be recomputed as far as here for it.
+        # Do not save through autograd: a checkpointed block would be recomputed up to here for this tensor alone.
         ctx.token_Q, ctx.splits, ctx.group = route.token_Q, route.splits, by.group
         rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, by.group)
         return segment_sum(rows_QH, route.rows_of_token, by.triton)

@@ -40,7 +40,8 @@ from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments
 from expertmesh.state.codes import Scratch
 from expertmesh.state.packed import PackedTensor, units_together
 
-# Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
+# Rows of a grouped product must be multiples of 16 bytes, so an adapter's rank is padded with zeros to a multiple of
+# this.
 _RANK_MULTIPLE = 8
 # torch's kernel for CUDA refuses as many.
 MOST_GROUPS = 1024
@@ -150,7 +151,7 @@ class _ExpertMlp(torch.autograd.Function):
         rest.compute = compute
         number_R = None if dropout is None else dropout.number_P
         low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R)
-        # The index tensors too: attributes of ctx would outlive a checkpointed block's first run.
+        # Save index tensors too: attributes of ctx would outlive a checkpointed block's first run.
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
         ctx.mlp, ctx.scalings, ctx.first_expert, ctx.rest = mlp, scalings, first_expert, rest
         ctx.dropout = None if dropout is None else (dropout.probability, dropout.salt)
@@ -169,7 +170,7 @@ class _ExpertMlp(torch.autograd.Function):
         grad_up_a = grad_up_b = grad_down_a = grad_down_b = None
 
         grad_out_PH = grad_out_RH.index_select(0, pairs.row_P)
-        # The gradient of the weighted activation; the routing weight is still on it.
+        # The gradient of the weighted activation, which still includes the routing weight.
         grad_act_PI = _by_weight(product, grad_out_PH, down, end_L, mlp, backward=True)
         if down_a is not None:
             grad_low_Pr = product(grad_out_PH, down_b.to(dtype), end_L).mul_(down_scaling)
@@ -237,7 +238,7 @@ def normed_expert_mlp(
         drop = dropout and replace(dropout, number_P=dropout.number_P.index_select(0, pairs.row_P))
         out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp, adapters, drop)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
-        # In the wider dtype of the two, as the weights may be fp32, and back.
+        # Compute in the wider dtype of the two, since the weights may be fp32, then cast back.
         out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs, mlp.triton)
         return out_RH.to(rows_RH.dtype)
 

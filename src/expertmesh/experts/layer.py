@@ -109,13 +109,13 @@ class ExpertLayer:
         Returns the shape of `hidden`. Collectives: as `forward`.
         """
         confirm_choice(index_TK)
-        # Without gradients it is the count of a router loss, and the same tokens come again.
+        # A forward without gradients counts for a router loss; the same tokens come again with gradients.
         if experts.training and torch.is_grad_enabled() and not is_recomputing():
             tokens_E = count_pairs(index_TK, self.spec.num_experts, real_T)
             self.tokens_per_expert.add(tokens_E)
             self.step_tokens_per_expert.add(tokens_E)
         out_TH = computed_once(partial(self.forward, experts, hidden, index_TK, weight_TK))
-        # Not a view: FSDP2 hooks this output, and a model may add to it in place.
+        # Return no view: FSDP2 hooks this output, and a model may add to it in place.
         return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
 
     def _dispatch(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from expertmesh.experts.kernels import ops
 
-# Few enough parts that an accelerator is kept busy, many enough that their temporaries do not matter.
+# Few enough parts to keep an accelerator busy, many enough to keep their temporaries small.
 _PARTS, _LEAST_ELEMENTS = 8, 1 << 20
 
 
@@ -101,7 +101,7 @@ def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) 
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
         act_PI = F.silu(gate_PI).mul_(up_PI)
     else:
-        # The model's own code may return its argument or a view of it; what follows works in place.
+        # The model's own code may return its argument or a view of it; clone, because what follows works in place.
         act_PI = mlp.activation(pre_P2I).clone()
     return act_PI.mul_(weight_P.unsqueeze(1))
 
@@ -109,7 +109,7 @@ def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) 
 def activation_backward(
     pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Recompute the weighted activation from its gradient; return it, d(pre-activation) and d(routing weight).
+    """Take d(weighted activation); return the weighted activation again, d(pre-activation) and d(routing weight).
 
     Both arguments are consumed: the activation replaces its gradient, d(pre-activation) the pre-activation. So backward
     holds no third tensor of their size, and can run once (a second one raises: autograd sees that a saved tensor was

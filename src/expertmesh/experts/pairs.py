@@ -62,7 +62,9 @@ def segments_of(row_P: torch.Tensor, num_rows: int) -> Segments:
 
 
 def order_by_expert(expert_P: torch.Tensor, num_experts: int, triton: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pairs in the order of their experts `[P]`, and the place of each pair in it. No host synchronisation."""
+    """Return the pairs in the order of their experts `[P]`, and the place of each pair in it. No host
+    synchronisation.
+    """
     if triton:
         order_P, place_P = ops.counting_sort(expert_P, num_experts)
         return order_P, place_P

@@ -134,7 +134,9 @@ class LibraryDispatcher:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Send (hidden_TH, weight_TK) -> (rows_RH, weight_P). The first exchange `brought` the rows; a second run has none."""
+    """Send (hidden_TH, weight_TK) -> (rows_RH, weight_P). The first exchange `brought` the rows; a second run
+    has none.
+    """
 
     @staticmethod
     def forward(

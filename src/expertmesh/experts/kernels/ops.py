@@ -110,7 +110,9 @@ def _(values_NH: torch.Tensor, item_N: torch.Tensor, start_R1: torch.Tensor) -> 
 
 @torch.library.custom_op("expertmesh::counting_sort", mutates_args=())
 def counting_sort(key_N: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (`order_N`, `place_N`): the stable order of items by `key_N` (int64, in `range(keys)`), and its inverse."""
+    """Return (`order_N`, `place_N`): the stable order of items by `key_N` (int64, in `range(keys)`), and its
+    inverse.
+    """
     from expertmesh.experts.kernels import triton_kernels
 
     key_N = key_N.contiguous()  # a column, where each token has one expert

@@ -20,7 +20,9 @@ _SORTED = ((_ITEMS, 2), (200, 300), (_ITEMS, _KEYS))
 
 @cache
 def triton_refusal(device: torch.device, dtype: torch.dtype, gates: frozenset[Gate]) -> str | None:
-    """Return why the kernels are not used on `device` in `dtype`, or None. Compiles and runs them, for these `gates`."""
+    """Return why the kernels are not used on `device` in `dtype`, or None. Compiles and runs them, for these
+    `gates`.
+    """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"they compute in float32, and precision.compute is {str(dtype).removeprefix('torch.')}"
     try:

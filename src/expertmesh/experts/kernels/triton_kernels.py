@@ -138,7 +138,9 @@ def place_by_key(key_ptr, end_ptr, count_ptr, order_ptr, place_ptr, N, BLOCK: tl
 
 @triton.jit
 def _gate_and_up(pre_ptr, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Load one block of a pair's pre-activation, in fp32: [gate; up], or alternating, which is loaded as it is stored."""
+    """Load one block of a pair's pre-activation, in fp32: [gate; up], or alternating, which is loaded as it is
+    stored.
+    """
     if INTERLEAVED:
         both = 2 * start + tl.arange(0, 2 * BLOCK)
         gate, up = tl.split(tl.reshape(tl.load(pre_ptr + both, mask=both < 2 * WIDTH, other=0.0), (BLOCK, 2)))
