@@ -1,6 +1,8 @@
-"""Which blocks of a decoder are alike, so that what holds for one of them holds for all, and one of each can be run.
+"""Group the blocks of a decoder by kind, so that what holds for one block holds for its group and one of each can be
+run.
 
-Plain structure, of a model that may be on meta: classes, what tells layers apart, names and shapes of tensors.
+Reads only the structure of a model, which may be on meta: classes, what tells layers apart, names and shapes of
+tensors.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,7 +17,9 @@ _PLAIN = (bool, int, float, str, type(None))
 def alike(
     model: nn.Module, blocks: Sequence[str], kind: Callable[[str], Hashable] = lambda name: ()
 ) -> list[list[str]]:
-    """The names `blocks` in groups of one kind, as `kind` tells it beside `block_kind`; in the order of the first."""
+    """Group the names `blocks` by kind, as `kind` tells it beside `block_kind`; groups are in the order of their first
+    block.
+    """
     groups: dict[Hashable, list[str]] = {}
     for name in blocks:
         groups.setdefault((block_kind(model.get_submodule(name)), kind(name)), []).append(name)
@@ -23,14 +27,14 @@ def alike(
 
 
 def block_kind(block: nn.Module) -> Hashable:
-    """Equal for blocks that cost the same."""
+    """Return a value that is equal for blocks of equal cost."""
     told = [str(getattr(part, what, "")) for part in (block, *block.children()) for what in _TELLS_APART]
     shapes = [(name, parameter.shape, parameter.requires_grad) for name, parameter in block.named_parameters()]
     return type(block).__name__, tuple(told), tuple(shapes)
 
 
 def settings(block: nn.Module) -> Hashable:
-    """All plain settings of a block's modules, but not the number of its layer: equal for blocks whose code does the
+    """Return all plain settings of a block's modules except the layer number: equal for blocks whose code does the
     same.
     """
     return tuple(

@@ -1,8 +1,8 @@
-"""What one expert of an `nn.ModuleList` computes: which of its linears go up, which goes down, what is between.
+"""Find out what one expert of an `nn.ModuleList` computes: which linears go up, which goes down, and what is between.
 
-Nothing is read from names. The activation is the member's own forward with its linears taken out: the ups hand on
-their share of the pre-activation, the down projection hands on what it is given. Which linear is which is tried, and
-the member's own forward on random tokens decides.
+Nothing is read from names. The activation is the member's own forward without its linears: the ups return their share
+of the pre-activation, the down projection returns its input. The roles of the linears are tried, and the member's own
+forward on random tokens decides.
 
     H hidden, I intermediate, P pairs; the pre-activations of all ups lie side by side, `[P, 2I]` or `[P, I]`
 """
@@ -38,7 +38,11 @@ class ExpertModuleSpec:
 
 
 def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:
-    """How the members of a list compute, all in the same way; `InputError`, naming the list, when that is not known."""
+    """Return how the members of a list compute; all do so in the same way.
+
+    Raises:
+        InputError: It is not known; names the list.
+    """
     first = members[0]
     kind = type(first).__name__
     odd = [index for index, member in enumerate(members) if _facts(member) != _facts(first)]
@@ -80,7 +84,7 @@ def _unsupported(problem: str) -> InputError:
 
 
 def _facts(member: nn.Module) -> list[object]:
-    """Classes, tensors and simple settings of a member and its parts."""
+    """Return the classes, tensors and simple settings of a member and its parts."""
     simple = (bool, int, float, str)
     settings = [
         (name, type(part), {key: value for key, value in vars(part).items() if isinstance(value, simple)})
@@ -90,7 +94,7 @@ def _facts(member: nn.Module) -> list[object]:
 
 
 def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Assignments that fit the shapes."""
+    """Yield the assignments of linears to roles that fit the shapes."""
     for *ups, down in permutations(linears):
         turned = (linears[down].out_features, linears[down].in_features)
         if all((linears[up].in_features, linears[up].out_features) == turned for up in ups):
@@ -98,7 +102,7 @@ def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[tuple[str, ...], str
 
 
 class _Share(nn.Module):
-    """In the place of an up projection: its columns of the pre-activation."""
+    """A replacement for an up projection that returns its columns of the pre-activation."""
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__()
@@ -109,20 +113,20 @@ class _Share(nn.Module):
 
 
 def _between(member: nn.Module, ups: tuple[str, ...], down: str) -> nn.Module:
-    """The member without its linears: from pre-activations to activations."""
+    """Return the member without its linears: a function from pre-activations to activations."""
     stubs = {id(member.get_submodule(up)): _Share(number, len(ups)) for number, up in enumerate(ups)}
     return deepcopy(member, {**stubs, id(member.get_submodule(down)): nn.Identity()})
 
 
 def small_sizes(hidden: int, width: int) -> dict[int, int]:
-    """Small sizes in the place of the members' real ones."""
+    """Return small sizes in place of the members' real ones."""
     sizes = {hidden: min(hidden, _HIDDEN)}
     sizes.setdefault(width, min(width, _INTERMEDIATE))
     return sizes
 
 
 def _agrees(member: nn.Module, ups: tuple[str, ...], down: str) -> bool:
-    """Whether down(between(ups)) is the member's own forward, in training as in evaluation."""
+    """Return whether down(between(ups)) equals the member's own forward, in training and in evaluation."""
     generator = torch.Generator().manual_seed(0)
     linear: Any = member.get_submodule(down)
     between = _between(member, ups, down)

@@ -1,7 +1,7 @@
-"""Small random copies of a model's modules, to run its own code on: for the proofs made before any weight is read.
+"""Make small random copies of a model's modules, to run their own code in the proofs before any weight is read.
 
 A module on meta has no values, and one of a real model is too large to run for a test. Its copy has the same code and
-the same numbers in it, but for the sizes that are named: those are small, in parameters and in what modules remember.
+the same numbers, except for the named sizes: those are small, in parameters and in what modules store.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,10 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def small_copy(module: _Module, sizes: Mapping[int, int], generator: torch.Generator) -> _Module:
-    """A copy in fp64 on the CPU with random values, in which each dim and each number that is a key of `sizes` is its
-    value. Weights are small enough for activations to stay near one.
+    """Return a copy in fp64 on the CPU with random values.
+
+    Each dim and each number that is a key of `sizes` becomes its value. Weights are small enough for activations to
+    stay near one.
     """
     memo: dict[int, object] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -38,6 +40,6 @@ def small_copy(module: _Module, sizes: Mapping[int, int], generator: torch.Gener
 
 
 def relative_error(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
-    """The worst relative difference of two lists of tensors, NaN if any is."""
+    """Return the worst relative difference of two lists of tensors, NaN if any is NaN."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(first, second, strict=True)]
     return float(torch.stack([(a - b).norm() / a.norm().clamp_min(1e-30) for a, b in pairs]).max())

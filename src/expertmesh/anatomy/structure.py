@@ -1,11 +1,11 @@
-"""Which modules of a Hugging Face model are blocks, routed experts and routers. No code per model family.
+"""Find which modules of a Hugging Face model are blocks, routed experts and routers. No code per model family.
 
-transformers 5 exposes routed experts of some 64 families through one interface: a module class decorated with
-`use_experts_implementation`, called as `experts(hidden_states, top_k_index, top_k_weights)`, that holds 3-D
-parameters and flags (gated, transposed, biased, ...). Experts of the same maths without that interface are recognised
-by their shapes and the arguments of their forward, and so are mixtures without any such module, whose router sorts
-rows for two stacks of matrices; introspection/experts_proof.py proves that the maths is the same.
-Everything here works on models on meta, and refuses by name what it does not recognise: nothing is sharded on a guess.
+transformers 5 exposes the routed experts of some 64 families through one interface: a module class decorated with
+`use_experts_implementation`, called as `experts(hidden_states, top_k_index, top_k_weights)`, that holds 3-D parameters
+and flags (gated, transposed, biased, ...). Experts of the same maths without that interface are recognised by their
+shapes and the arguments of their forward. So are mixtures without any such module, whose router sorts rows for two
+stacks of matrices. introspection/experts_proof.py proves that the maths is the same. Everything here works on models on
+meta, and refuses by name what it does not recognise: nothing is sharded on a guess.
 """
 
 import inspect
@@ -58,21 +58,21 @@ class ExpertsSpec:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that hold one slice per expert, relative to the module. A norm's are dense."""
+        """Return the names of the parameters with one slice per expert, relative to the module. A norm's are dense."""
         if self.flat_gate is not None:
             return (self.flat_gate, self.up, self.down)
         return (self.up, self.down, f"{self.up}_bias", f"{self.down}_bias") if self.biased else (self.up, self.down)
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """Full names of the modules that hold `up` and `down` themselves, and adapters on them."""
+        """Return the full names of the modules that hold `up` and `down`, and the adapters on them."""
         places = (f"{self.name}.{parameter}".rpartition(".")[0] for parameter in (self.up, self.down))
         return tuple(dict.fromkeys(places))
 
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """Names of the parts of a model, in module order."""
+    """The names of the parts of a model, in module order."""
 
     blocks: tuple[str, ...]
     experts: tuple[ExpertsSpec, ...]
@@ -81,12 +81,12 @@ class Anatomy:
 
     @property
     def num_experts(self) -> int:
-        """Experts per MoE layer; every layer has the same number (checked by `describe`)."""
+        """The number of experts per MoE layer; every layer has the same number (`describe` checks it)."""
         return self.experts[0].num_experts
 
     @property
     def sorting_routers(self) -> tuple[str, ...]:
-        """All routers of a model whose mixtures sort their rows, those of mixtures in its attention as well."""
+        """All routers of a model whose mixtures sort their rows, including those of mixtures in its attention."""
         return self.routers if any(spec.router is not None for spec in self.experts) else ()
 
     def is_expert_parameter(self, name: str) -> bool:
@@ -94,36 +94,38 @@ class Anatomy:
 
 
 def decoder_blocks(anatomy: Anatomy) -> list[str]:
-    """The blocks of the module list that holds the experts (a vision tower has others)."""
+    """Return the blocks of the module list that holds the experts (a vision tower has other blocks)."""
     stack = anatomy.experts[0].name
     lists = {block.rpartition(".")[0] for block in anatomy.blocks if stack.startswith(f"{block}.")}
     return [block for block in anatomy.blocks if block.rpartition(".")[0] in lists]
 
 
 def alike_as_one(names: Iterable[str]) -> str:
-    """Names of parameters for a printed line: those of different blocks that are alike once, without their block."""
+    """Return names of parameters for a printed line: equal names of different blocks once, without their block."""
     return ", ".join(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in names))
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Whether the module or parameter `name` is one of `module`'s, at any depth."""
+    """Return whether `name` is a module or parameter of `module`, at any depth."""
     return name.startswith(f"{module}.")
 
 
 def is_classifier(model: nn.Module) -> bool:
-    """Whether its head is a sequence classifier's, which gives one row of logits for each sequence."""
+    """Return whether the head is a sequence classifier's, with one row of logits for each sequence."""
     return isinstance(model, GenericForSequenceClassification)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of a low-rank adapter, which sits beside what it adapts."""
+    """Return whether the name of a parameter is that of a low-rank adapter, which is beside what it adapts."""
     leaf = name.rpartition(".")[2]
     return leaf.endswith(("lora_A", "lora_B"))
 
 
 def dense_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
-    """Names of the linear layers in the blocks of `model`, of all its pipeline stages: attention's, dense MLPs' and
-    shared experts', no routers'. A gate of one row is too little to be worth scales, and left out.
+    """Return the names of the linear layers in the blocks of `model`, of all its pipeline stages.
+
+    These are the linears of attention, dense MLPs and shared experts, not of routers. A gate of one row is left out: it
+    is too small for scales.
     """
     for name, module in full_model(model).named_modules():
         routes = any(name == router or is_inside(name, router) for router in anatomy.routers)
@@ -133,9 +135,10 @@ def dense_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
 
 
 def packable_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
-    """Those of `dense_linears` that compute `F.linear` with a weight of their own and nothing else, and whose layer
-    leaves that to them: fused kernels of state-space layers take weights as they are. What a family keeps in fp32
-    whatever it computes in is left out.
+    """Return those of `dense_linears` whose layer computes `F.linear` with their weight and nothing else.
+
+    Fused kernels of state-space layers take weights as they are, so their linears are left out, and so is what a family
+    keeps in fp32 in any compute dtype.
     """
     whole = full_model(model)
     uses = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
@@ -150,19 +153,21 @@ def packable_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
 
 
 def _is_ours(kind: type) -> bool:
-    """Whether a class was put in front of a module's own here, or by FSDP2."""
+    """Return whether this package or FSDP2 has put a class in front of a module's own."""
     return kind.__module__.startswith(("expertmesh.", "torch.distributed."))
 
 
 def carries_state(module: nn.Module) -> bool:
-    """Whether the module is a linear attention or a state-space layer, or a convolution inside of one."""
+    """Return whether the module is a linear attention, a state-space layer, or a convolution inside of one."""
     own = {leaf for leaf, _ in module.named_parameters(recurse=False)}
     return isinstance(module, nn.Conv1d) or not own.isdisjoint({"A_log", "dt_bias"})
 
 
 def describe(model: nn.Module) -> Anatomy:
-    """Find the parts of `model`, of all its pipeline stages. Raises `InputError` naming the module that cannot be
-    sharded, and why.
+    """Find the parts of `model`, of all its pipeline stages.
+
+    Raises:
+        InputError: A module cannot be sharded; names it, with the reason.
     """
     model = full_model(model)
     specs = tuple(experts_spec(name, module) for name, module in model.named_modules() if _is_experts(module))
@@ -207,12 +212,12 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _has_interface(module: nn.Module) -> bool:
-    """Whether the module's class was decorated with transformers' `use_experts_implementation`."""
+    """Return whether the module's class was decorated with transformers' `use_experts_implementation`."""
     return all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
 
 
 def _own_call(module: nn.Module) -> Literal["pairs", "dense", "sorted"] | None:
-    """How experts without the interface are called, or None if these are no experts in a form that is known."""
+    """Return how experts without the interface are called, or None if these are no experts in a known form."""
     if _sorted_parts(module) is not None:
         return "sorted"
     shapes = _shapes(module)
@@ -225,12 +230,12 @@ def _own_call(module: nn.Module) -> Literal["pairs", "dense", "sorted"] | None:
 
 
 def _is_fused(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Gate and up in one 3-D parameter, down in another, by the names that transformers uses."""
+    """Return whether gate and up are in one 3-D parameter and down in another, by the names that transformers uses."""
     return set(shapes) == {"gate_up_proj", "down_proj"} and all(len(shape) == 3 for shape in shapes.values())
 
 
 def _is_flat(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Three matrices of one shape `[E * I, H]`, where E is what the module says."""
+    """Return whether there are three matrices of one shape `[E * I, H]`, with the module's own E."""
     experts = getattr(module, "num_experts", None)
     return (
         len(shapes) == 3
@@ -242,10 +247,10 @@ def _is_flat(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _sorted_parts(module: nn.Module) -> tuple[str, str, str] | None:
-    """Router, up and down of a mixture whose router sorts rows by expert, by their names in it; None for all else.
+    """Return the names of router, up and down of a mixture whose router sorts rows by expert; None for all others.
 
-    Two children with a stack of matrices each, `[E, 2I, H]` and `[E, H, I]`, which are called with rows and their
-    counts; one other; and a bias at most.
+    Such a module has two children with a stack of matrices each, `[E, 2I, H]` and `[E, H, I]`, which are called with
+    rows and their counts, one other child, and at most a bias.
     """
     stacks = {name: child for name, child in module.named_children() if _is_stack(child)}
     if len(stacks) != 2:
@@ -264,7 +269,7 @@ def _sorted_parts(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether it holds one matrix for each expert, `[E, out, in]`, and is called with rows and their counts."""
+    """Return whether it holds one matrix for each expert, `[E, out, in]`, and is called with rows and their counts."""
     shapes = [p.shape for name, p in module.named_parameters(recurse=False) if not is_adapter(name)]
     if len(shapes) != 1 or len(shapes[0]) != 3 or len(_shapes(module)) != 1:
         return False
@@ -272,13 +277,17 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Parameters and buffers by their names in the module, without adapters."""
+    """Return parameters and buffers by their names in the module, without adapters."""
     state = module.state_dict(keep_vars=True)
     return {name: tuple(tensor.shape) for name, tensor in state.items() if not is_adapter(name)}
 
 
 def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
-    """What one experts module holds and how it is called; `InputError` when its parameters do not fit together."""
+    """Return what one experts module holds and how it is called.
+
+    Raises:
+        InputError: Its parameters do not fit together.
+    """
     if _has_interface(module):
         return _fused_spec(name, module, bool(module.has_gate), bool(module.is_transposed), bool(module.has_bias))
     call, shapes = _own_call(module), _shapes(module)
@@ -345,7 +354,7 @@ def _top_k(module: nn.Module) -> int | None:
 
 
 def _top_k_of_block(model: nn.Module, spec: ExpertsSpec) -> int | None:
-    """Without a config of their own: as the block around the experts or its router says."""
+    """Return the top-k of experts without a config, as the block around them or its router has it."""
     block = model.get_submodule(spec.name.rpartition(".")[0])
     for module in (block, *block.children()):
         if isinstance(value := getattr(module, "top_k", None), int):
@@ -354,19 +363,21 @@ def _top_k_of_block(model: nn.Module, spec: ExpertsSpec) -> int | None:
 
 
 def _alike(model: nn.Module, router: str, blocks: Sequence[str]) -> list[str]:
-    """The modules of a router's class in its block: a mixture of attention's projections routes by another one."""
+    """Return the modules of a router's class in its block: a mixture of attention's projections routes by
+    another one.
+    """
     kind = type(model.get_submodule(router))
     block = next(block for block in blocks if is_inside(router, block))
     return [name for name, part in model.get_submodule(block).named_modules(prefix=block) if type(part) is kind]
 
 
 def _scores_experts(module: nn.Module, spec: ExpertsSpec) -> bool:
-    """A router maps a token to one score per expert: it holds a `[num_experts, ...]` matrix."""
+    """Return whether a module holds a `[num_experts, ...]` matrix: a router maps a token to one score per expert."""
     return any(parameter.dim() == 2 and parameter.shape[0] == spec.num_experts for parameter in module.parameters())
 
 
 def _blocks(model: nn.Module) -> tuple[str, ...]:
-    """The repeated layers, as the family itself declares them unsplittable, that sit in a module list."""
+    """Return the repeated layers in a module list that the family itself declares unsplittable."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     names = []
     for name, module in model.named_modules():

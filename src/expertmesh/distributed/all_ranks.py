@@ -1,8 +1,8 @@
-"""Errors that happen on one rank, raised on all of them: nobody is left waiting in a collective.
+"""Raise the error of one rank on all of them, so that nobody is left waiting in a collective.
 
-`with raise_on_all_ranks("reading weights"):` runs its block on every rank; when all are through, they compare notes.
-If one failed, every rank raises the same sentence, that of the lowest failing rank. Never use it around
-code that itself communicates: a rank that raised would leave its peers inside that collective.
+`with raise_on_all_ranks("reading weights"):` runs its block on every rank; then the ranks compare their results. If one
+failed, every rank raises the same sentence, that of the lowest failing rank. Never use it around code that itself
+communicates: a rank that raised would leave its peers inside that collective.
 """
 
 import json
@@ -32,10 +32,12 @@ T = TypeVar("T")
 def raise_on_all_ranks(doing: str) -> Iterator[None]:
     """Run the block on every rank of the default group; raise on all of them if it raised on one.
 
-    An `ExpertmeshError` is raised with its own class, sentence and key everywhere. Any other exception stays
-    itself on its rank and becomes a `DistributedFailure` naming that rank on the others. Every rank must
-    enter it. Issues one all-reduce of an integer on the default group, plus one broadcast after a failure;
-    none without a process group.
+    Raises:
+        ExpertmeshError: With its own class, sentence and key on every rank.
+        DistributedFailure: On the other ranks, naming the rank on which any other exception was raised.
+
+    Collectives: every rank enters it; one all-reduce of an integer on the default group, and one broadcast after a
+    failure. None without a process group.
     """
     error: Exception | None = None
     try:
@@ -46,7 +48,7 @@ def raise_on_all_ranks(doing: str) -> Iterator[None]:
 
 
 def from_rank_0(text: str) -> str:
-    """What rank 0 says, on every rank. Every rank calls it; issues one broadcast on the default group."""
+    """Return the text of rank 0 on every rank. Collectives: every rank calls it; one broadcast on the default group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=collective_device())
@@ -59,7 +61,10 @@ def from_rank_0(text: str) -> str:
 
 
 def object_from_rank_0(own: T) -> T:
-    """What rank 0 has, pickled between the ranks of a job. Every rank calls it; two broadcasts on the default group."""
+    """Return the object of rank 0, pickled between the ranks of a job.
+
+    Collectives: every rank calls it; two broadcasts on the default group.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own
     found = [own]
@@ -68,7 +73,7 @@ def object_from_rank_0(own: T) -> T:
 
 
 def objects_of_all_ranks(own: T) -> list[T]:
-    """What each rank has. Every rank calls it; two all-gathers on the default group."""
+    """Return the object of each rank. Collectives: every rank calls it; two all-gathers on the default group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
     found = [own] * dist.get_world_size()
@@ -77,7 +82,10 @@ def objects_of_all_ranks(own: T) -> list[T]:
 
 
 def sum_over_ranks(numbers: torch.Tensor) -> torch.Tensor:
-    """The sum of `numbers` over all ranks, on the CPU. Every rank calls it; one all-reduce on the default group."""
+    """Return the sum of `numbers` over all ranks, on the CPU.
+
+    Collectives: every rank calls it; one all-reduce on the default group.
+    """
     numbers = numbers.to(collective_device())
     if dist.is_initialized():
         dist.all_reduce(numbers)
@@ -85,7 +93,7 @@ def sum_over_ranks(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def collective_device() -> torch.device:
-    """Where small tensors for the default group live: the CPU if it has a backend, else the accelerator."""
+    """Return the device for small tensors of the default group: the CPU if it has a backend, else the accelerator."""
     if not dist.is_initialized() or "cpu" in dist.get_backend_config() or not torch.accelerator.is_available():
         return torch.device("cpu")
     device = torch.accelerator.current_accelerator()

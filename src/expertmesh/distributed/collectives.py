@@ -1,4 +1,4 @@
-"""The collectives of the expert layer. `to_host` is the one place where it waits for the device."""
+"""Issue the collectives of the expert layer. `to_host` is the only place where the layer waits for the device."""
 
 from typing import Any
 
@@ -50,5 +50,5 @@ def to_host(counts: torch.Tensor) -> list[Any]:
 
 
 def exact(weight: torch.Tensor) -> torch.Tensor:
-    """Routing weights travel in at least fp32, which holds bf16 and fp16 exactly."""
+    """Return routing weights in at least fp32, in which they are sent: it holds bf16 and fp16 exactly."""
     return weight if weight.dtype == torch.float64 else weight.float()

@@ -1,9 +1,11 @@
-"""Which part of a job this process is, as whoever started it says in environment variables. No torch, no communication.
+"""Find out which part of a job this process is, from the environment variables of its launcher. No torch, no
+collective.
 
-Four starters are understood. RANK, WORLD_SIZE and their kin (torchrun, Ray, our own launcher) make this process one
-rank. So do the SLURM_* of a step that srun has started with several tasks, and the variables of mpirun. The PET_* of
-Kubeflow, which are torchrun's options, make it the one process of a machine that is to start the ranks there. Variables
-that contradict each other are refused by name: a job that is joined wrongly waits, or is silently several jobs.
+Four launchers are understood. RANK, WORLD_SIZE and related variables (torchrun, Ray, our own launcher) make this
+process one rank. So do the SLURM_* variables of a step that srun has started with several tasks, and the variables of
+mpirun. The PET_* variables of Kubeflow, which are torchrun's options, make it the one process of a machine that has to
+start the ranks there. Variables that contradict each other are refused by name: a job that is joined wrongly waits, or
+silently becomes several jobs.
 """
 
 import itertools
@@ -30,7 +32,7 @@ _OF_ONE_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This process is one rank of a job. What is None, nobody has said."""
+    """This process is one rank of a job. A field is None if the launcher did not give it."""
 
     starter: str
     rank: int
@@ -41,7 +43,10 @@ class Rank:
     port: int | None = None
 
     def with_meeting_place(self) -> "Rank":
-        """Itself, or on one machine with an address. `InputError` if several ranks do not know where to meet."""
+        """Return this rank, on one machine with an address to meet at.
+
+        Raises `InputError` if several ranks do not know where to meet.
+        """
         if self.world_size == 1:
             return replace(self, address=self.address or LOCALHOST, port=self.port or 0)
         if self.address is None or self.port is None:
@@ -54,7 +59,7 @@ class Rank:
         return self
 
     def export(self, environment: Environment = os.environ) -> None:
-        """Write it into the variables that torch reads."""
+        """Write this rank into the variables that torch reads."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -68,9 +73,9 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """This process is to start the ranks of machine `number` of `count`, which meet at `address` and `port`.
+    """This process has to start the ranks of machine `number` of `count`, which meet at `address` and `port`.
 
-    `ranks`: how many on each machine; None leaves it to the machine. Port 0: any that is free, on one machine.
+    `ranks`: how many on each machine; None leaves it to the machine. Port 0: any free port, on one machine.
     """
 
     starter: str
@@ -82,7 +87,7 @@ class Node:
 
     @classmethod
     def of(cls, rank: Rank, ranks: int | None) -> "Node":
-        """What a launcher that knows no local ranks has called a rank, as a machine with `ranks` of them."""
+        """Take what a launcher without local ranks has called a rank as a machine with `ranks` of them."""
         if rank.world_size == 1:
             return cls(rank.starter, 0, 1, ranks, LOCALHOST, 0)
         rank = rank.with_meeting_place()
@@ -92,10 +97,14 @@ class Node:
 
 
 def find_place(nproc: int | None = None, environment: Environment = os.environ) -> Rank | Node | None:
-    """What this process is in a job that somebody else has started; None if nobody has.
+    """Return the place of this process in a job that a launcher has started, or None if there is no such job.
 
-    `nproc` are the ranks that the user wants on this machine: with several, a starter that knows no local ranks has
-    counted machines. Raises `InputError` for variables that make no sense together.
+    Args:
+        nproc: The ranks that the user wants on this machine. With several, a launcher that knows no local ranks has
+            counted machines.
+
+    Raises:
+        InputError: The variables contradict each other.
     """
     alone = not any(name in environment for name in _OF_ONE_PROCESS)
     if alone and ("PET_NNODES" in environment or "PET_NODE_RANK" in environment):
@@ -114,7 +123,9 @@ def find_place(nproc: int | None = None, environment: Environment = os.environ) 
 
 
 def join_job(environment: Environment = os.environ) -> None:
-    """Make this process the rank that its environment says, for torch's `env://`. `InputError` if it says none."""
+    """Make this process the rank that its environment names, for torch's `env://`. Raises `InputError` if it names
+    none.
+    """
     place = find_place(environment=environment)
     if not isinstance(place, Rank):
         start = "start with torchrun, srun or expertmesh train, or call init_process_group first"
@@ -129,7 +140,7 @@ def join_job(environment: Environment = os.environ) -> None:
 
 
 def hosts_of(nodelist: str) -> list[str]:
-    """The hosts of SLURM's short form: `node[01-03,7],gpu2` is node01, node02, node03, node7, gpu2."""
+    """Expand SLURM's short form of hosts: `node[01-03,7],gpu2` is node01, node02, node03, node7, gpu2."""
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         parts = re.split(r"\[([^\]]*)\]", word)  # text and what is in brackets, in turn
@@ -174,9 +185,9 @@ def _torch_rank(environment: Environment) -> Rank:
 
 
 def _kubeflow_node(environment: Environment) -> Node:
-    """What torchrun reads as its options: PyTorchJob and TrainJob set them in each pod.
+    """Read what torchrun reads as its options: PyTorchJob and TrainJob set them in each pod.
 
-    RANK and WORLD_SIZE of a PyTorchJob then count pods, and ranks if the job says how many a pod has.
+    RANK and WORLD_SIZE of a PyTorchJob then count pods, or ranks if the job says how many a pod has.
     """
     count, backend = environment.get("PET_NNODES", "1"), environment.get("PET_RDZV_BACKEND", "static")
     if not count.isdigit() or backend != "static":
@@ -213,7 +224,7 @@ def _kubeflow_node(environment: Environment) -> Node:
 
 
 def _slurm_task(environment: Environment) -> Rank | None:
-    """The task of a step with several. Not a batch script or an interactive shell, which start ranks of their own."""
+    """Return the task of a step with several. A batch script or an interactive shell starts ranks by itself."""
     step = environment.get("SLURM_STEP_ID", "0" if "SLURM_STEP_NODELIST" in environment else str(_SPECIAL_STEPS))
     if not step.isdigit() or int(step) >= _SPECIAL_STEPS or "SLURM_PTY_PORT" in environment:
         return None
@@ -244,7 +255,7 @@ def _slurm_task(environment: Environment) -> Rank | None:
 
 
 def _mpi_rank(environment: Environment) -> Rank | None:
-    """A rank that mpirun has started beside others. One alone starts ranks of its own."""
+    """Return the rank that mpirun has started beside others. A single one starts ranks by itself."""
     names = next((names for names in _MPI if names[0] in environment and names[1] in environment), None)
     if names is None:
         return None
@@ -261,12 +272,14 @@ def _mpi_rank(environment: Environment) -> Rank | None:
 
 
 def _port(job: int) -> int:
-    """The same for all ranks of a job, another for the jobs beside it, below the ports that systems hand out."""
+    """Derive a port that is equal for all ranks of a job and another for other jobs, below the ports that systems
+    assign.
+    """
     return 15000 + job % 16384
 
 
 def _tasks_here(environment: Environment) -> int | None:
-    """Of SLURM's `2(x3),1`, two on each of three nodes and one on a fourth, how many are on this node."""
+    """Return how many tasks are on this node, from SLURM's `2(x3),1`: two on each of three nodes, one on a fourth."""
     nodes: list[int] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
         nodes += [int(tasks)] * int(times or 1)

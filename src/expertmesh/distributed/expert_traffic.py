@@ -1,7 +1,6 @@
-"""What a rank moves of one MoE layer for one micro-batch, as plain arithmetic: rows of tokens over ep, experts over
-efsdp.
+"""Compute what a rank moves for one MoE layer and micro-batch: rows of tokens over ep, experts over efsdp.
 
-`ep: auto` takes the layout that moves least by it (layout.py), and the planner counts with the same rows.
+`ep: auto` takes the layout that moves least by it (layout.py), and the planner counts the same rows.
 docs/parallelism.md has the formula. No process group, no model.
 """
 
@@ -24,7 +23,7 @@ START = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """One rank and micro-batch: `tokens` here, `sent` rows, `rows` received, `pairs` of token and expert computed."""
+    """One rank and micro-batch: `tokens` here, rows `sent`, `rows` received, `pairs` of token and expert computed."""
 
     tokens: float
     sent: float
@@ -42,7 +41,9 @@ class TopKRouter:
     top_groups: int = 1
 
     def routed(self, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
-        """For `tokens` tokens on each of an EP group's `ranks`; the busiest rank gets `imbalance` times the mean."""
+        """Return the rows for `tokens` tokens on each of an EP group's `ranks`; the busiest rank gets `imbalance` times
+        the mean.
+        """
         if ranks == 1:
             return RoutedTokens(tokens, 0.0, tokens, tokens * self.top_k)
         rows = tokens * rows_per_token(self, ranks)
@@ -51,8 +52,9 @@ class TopKRouter:
 
 @cache
 def rows_per_token(router: TopKRouter, ranks: int) -> float:
-    """The expected number of ranks that hold any of a token's experts, every set of K being equally likely: a token
-    travels once to each of them (experts/dispatch.py). docs/formulas.md derives it.
+    """Return the expected number of ranks that hold any of a token's experts, if all sets of K are equally likely.
+
+    A token is sent once to each of them (experts/dispatch.py). docs/formulas.md derives it.
     """
     in_group = router.experts // router.groups
     open_experts, here = in_group * router.top_groups, router.experts // ranks
@@ -69,7 +71,7 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTraffic:
-    """What the experts of one layer cost to move, whatever the layout."""
+    """The cost of moving the experts of one layer, in any layout."""
 
     router: TopKRouter
     expert: float
@@ -85,17 +87,19 @@ class ExpertTraffic:
     """Whether the experts can be sharded so."""
 
     def gathered(self, layout: "Layout") -> float:
-        """Bytes of experts that a rank gets and gives over efsdp."""
+        """Return the bytes of experts that a rank receives and sends over efsdp."""
         return self.expert * self.router.experts / layout.ep * (1 - 1 / layout.efsdp)
 
     def sent(self, layout: "Layout") -> float:
-        """Bytes of rows that leave a rank over ep."""
+        """Return the bytes of rows that leave a rank over ep."""
         tokens = self.tokens / (layout.cp * layout.tp)
         return self.trips * self.router.routed(tokens, layout.ep).sent * self.row * (1 - 1 / layout.ep)
 
     def weighed(self, layout: "Layout", ranks_per_node: int) -> float:
-        """Both, and the starts of their collectives, in bytes of a gather within a node. Between nodes a ring has the
-        adapters of all ranks that it has in a node, and rows leave through their own rank's.
+        """Return both, with the starts of their collectives, in bytes of a gather within a node.
+
+        Between nodes a ring has the network adapters of all its ranks in a node, and rows leave through the adapter of
+        their own rank.
         """
         gathered, sent, ep = self.gathered(layout), BYTE_OF_ROWS * self.sent(layout), layout.ep
         in_node = max(1, ranks_per_node // ep)  # ranks of an efsdp group that share a node

@@ -1,4 +1,4 @@
-"""The sizes of all axes of a job, as plain arithmetic: no process group, no model.
+"""Compute the sizes of all axes of a job: plain arithmetic, no process group, no model.
 
     dense view    world = pp x replicate x fsdp x cp x tp
     expert view   world = pp x replicate x efsdp x ep        efsdp = fsdp * cp * tp / ep, always derived
@@ -24,7 +24,7 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of all axes, how stages take turns, and what lives in host memory. Build it with `resolve_layout`, which
+    """The sizes of all axes, the order of stages, and what is in host memory. Build it with `resolve_layout`, which
     refuses impossible combinations.
     """
 
@@ -49,23 +49,23 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks read rows of their own: cp and tp ranks share rows."""
+        """The number of ranks that read rows of their own: cp and tp ranks share rows."""
         return self.replicate * self.fsdp
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks that hold one pipeline stage (or the same several): contiguous ones."""
+        """The number of ranks that hold one pipeline stage (or the same several stages): contiguous ranks."""
         return self.world_size // self.pp
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the batch `rank` reads, in `range(data_ranks)`."""
+        """Return which share of the batch `rank` reads, in `range(data_ranks)`."""
         return rank // (self.cp * self.tp) % self.data_ranks
 
     def size(self, axis: str) -> int:
         return int(getattr(self, axis))
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The rank lists of every group along `axis`, in the order of their first rank."""
+        """Return the rank lists of every group along `axis`, in the order of their first rank."""
         axes = DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
         stride = math.prod(self.size(inner) for inner in axes[axes.index(axis) + 1 :])
         size = self.size(axis)
@@ -73,7 +73,7 @@ class Layout:
         return [[first + step * stride for step in range(size)] for first in firsts]
 
     def table(self) -> str:
-        """Both views, one axis a line, with the group that rank 0 belongs to."""
+        """Return both views as text, one axis a line, with the group of rank 0."""
         lines = [f"{'view':<8}{'axis':<11}{'size':>5}  ranks of the first group"]
         for view, axes in (("dense", DENSE_AXES), ("expert", EXPERT_AXES)):
             for axis in axes:
@@ -90,12 +90,19 @@ def resolve_layout(
     ranks_per_node: int | None = None,
     traffic: ExpertTraffic | None = None,
 ) -> Layout:
-    """Turn what the user asked for into sizes that multiply to `world_size`; fills in every `auto`.
+    """Turn the configured axes into sizes that multiply to `world_size`, and fill in every `auto`.
 
-    `num_experts` is the number of routed experts of a layer, against which `ep` is checked. `ep: auto` is the ep that
-    moves least by `traffic`, of those that divide the experts and the ranks that share them. Its groups have no parts
-    of nodes of `ranks_per_node` (else LOCAL_WORLD_SIZE, else 8) ranks, but maybe several; a given ep whose groups have
-    parts is refused, unless `ep_across_nodes` is set. Raises `InputError` with the numbers and the valid choices.
+    `ep: auto` takes the ep that moves least by `traffic`, of those that divide the experts and the ranks that share
+    them. Its groups never have parts of nodes, but may have several nodes.
+
+    Args:
+        num_experts: The number of routed experts of a layer, against which `ep` is checked. ranks_per_node: Ranks of a
+        node; by default LOCAL_WORLD_SIZE, else 8. A given ep whose groups have parts of nodes is
+            refused, unless `ep_across_nodes` is set.
+        traffic: What `auto` weighs.
+
+    Raises:
+        InputError: With the numbers and the valid choices.
     """
     fixed = {axis: getattr(parallel, axis) for axis in ("pp", "replicate", "cp", "tp")}
     product = math.prod(fixed.values())
@@ -137,7 +144,7 @@ def resolve_layout(
 
 
 def least_moved(choices: Sequence[Layout], traffic: ExpertTraffic | None, ranks_per_node: int) -> Layout:
-    """Of layouts that differ in ep, what `ep: auto` means: the one that moves least, without parts of nodes."""
+    """Return the layout that moves least, of layouts that differ in ep and without parts of nodes: `ep: auto`."""
     if len(choices) == 1:
         return choices[0]
     if traffic is None:
@@ -168,7 +175,7 @@ def _checked_ep(ep: int, expert_ranks: int, num_experts: int | None) -> int:
 
 
 def explicit(layout: Layout) -> ParallelConfig:
-    """The configuration that resolves to this layout and nothing else, whatever a node is."""
+    """Return the configuration that resolves to this layout and nothing else, for any size of nodes."""
     axes = ("ep", "fsdp", "replicate", "tp", "cp", "pp", "pp_schedule", "pp_virtual_stages", "offload")
     return ParallelConfig.model_validate({axis: getattr(layout, axis) for axis in axes} | {"ep_across_nodes": True})
 
@@ -176,8 +183,10 @@ def explicit(layout: Layout) -> ParallelConfig:
 def ep_reason(
     parallel: ParallelConfig, layout: Layout, traffic: ExpertTraffic | None, ranks_per_node: int | None = None
 ) -> str | None:
-    """Why `ep: auto` became `layout.ep`, or what an ep that somebody chose does at the borders of nodes; None where
-    there is nothing to say. Arguments as in `resolve_layout`.
+    """Explain why `ep: auto` became `layout.ep`, or what a given ep does at node boundaries.
+
+    Returns:
+        A sentence, or None if there is nothing to report. Arguments as in `resolve_layout`.
     """
     if parallel.ep != "auto":
         return node_crossing(layout, ranks_per_node)
@@ -195,8 +204,10 @@ def ep_reason(
 
 
 def node_crossing(layout: Layout, ranks_per_node: int | None = None) -> str | None:
-    """Which EP groups have ranks on several nodes of `ranks_per_node` (by default LOCAL_WORLD_SIZE) ranks, in words;
-    None where none has, or where nobody has said what a node is.
+    """Name the EP groups that have ranks on several nodes of `ranks_per_node` (by default LOCAL_WORLD_SIZE) ranks.
+
+    Returns:
+        A sentence, or None if no group has, or if the size of a node is unknown.
     """
     node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
     if layout.world_size <= node or node % layout.ep == 0:
@@ -211,7 +222,7 @@ def node_crossing(layout: Layout, ranks_per_node: int | None = None) -> str | No
 
 
 def nodes_of_ep(layout: Layout, ranks_per_node: int | None = None) -> int:
-    """Of how many whole nodes of `ranks_per_node` (by default LOCAL_WORLD_SIZE) ranks each EP group is, else 1."""
+    """Return how many whole nodes of `ranks_per_node` (by default LOCAL_WORLD_SIZE) ranks each EP group has, else 1."""
     node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
     return layout.ep // node if layout.ep % node == 0 else 1
 
@@ -230,7 +241,7 @@ def _abbreviate(ranks: list[int]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """Smallest first."""
+    """Return the divisors, smallest first."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

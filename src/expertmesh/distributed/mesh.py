@@ -35,8 +35,9 @@ class Mesh:
 
     `dense` and `expert` are the two views. Ranks along cp and tp hold other tokens of the same rows, so most dense
     parameters are sharded over them as well: `dense_mesh` is the dense view with fsdp, cp and tp joined to one axis.
-    `dense_tp_mesh` joins fsdp and cp alone, for what tp has split before. Both call the joined axis fsdp.
-    `ep_nodes`: an EP group's nodes (`across`) by the ranks of each (`inside`), where it is of several whole nodes.
+    `dense_tp_mesh` joins fsdp and cp alone, for parameters that tp has split. Both call the joined axis fsdp.
+    `ep_nodes` has the nodes of an EP group (`across`) and the ranks of each (`inside`), if the group has several whole
+    nodes.
     """
 
     layout: Layout
@@ -54,19 +55,19 @@ class Mesh:
 
     @property
     def dense_shard(self) -> DeviceMesh:
-        """Where dense parameters that tp does not split are sharded: 1-D over fsdp·cp·tp, or 2-D (replicate, that) for
-        hybrid sharding.
+        """The mesh that shards dense parameters that tp does not split: 1-D over fsdp·cp·tp, or 2-D (replicate,
+        that).
         """
         return self.dense_mesh["replicate", "fsdp"] if self.layout.replicate > 1 else self.dense_mesh["fsdp"]
 
     @property
     def dense_tp_shard(self) -> DeviceMesh:
-        """Where dense parameters that tp splits are sharded further: 1-D over fsdp·cp, or 2-D (replicate, that)."""
+        """The mesh that shards dense parameters that tp splits: 1-D over fsdp·cp, or 2-D (replicate, that)."""
         return self.dense_tp_mesh["replicate", "fsdp"] if self.layout.replicate > 1 else self.dense_tp_mesh["fsdp"]
 
     @property
     def expert_shard(self) -> DeviceMesh:
-        """Where one expert slice is sharded: 1-D over efsdp, or 2-D (replicate, efsdp) for hybrid sharding."""
+        """The mesh that shards one expert slice: 1-D over efsdp, or 2-D (replicate, efsdp) for hybrid sharding."""
         return self.expert["replicate", "efsdp"] if self.layout.replicate > 1 else self.expert["efsdp"]
 
     @property
@@ -85,21 +86,26 @@ class Mesh:
         return self.dense.get_group("pp")
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along an axis of the dense view; 0 where the axis has one rank."""
+        """Return this rank's place along an axis of the dense view; 0 where the axis has one rank."""
         return self.dense.get_local_rank(axis) if self.layout.size(axis) > 1 else 0
 
 
 def init_mesh(
     parallel: ParallelConfig | None = None, *, num_experts: int | None = None, device: torch.device | None = None
 ) -> Mesh:
-    """Build both views over the default process group. Every rank calls it, with the same arguments.
+    """Build both views over the default process group.
 
-    `ep` has to be a number where more than one rank can share experts: what `auto` weighs, a model and its
-    micro-batches, comes later. `num_experts` is checked against it.
+    Starts that group from the launcher's environment (torchrun, srun) if none is up. On CPUs the groups are destroyed
+    when the process ends, unless they were destroyed before.
 
-    Starts the default process group from the launcher's environment (torchrun, srun) if none is up. Issues two small
-    all-reduces and the communication that creating process groups takes. On CPUs the groups are ended when the process
-    is, unless they were before.
+    Args:
+        parallel: `ep` has to be a number where more than one rank can share experts: what `auto` weighs, a model and
+        its
+            micro-batches, is not known yet.
+        num_experts: The routed experts of a layer, against which `ep` is checked.
+
+    Collectives: every rank calls it with equal arguments; two small all-reduces, and what creating process groups
+    issues.
     """
     if not dist.is_initialized():
         join_job()
@@ -114,13 +120,20 @@ def init_mesh(
 
 @functools.cache  # once in a process
 def _end_groups_at_exit() -> None:
-    """gloo's threads abort one process in four that ends without ("terminate called without an active exception")."""
+    """Destroy the groups when the process ends.
+
+    gloo's threads abort one process in four that ends without it ("terminate called without an active exception").
+    """
     atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:
-    """Both views of `layout` over the default process group. Every rank calls it; one small all-reduce, and what
-    creating process groups takes. Raises `InputError` on all ranks where each has come to another layout.
+    """Build both views of `layout` over the default process group.
+
+    Raises:
+        InputError: On all ranks, if ranks have resolved to different layouts.
+
+    Collectives: every rank calls it; one small all-reduce, and what creating process groups issues.
     """
     count = _agreed_nodes(layout)
     dense, expert = (_device_mesh(device, layout, axes) for axes in (DENSE_AXES, EXPERT_AXES))
@@ -137,8 +150,10 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
 
 
 def _agreed_nodes(layout: Layout) -> int:
-    """`nodes_of_ep`, or 1 where nodes have different numbers of ranks. What a rank knows of nodes is its own
-    LOCAL_WORLD_SIZE; every rank calls this, for one all-reduce.
+    """Return `nodes_of_ep`, or 1 where nodes have different numbers of ranks: a rank only knows its own
+    LOCAL_WORLD_SIZE.
+
+    Collectives: every rank calls it; one all-reduce.
     """
     own = torch.tensor([*(layout.size(axis) for axis in CONFIGURED_AXES), nodes_of_ep(layout)])
     ends = torch.cat((own, -own)).to(collective_device())
@@ -173,7 +188,7 @@ def set_timeout(mesh: Mesh, seconds: float) -> None:
 
 
 def current_device() -> torch.device:
-    """This rank's accelerator, chosen by LOCAL_RANK, or the CPU.
+    """Return this rank's accelerator, chosen by LOCAL_RANK, or the CPU.
 
     A launcher may instead let each process see its own accelerator alone, as SLURM does with --gpus-per-task.
     """
@@ -200,12 +215,14 @@ def current_device() -> torch.device:
 
 
 def start_process_group(device: torch.device, timeout_seconds: float = 600) -> None:
-    """Start the default group from the launcher's environment (torchrun, srun), unless one is up. Every rank calls it.
+    """Start the default group from the launcher's environment (torchrun, srun), unless one is up.
 
-    Accelerators get gloo beside their own backend, for the few small exchanges between hosts; it connects two ranks
-    when they first talk, as every group would else open a socket to each of its ranks. Their own backend is told the
-    device, so that it connects now and groups are split off instead of connecting anew. On several machines rank 0
-    prints which network interface it uses.
+    Accelerators get gloo beside their own backend, for the few small exchanges between hosts. It connects two ranks at
+    their first exchange, because otherwise every group would open a socket to each of its ranks. The accelerators'
+    backend gets the device, so that it connects now, and groups are split off instead of connecting again. On several
+    machines rank 0 prints the network interface.
+
+    Collectives: every rank calls it.
     """
     if dist.is_initialized():
         return

@@ -1,7 +1,8 @@
-"""The network interface that ranks on several machines announce to each other: the one on the route to MASTER_ADDR.
+"""Choose the network interface that ranks on several machines announce to each other: the one on the route to
+MASTER_ADDR.
 
-Left alone, gloo announces the address that the host's own name stands for. On many machines that is 127.0.0.1, and the
-others then wait for ever. No packet is sent here.
+Otherwise gloo announces the address of the host's name. On many machines that is 127.0.0.1, and the other ranks wait
+without end. No packet is sent here.
 """
 
 import array
@@ -25,11 +26,15 @@ _NCCL_SETTINGS = (Path("/etc/nccl.conf"), Path("~/.nccl.conf"))
 
 
 def choose_interface(timeout_seconds: float) -> str | None:
-    """Let gloo and NCCL use the interface on the route to MASTER_ADDR, where the user has not named one.
+    """Let gloo and NCCL use the interface on the route to MASTER_ADDR, unless the user has named one.
 
-    Before a rank's process group. Gloo's ranks on one machine listen on its loopback interface alone. Returns what was
-    decided for several, in words. Raises `DistributedFailure` when MASTER_ADDR has had no address for
-    `timeout_seconds`.
+    Call it before a rank's process group starts. gloo's ranks on one machine listen on the loopback interface alone.
+
+    Returns:
+        The decision for several machines, as a sentence.
+
+    Raises:
+        DistributedFailure: MASTER_ADDR has had no address for `timeout_seconds`.
     """
     master, here = os.environ["MASTER_ADDR"], os.environ.get("LOCAL_WORLD_SIZE")
     if GLOO in os.environ:
@@ -51,8 +56,10 @@ def choose_interface(timeout_seconds: float) -> str | None:
 
 
 def _own_address(master: str, timeout_seconds: float) -> Address | None:
-    """Of this machine, as the others reach it. A host's own name may stand for a loopback address on the host itself;
-    others reach that one over its default route, or over its only other interface.
+    """Return the address of this machine, as other machines reach it.
+
+    The host's name may stand for a loopback address on the host itself; others reach the host over its default route,
+    or over its only other interface.
     """
     addresses = _resolve(master, timeout_seconds)
     own = next((found for each in addresses if (found := _route_to(each))), None)
@@ -64,7 +71,9 @@ def _own_address(master: str, timeout_seconds: float) -> Address | None:
 
 
 def _resolve(host: str, timeout_seconds: float) -> list[str]:
-    """Addresses of `host`, waited for: a cluster's name service may know the first machine only after the others."""
+    """Return the addresses of `host`, and wait for them: a cluster's name service may know the first machine later than
+    the others.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -80,7 +89,7 @@ def _resolve(host: str, timeout_seconds: float) -> list[str]:
 
 
 def _route_to(address: str) -> Address | None:
-    """This machine's address on the route to `address`, or None without one."""
+    """Return this machine's address on the route to `address`, or None if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -97,7 +106,7 @@ def _interface_of(address: Address) -> str | None:
 
 
 def _interfaces() -> Iterator[tuple[str, Address]]:
-    """Names of interfaces with their addresses, as Linux tells them; nothing elsewhere."""
+    """Return the names of interfaces with their addresses on Linux; nothing elsewhere."""
     if sys.platform != "linux":
         return
     import fcntl
@@ -125,7 +134,7 @@ def _is_address(host: str) -> bool:
 
 
 def _names_interface(settings: Path) -> bool:
-    """Whether the administrator or the user has chosen for NCCL in a file, which the environment would override."""
+    """Return whether a file of NCCL's names an interface, which the environment would override."""
     try:
         return NCCL in settings.expanduser().read_text(errors="replace")
     except OSError:

@@ -1,7 +1,7 @@
-"""Positions and features that the ranks of a tp group fetch from each other, with the gradients that belong to it.
+"""Exchange positions and features between the ranks of a tp group, with the gradients of the exchange.
 
-Each pair is each other's transpose: what one does in forward, the other does in backward. Gradients are partial sums
-over the group everywhere (sequence.py), so that the sum is taken exactly where a gather is undone.
+The two functions of a pair are each other's transpose: one does in forward what the other does in backward. Gradients
+are partial sums over the group everywhere (sequence.py), so the sum is taken exactly where a gather is undone.
 """
 
 import math
@@ -17,32 +17,34 @@ _Collective = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
 
 
 def gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's `x` (same shape on each) one behind the other on `dim`; contiguous.
+    """Concatenate every rank's `x` (equal shapes) on `dim`; the result is contiguous.
 
-    All-gather over `group` in forward, reduce-scatter in backward. Every rank of the group calls it.
+    Collectives: every rank of the group calls it; an all-gather in forward, a reduce-scatter in backward.
     """
     result: torch.Tensor = _Transposed.apply(x, _gather, _reduce_scatter, dim, group)
     return result
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of every rank's `x`, of which each rank keeps its own part of `dim`; contiguous.
+    """Sum every rank's `x`; each rank keeps its own part of `dim`. The result is contiguous.
 
-    Reduce-scatter over `group` in forward, all-gather in backward. Every rank of the group calls it.
+    Collectives: every rank of the group calls it; a reduce-scatter in forward, an all-gather in backward.
     """
     result: torch.Tensor = _Transposed.apply(x, _reduce_scatter, _gather, dim, group)
     return result
 
 
 def own_part(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of `dim`, of what every rank of `group` has whole; a copy. No communication."""
+    """Return a copy of this rank's part of `dim`, of a tensor that every rank of `group` has in full. No
+    communication.
+    """
     part = x.shape[dim] // group.size()
     assert part * group.size() == x.shape[dim], f"{x.shape[dim]} in {group.size()} parts"
     return x.narrow(dim, group.rank() * part, part).clone(memory_format=torch.contiguous_format)
 
 
 class _Transposed(torch.autograd.Function):
-    """`run` in forward, and in backward `transpose`, which is its transpose."""
+    """Run `run` in forward, and in backward `transpose`, which is its transpose."""
 
     @staticmethod
     def forward(
@@ -69,9 +71,10 @@ def _reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torc
 def _exchange(
     collective: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, length: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The collectives know dim 0 alone. Never a view: FSDP2 hooks results, and a model may change them in place.
+    """Run a collective along any dim; the collectives themselves know dim 0 alone.
 
-    torch.compile, which has nothing written through views, would make a view of what is written through one here.
+    The result is never a view: FSDP2 hooks results, and a model may change them in place. torch.compile, which allows
+    no write through a view, would make a view of what is written through one here.
     """
     result = x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
     if math.prod(x.shape[:dim]) == 1 and not torch.compiler.is_compiling():

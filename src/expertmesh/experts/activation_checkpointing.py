@@ -1,19 +1,19 @@
-"""What the two runs of a checkpointed block share: its routing, and under selective checkpointing what is expensive.
+"""Share between the two runs of a checkpointed block its routing, and under selective checkpointing what is expensive.
 
 Routing is decided once per token. The second run of a router might choose other experts (a tie, a non-deterministic
 kernel); counts would then differ from the forward: a shape error at best, silent wrong gradients at worst. So the first
-run records what every `topk` chose and the second run gathers at the recorded places: values, and so the gradient, come
-from the recomputed scores, the choice does not. A router that decides by other means is held to its first choice. How
-many tokens travel between ranks is then known as well: it is neither exchanged again nor waited for.
+run records what every `topk` chose, and the second run gathers at the recorded places: values, and so the gradient,
+come from the recomputed scores, the choice does not. A router that decides by other means is held to its first choice.
+The number of tokens that ranks exchange is then known as well: it is neither exchanged again nor waited for.
 
 A second run ends with the last tensor that backward needs. Backward reads no expert's output, so the expert layer
 computes in two parts (`in_two_parts`), the first with all that is saved. In a block that saves nothing behind its
-experts the second part, the down projection and the way back of the rows, is not run again. Every rank has the same
+experts the second part, the down projection and the return of the rows, is not run again. Every rank has the same
 graph, so all ranks end at the same place.
 
 Under selective checkpointing the second run computes neither experts nor fused attention again. The expert layer keeps
 its result and what autograd saves inside of it (rows received, grouped products, routing weights, indices), so no token
-travels twice. Attention keeps its result and normaliser, by torch's own selective policy. All else in a block is
+is sent twice. Attention keeps its result and normaliser, by torch's own selective policy. Everything else in a block is
 recomputed. parallel/checkpointing.py applies this to a model.
 
     T tokens here, K top-k, H hidden
@@ -40,9 +40,8 @@ Exchanged = TypeVar("Exchanged")
 
 @dataclass(slots=True)
 class _Record:
-    """What the first run leaves for the second, in the order of the calls: the choices of each `topk`, the experts that
-    each expert layer was given, what its ranks told each other, its results, and the contexts in which attention runs
-    again.
+    """What the first run leaves for the second, in the order of the calls: the choices of each `topk`, the experts of
+    each expert layer, the counts that ranks exchanged, the results, and the contexts in which attention runs again.
     """
 
     topk: list[torch.Tensor] = field(default_factory=list)
@@ -53,7 +52,7 @@ class _Record:
 
 
 class _BlockRun(TorchFunctionMode):
-    """One of the two runs of a checkpointed block: the first fills `record`, the second uses it up from the front.
+    """One of the two runs of a checkpointed block: the first fills `record`, the second consumes it from the front.
 
     Records `topk` and, where selective, fused attention in the first run; answers from the record in the second.
     """
@@ -72,7 +71,7 @@ class _BlockRun(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _topk(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A choice without gradient and a gather with it, so that both runs build the same graph."""
+        """Choose without gradient, and gather with it, so that both runs build the same graph."""
         scores = args[0] if args else kwargs["input"]
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
         if self.recomputes:
@@ -81,11 +80,13 @@ class _BlockRun(TorchFunctionMode):
             with torch.no_grad():
                 index = func(*args, **kwargs).indices
             self.record.topk.append(index)
-        # A copy: several families change their own in place.
+        # Record a copy: several families change the tensor in place.
         return torch.return_types.topk((torch.gather(scores, dim, index), index.clone()))
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Under torch's selective policy, unless it has dropout: random numbers drawn later would be other ones."""
+        """Run attention under torch's selective policy, unless it has dropout: its random numbers would be others in a
+        second run.
+        """
         dropout: float = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         if func is F.scaled_dot_product_attention and dropout > 0.0:
             return func(*args, **kwargs)
@@ -104,10 +105,10 @@ _block_run: ContextVar[_BlockRun | None] = ContextVar("expertmesh_block_run", de
 def block_contexts(
     selective: bool = False, adapters: AdapterState | None = None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint`: one context for each run of a block.
+    """Make the `context_fn` of `torch.utils.checkpoint.checkpoint`: one context for each run of a block.
 
-    `adapters`: those whose dropout needs to know in the second run which tokens the first one saw, as other
-    micro-batches may have come in between. It sees the packed samples of the first run as well.
+    `adapters`: those whose dropout needs in the second run the tokens of the first, because other micro-batches may
+    have run in between. The second run has the packed samples of the first as well.
     """
     record = _Record()
     number_T, samples = None if adapters is None else adapters.number_T, packed_samples.get()
@@ -116,15 +117,15 @@ def block_contexts(
 
 
 def is_recomputing() -> bool:
-    """Whether this forward is the second run of a checkpointed block (inside backward)."""
+    """Return whether this forward is the second run of a checkpointed block (inside backward)."""
     run = _block_run.get()
     return run is not None and run.recomputes
 
 
 def confirm_choice(index_TK: torch.Tensor) -> None:
-    """Called with the experts chosen for each token: in a second run they must be those of the first.
+    """Check that the experts chosen for each token in a second run are those of the first.
 
-    Raises where they are not (on an accelerator asynchronously, without waiting for it).
+    Raises if they differ (on an accelerator asynchronously, without waiting for it).
     """
     run = _block_run.get()
     if run is None:
@@ -137,7 +138,9 @@ def confirm_choice(index_TK: torch.Tensor) -> None:
 
 
 def exchanged_once(exchange: Callable[[], Exchanged]) -> Exchanged:
-    """`exchange()`, or in a second run what it gave in the first: splits follow from the choice of experts alone."""
+    """Return `exchange()`, or in a second run the result of the first: splits follow from the choice of experts
+    alone.
+    """
     run = _block_run.get()
     if run is None:
         return exchange()
@@ -149,16 +152,16 @@ def exchanged_once(exchange: Callable[[], Exchanged]) -> Exchanged:
 
 
 def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`compute()` `[T, H]`; under selective checkpointing a second run gets its result from the first.
+    """Return `compute()`, `[T, H]`; under selective checkpointing a second run gets the result of the first.
 
-    The graph of the first run is the one that backward takes, so what is saved in it is kept there, past the
-    checkpoint's own hooks. `compute` must draw no random numbers: the second run would not draw them.
+    Backward takes the graph of the first run, so what is saved in it is kept there, past the checkpoint's own hooks.
+    `compute` must draw no random numbers: the second run would not draw them.
     """
     run = _block_run.get()
     if run is None or not run.selective:
         return compute()
     if run.recomputes:
-        # A copy, since a model may change its own in place, which autograd forbids for leaves.
+        # Return a copy: a model may change it in place, which autograd forbids for leaves.
         return run.record.results.pop(0).requires_grad_().clone()
     with saved_tensors_hooks(_pack, _unpack):
         result = compute()
@@ -168,26 +171,28 @@ def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class Rest:
-    """What an autograd function that saves for backward leaves for later: in forward what to `compute` behind it, whose
-    result is the function's, and in backward that result's gradient. The function returns `edge`, and nothing else.
+    """The part of a computation that an autograd function leaves for later.
+
+    In forward it has the input of `compute`, which runs behind the function and whose result is the function's; in
+    backward that result's gradient. The function returns `edge`, and nothing else.
     """
 
     compute: Callable[[], torch.Tensor] | None = None
     _gradient: torch.Tensor | None = None
 
     def edge(self, like: torch.Tensor) -> torch.Tensor:
-        """What autograd follows from the result to the function; it has no values."""
+        """A tensor without values that autograd follows from the result to the function."""
         return like.new_empty(0)
 
     def gradient(self) -> torch.Tensor:
-        """Of the result, once."""
+        """Return the gradient of the result, once."""
         gradient, self._gradient = self._gradient, None
         assert gradient is not None
         return gradient
 
 
 def in_two_parts(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-    """Run `function`, which is given a `Rest` behind `args` and saves all that is saved, and then that rest."""
+    """Run `function` with `args` and a `Rest`, which saves all that is saved; then run that rest."""
     rest = Rest()
     try:
         result: torch.Tensor = _SecondPart.apply(function.apply(*args, rest), rest)
@@ -197,7 +202,7 @@ def in_two_parts(function: type[torch.autograd.Function], *args: Any) -> torch.T
 
 
 class _SecondPart(torch.autograd.Function):
-    """Saves nothing: backward is that of the first part."""
+    """Run the rest. It saves nothing: its backward is that of the first part."""
 
     @staticmethod
     def forward(ctx: Any, edge: torch.Tensor, rest: Rest) -> torch.Tensor:
@@ -212,12 +217,12 @@ class _SecondPart(torch.autograd.Function):
 
 
 def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    # Without its history: a node that held its own output would never be freed.
+    # Keep it without its history: a node that holds its own output would never be freed.
     return tensor.detach(), tensor._version
 
 
 def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """As autograd does where there are no hooks: a tensor that was changed since raises."""
+    """Return a saved tensor as autograd does without hooks: raise if it was changed since."""
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(
@@ -244,6 +249,6 @@ def _during(
         if adapters is not None:
             adapters.number_T = current
         if run.recomputes:
-            # Now, not when Python finds the cycle that the exception makes by which torch ends a second run early.
+            # Free now: torch ends a second run early by an exception, whose reference cycle Python finds much later.
             for each in fields(run.record):
                 getattr(run.record, each.name).clear()

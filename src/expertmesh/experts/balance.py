@@ -1,8 +1,8 @@
-"""What keeps experts equally busy: which router losses a model gets, and the update of its routers' correction biases.
+"""Keep experts equally busy: choose a model's router losses, and update its routers' correction biases.
 
 `balance_of` turns the `moe` section and the model's own config into numbers, or refuses by name what would not be
 exact. The update is that of DeepSeek-V3 (arXiv 2408.15664): once per optimizer step each expert's bias moves by a fixed
-rate towards the mean load. Biases are no parameters of the optimizer: without an update they stay as published.
+rate towards the mean load. The optimizer does not train biases: without an update they stay as published.
 
     L layers with a bias, E experts
 """
@@ -33,8 +33,8 @@ _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How one model's routing is balanced. `top_k`: choices per token in the auxiliary loss. `biases`: names of an
-    experts module and of the bias that its router adds, empty without an update.
+    """How one model's routing is balanced. `top_k`: experts per token in the auxiliary loss. `biases`: pairs of the
+    names of an experts module and of the bias that its router adds; empty without an update.
     """
 
     aux_loss_coef: float = 0.0
@@ -50,7 +50,7 @@ class Balance:
 
 
 def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
-    """What `moe` means for `model`, which may be on meta. Raises `InputError` for what would not be exact."""
+    """Return what `moe` means for `model`, which may be on meta. Raises `InputError` for what would not be exact."""
     family = model.config.model_type  # type: ignore[union-attr]
     aux, asked = _aux_loss_coef(model, moe)
     if aux and (refusal := aux_loss_refusal(model)):
@@ -79,7 +79,7 @@ def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
 
 
 def attached_balance(model: nn.Module) -> Balance:
-    """What `parallelize` attached; a model that was never parallelized is not balanced."""
+    """Return what `parallelize` attached; a model that was never parallelized is not balanced."""
     balance: Balance | None = sharded(model).balance
     return balance or Balance()
 
@@ -87,9 +87,13 @@ def attached_balance(model: nn.Module) -> Balance:
 def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     """Move the correction biases by `moe.bias_update_rate` towards balance. Call it once after each optimizer step.
 
-    Counts are those of all training forwards since the last call, over all ranks (one all-reduce of `[L, E]` int64),
-    padding left out; every rank gets the same biases, bit for bit. `skipped`: the optimizer did not step, so that the
-    counts are forgotten and nothing moves. With a rate of 0 it does nothing.
+    Counts are those of all training forwards since the last call, over all ranks, without padding. Every rank gets the
+    same biases, bit for bit. With a rate of 0 it does nothing.
+
+    Args:
+        skipped: The optimizer did not step: drop the counts and move nothing.
+
+    Collectives: every rank calls it; one all-reduce of `[L, E]` int64.
     """
     balance = attached_balance(model)
     if not balance.biases:
@@ -104,7 +108,7 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     nothing_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=mesh_of(model).device)
     count_LE = torch.stack([nothing_E if count_E is None else count_E for count_E in counts])
     dist.all_reduce(count_LE)
-    # In integers: the sign is exact, and so the same everywhere.
+    # Compare in integers: the sign is exact, so that every rank moves its biases equally.
     direction_LE = (count_LE.sum(dim=1, keepdim=True) - balance.num_experts * count_LE).sign()
     for (experts, name), direction_E in zip(balance.biases, direction_LE, strict=True):
         if experts not in here:
@@ -113,7 +117,7 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
 
 
 def _aux_loss_coef(model: nn.Module, moe: MoeConfig) -> tuple[float, str]:
-    """The factor of the auxiliary loss, and the sentence's beginning that says where it is from."""
+    """Return the factor of the auxiliary loss, and the start of a sentence that names its source."""
     if moe.aux_loss_coef != "from_model":
         return moe.aux_loss_coef, f"moe.aux_loss_coef is {moe.aux_loss_coef}"
     config: Any = model.config
@@ -127,7 +131,7 @@ def _aux_loss_coef(model: nn.Module, moe: MoeConfig) -> tuple[float, str]:
 
 
 def _biases(model: nn.Module, anatomy: Anatomy, rate: float) -> Iterator[tuple[str, str]]:
-    """The bias beside each experts module; hash-routed layers of a family that has biases elsewhere have none."""
+    """Return the bias beside each experts module; hash-routed layers of a family with biases have none."""
     asked = f"moe.bias_update_rate is {rate}"
     beside = ((spec.name, _bias_beside(model, spec.name, spec.num_experts)) for spec in anatomy.experts)
     found = [(experts, name) for experts, name in beside if name is not None]
@@ -159,7 +163,7 @@ def _biases(model: nn.Module, anatomy: Anatomy, rate: float) -> Iterator[tuple[s
 
 
 def _bias_beside(model: nn.Module, experts: str, num_experts: int) -> str | None:
-    """The name of the bias in the MoE block around `experts`, in its router or beside it."""
+    """Return the name of the bias in the MoE block around `experts`, in its router or beside it."""
     parent = experts.rpartition(".")[0]
     block = model.get_submodule(parent)
     state = block.state_dict(keep_vars=True)

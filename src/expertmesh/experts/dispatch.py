@@ -1,13 +1,13 @@
-"""Tokens to the ranks that hold their experts, and the results back. Communication only, no maths on tokens.
+"""Send tokens to the ranks that hold their experts, and return the results. Communication only, no maths on tokens.
 
-A token travels **once** to each rank that holds any of its experts (de-duplicated dispatch), with its pairs: which
-row, which weight, ordered by expert. The expert rank sums a token's pairs before one row travels back (pre-reduced
-combine). Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K.
+A token is sent **once** to each rank that holds any of its experts (de-duplicated dispatch), with its pairs: which row,
+which weight, ordered by expert. The expert's rank sums a token's pairs before it returns one row (pre-reduced combine).
+Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K.
 
 Interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, that of hierarchical.py
-for groups of several nodes, and those of dispatchers/ by another library's kernels. A rank without tokens takes part in
-every collective like any other. Each dispatch waits for the device once, in forward; neither backward nor the second
-run of a checkpointed block waits.
+for groups of several nodes, and those of dispatchers/ with another library's kernels. A rank without tokens takes part
+in every collective. Each dispatch waits for the device once, in forward; neither backward nor the second run of a
+checkpointed block waits.
 
     T tokens here, H hidden, K top-k, E experts, D ranks of the EP group, L = E / D experts here
     Q rows and S = T * K pairs sent, R rows and P pairs received
@@ -41,24 +41,28 @@ Dispatched = tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]
 
 
 class Dispatcher(Protocol):
-    """Moves tokens to expert ranks and back; both calls are differentiable and collective over the EP group."""
+    """Send tokens to expert ranks and return the results; both calls are differentiable and collective over the EP
+    group.
+    """
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        """`hidden_TH`, the experts chosen for each token `index_TK` and their weights `weight_TK` to expert ranks."""
+        """Send `hidden_TH`, the experts chosen for each token `index_TK` and their weights `weight_TK` to
+        expert ranks.
+        """
         ...
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Return `out_TH`: for each token the sum of its rows, wherever they were computed."""
+        """Return `out_TH`: for each token the sum of its rows from all ranks."""
         ...
 
     def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Return `number_R`: what `number_T` (int64) says of each row's token, for dropout. Collective, too."""
+        """Return `number_R`: the entry of `number_T` (int64) for each row's token, for dropout. Collective as well."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class LocalDispatcher:
-    """All experts are here: rows are the tokens themselves and nothing travels."""
+    """All experts are on this rank: the rows are the tokens, and nothing is sent."""
 
     num_experts: int
     triton: bool = False
@@ -81,7 +85,7 @@ class LocalDispatcher:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who sends what to whom in one all-to-all dispatch; combine and backward travel it again.
+    """The splits and indices of one all-to-all dispatch; combine and backward use them again.
 
     Rows are sent ordered by rank, then token; pairs ordered by expert (so by rank too).
     """
@@ -100,7 +104,7 @@ class Route:
 class AllToAllDispatcher:
     """De-duplicated all-to-all dispatch with pre-reduced combine over `group`, the EP group.
 
-    `triton`: routes are sorted, and rows summed, by Triton's kernels.
+    `triton`: Triton's kernels sort the routes and sum the rows.
     """
 
     num_experts: int
@@ -115,11 +119,12 @@ class AllToAllDispatcher:
         counts: Counts | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Dispatched:
-        """Three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The second run of a
-        checkpointed block has the counts, as the caller may have. Expert id `num_experts` marks a padded routing entry;
-        it is not sent.
+        """Send rows and pairs. Expert id `num_experts` marks a padded routing entry; it is not sent.
 
-        `meanwhile` is called while rows are in flight, and its backward runs while their gradients are.
+        `meanwhile` runs while rows are in flight, and its backward runs while their gradients are.
+
+        Collectives: three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The
+        second run of a checkpointed block has the counts already, and so may the caller.
         """
         route = self._route(index_TK, counts)
         in_flight = None if meanwhile is None else _InFlight()
@@ -131,26 +136,29 @@ class AllToAllDispatcher:
         return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
 
     def combine(self, rows_RH: torch.Tensor, metadata: Route) -> torch.Tensor:
-        """One all-to-all in forward, one in backward."""
+        """Return and sum the rows. Collectives: one all-to-all in forward, one in backward."""
         out_TH: torch.Tensor = SumRows.apply(rows_RH, metadata, self)
         return out_TH
 
     def numbers(self, number_T: torch.Tensor, metadata: Route) -> torch.Tensor:
-        """One more all-to-all, of 8 bytes a row."""
+        """Send one number for each row. Collectives: one all-to-all of 8 bytes a row."""
         splits, number_Q = metadata.splits, number_T.index_select(0, metadata.token_Q)
         number_R, _ = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group)
         return number_R
 
     def _route(self, index_TK: torch.Tensor, counts: Counts | None) -> Route:
-        """Plan one dispatch. Issues the count exchange and the layer's one host synchronisation, unless `counts` are
-        given or this is run again for activation checkpointing.
+        """Plan one dispatch.
+
+        Issues the count exchange and the layer's one host synchronisation, unless `counts` are given or activation
+        checkpointing runs this again.
         """
         ranks, tokens, top_k = self.group.size(), *index_TK.shape
         experts_here = self.num_experts // ranks
         pair_S, _ = order_by_expert(index_TK.reshape(-1), self.num_experts + 1, self.triton)
         token_S, rank_S = pair_S // top_k, index_TK.reshape(-1).index_select(0, pair_S) // experts_here
-        # A cell is (rank, token). The cells in use, in order, are the rows to send: each token once to each rank. Those
-        # of one rank more are choices of no expert; their pairs are last, and cut off once it is known where.
+        # A cell is (rank, token). The used cells, in order, are the rows to send: each token once to each rank. Padded
+        # routing entries use the cells of one rank more; their pairs are last, and are cut off once their number is
+        # known.
         cell_S = rank_S * tokens + token_S
         used = cell_S.new_zeros((ranks + 1) * tokens).scatter_(0, cell_S, 1)
         rows_D = used.view(ranks + 1, tokens).sum(1)
@@ -177,14 +185,14 @@ class AllToAllDispatcher:
         )
 
     def _exchange_counts(self, index_TK: torch.Tensor, rows_D: torch.Tensor) -> Counts:
-        """Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and the totals on the host."""
+        """Return rows and pairs of each expert from each rank, int64 `[D, 1 + L]`, and their totals on the host."""
         pairs_DL = count_pairs(index_TK, self.num_experts + 1)[:-1].view(len(rows_D), -1)
         sent = torch.cat([rows_D.unsqueeze(1), pairs_DL], dim=1)
         received = all_to_all_even(sent, self.group)
         return received, Splits(*to_host(totals_of(sent, received)))
 
 
-# Gradients in flight to the ranks of their tokens, each with what to wait for: of weights, then of rows.
+# Gradients in flight to the ranks of their tokens, each with the work to wait for: of weights, then of rows.
 _GradientsInFlight = tuple[torch.Tensor, dist.Work | None, torch.Tensor, dist.Work | None]
 
 
@@ -213,13 +221,13 @@ class _AllToAllDispatch(torch.autograd.Function):
         by: AllToAllDispatcher,
         in_flight: _InFlight | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Index tensors are saved like any other: as attributes they would outlive a checkpointed block's first run.
+        # Save index tensors like any other: as attributes of ctx they would outlive a checkpointed block's first run.
         ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
         ctx.splits, ctx.by, ctx.weights = route.splits, by, (weight_TK.shape, weight_TK.dtype)
         ctx.in_flight = in_flight
         splits, group = route.splits, by.group
-        # One message for both facts of a pair, its weight as bits beside its row number; first, as NCCL sends one after
-        # the other: pairs are put in order while the rows are in flight.
+        # Send the pairs in one message, weight bits beside row numbers, and before the rows: NCCL sends one message
+        # after the other, so the pairs are sorted while the rows are in flight.
         weight_S = exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
         bits = torch.int64 if weight_S.dtype == torch.float64 else torch.int32
         pair_S2 = torch.stack([route.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
@@ -265,8 +273,9 @@ def _send_gradients(
 
 
 class _Receive(torch.autograd.Function):
-    """Wait for the rows of `_AllToAllDispatch`, and hand them on. In backward issue the all-to-alls of their gradients,
-    for which that waits.
+    """Wait for the rows of `_AllToAllDispatch` and return them.
+
+    In backward it issues the all-to-alls of their gradients, for which `_AllToAllDispatch` waits.
     """
 
     @staticmethod
@@ -288,17 +297,17 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sent = _send_gradients(grad_weight_P, grad_rows_RH, ctx.saved_tensors[0], ctx.splits, ctx.group)
         ctx.in_flight.gradients = sent
-        # What autograd hands on has a shape alone.
+        # The gradient that autograd passes here has a shape and no values; the values are in flight.
         placeholders = (each.new_zeros(()).expand_as(each) for each in (grad_rows_RH, grad_weight_P))
         return *placeholders, None, None, None
 
 
 class SumRows(torch.autograd.Function):
-    """rows_RH -> out_TH: rows travel back on `route` over the group of `by`, and each token sums what it receives."""
+    """Return rows_RH to their tokens on `route`, over the group of `by`, and sum what each token receives: out_TH."""
 
     @staticmethod
     def forward(ctx: Any, rows_RH: torch.Tensor, route: Any, by: AllToAllDispatcher) -> torch.Tensor:
-        # Not saved as other tensors are: a checkpointed block would be recomputed as far as here for it.
+        # Do not save through autograd: a checkpointed block would be recomputed up to here for this tensor alone.
         ctx.token_Q, ctx.splits, ctx.group = route.token_Q, route.splits, by.group
         rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, by.group)
         return segment_sum(rows_QH, route.rows_of_token, by.triton)
@@ -311,6 +320,6 @@ class SumRows(torch.autograd.Function):
 
 
 def wait(work: dist.Work | None) -> None:
-    """On an accelerator its stream waits, not the host."""
+    """Wait for the work: on an accelerator its stream waits, not the host."""
     if work is not None:
         work.wait()

@@ -1,13 +1,13 @@
-"""The grouped MLP of routed experts, with or without LoRA, and its lean backward. Maths only: one rank's rows, experts.
+"""Compute the grouped MLP of routed experts, with or without LoRA, and its lean backward. Maths only: one rank's rows.
 
 Pairs are ordered by expert, so each projection is one grouped matrix product. Routing weights are applied before the
-down projection, so that expert outputs need not be saved for the router's gradient; gathered inputs and activations
-are recomputed in backward. Saved for backward are the rows received, the pre-activations and the r-wide products of
+down projection, so that expert outputs need not be saved for the router's gradient; gathered inputs and activations are
+recomputed in backward. Saved for backward are the rows received, the pre-activations and the r-wide products of
 adapters: R*H + P*2I elements against about P*(2H + 6I) in the plain form (arXiv 2512.14080 derives the same saving).
-All of it is there before the down projection, where a block's second run ends if backward needs no more of the block.
+All of it exists before the down projection, where a block's second run ends if backward needs no more of the block.
 
-For an adapted projection W the layer computes `x W^T + scaling · (x A^T) B^T` (LoRA: arXiv 2106.09685). The product
-B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost), and frozen weights get no gradient.
+For an adapted projection W the layer computes `x W^T + scaling · (x A^T) B^T` (LoRA: arXiv 2106.09685). The product B
+A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost), and frozen weights get no gradient.
 `moe.compute: loop` multiplies one expert after the other (kernels/per_expert.py).
 
     R rows, P pairs, H hidden, I intermediate, L experts on this rank, r rank of the adapters; up weights are
@@ -40,16 +40,17 @@ from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments
 from expertmesh.state.codes import Scratch
 from expertmesh.state.packed import PackedTensor, units_together
 
-# Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
+# Rows of a grouped product must be multiples of 16 bytes, so an adapter's rank is padded with zeros to a multiple of
+# this.
 _RANK_MULTIPLE = 8
 # torch's kernel for CUDA refuses as many.
 MOST_GROUPS = 1024
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
-    """Grouped matrix product by torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`.
+    """Multiply by groups, with torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`.
 
-    Without pairs, zeros: kernels need not take products of nothing.
+    Returns zeros without pairs: kernels need not support empty products.
     """
     by_expert = b.dim() == 3
     if not a.shape[0 if by_expert else 1]:
@@ -58,7 +59,9 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.T
 
 
 def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int, experts: int) -> str | None:
-    """Why torch's grouped kernel cannot take `experts` experts of a rank, or None. `width` is the intermediate size."""
+    """Return why torch's grouped kernel cannot take `experts` experts of a rank, or None. `width` is the intermediate
+    size.
+    """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it has no {dtype} kernel"
     if experts >= MOST_GROUPS:
@@ -76,13 +79,15 @@ def expert_mlp(
     adapters: Adapters | None = None,
     dropout: Dropout | None = None,
 ) -> torch.Tensor:
-    """For each row the weighted sum of its experts' outputs, `[R, H]`; differentiable in rows, weights and parameters.
+    """Return for each row the weighted sum of its experts' outputs, `[R, H]`.
 
-    Computes in the dtype of `rows_RH`; parameters of another dtype (fp32 masters) are cast for each use, never kept in
-    both, and their gradients come back in their own. Packed weights (`PackedTensor`) are dequantised for each use.
-    `weight_P` may be wider. Rows without pairs give zeros. Always gives every trained parameter a gradient (zeros
-    without tokens), so that FSDP2's reduce-scatter is never skipped on a rank. With `adapters` the weights are frozen;
-    `dropout` is that of the adapters, and numbers the rows.
+    Differentiable in rows, weights and parameters. Rows without pairs give zeros. Every trained parameter always gets a
+    gradient (zeros without tokens), so that FSDP2's reduce-scatter is never skipped on a rank.
+
+    Computes in the dtype of `rows_RH`. Parameters of another dtype (fp32 masters) are cast for each use, never kept in
+    both, and their gradients have their own dtype. Packed weights (`PackedTensor`) are dequantised for each use.
+    `weight_P` may be wider. With `adapters` the weights are frozen; `dropout` is that of the adapters, and numbers the
+    rows.
     """
     if mlp.per_expert and adapters is None:
         return in_two_parts(PerExpertMlp, rows_RH, weight_P, *weights.flat(), pairs, mlp)
@@ -95,7 +100,7 @@ def expert_mlp(
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """The up projection, and a `Rest` with all behind it."""
+    """Compute the up projection, and a `Rest` with everything behind it."""
 
     @staticmethod
     def forward(
@@ -146,7 +151,7 @@ class _ExpertMlp(torch.autograd.Function):
         rest.compute = compute
         number_R = None if dropout is None else dropout.number_P
         low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R)
-        # The index tensors too: attributes of ctx would outlive a checkpointed block's first run.
+        # Save index tensors too: attributes of ctx would outlive a checkpointed block's first run.
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
         ctx.mlp, ctx.scalings, ctx.first_expert, ctx.rest = mlp, scalings, first_expert, rest
         ctx.dropout = None if dropout is None else (dropout.probability, dropout.salt)
@@ -165,7 +170,7 @@ class _ExpertMlp(torch.autograd.Function):
         grad_up_a = grad_up_b = grad_down_a = grad_down_b = None
 
         grad_out_PH = grad_out_RH.index_select(0, pairs.row_P)
-        # The gradient of the weighted activation; the routing weight is still on it.
+        # The gradient of the weighted activation, which still includes the routing weight.
         grad_act_PI = _by_weight(product, grad_out_PH, down, end_L, mlp, backward=True)
         if down_a is not None:
             grad_low_Pr = product(grad_out_PH, down_b.to(dtype), end_L).mul_(down_scaling)
@@ -217,12 +222,13 @@ def normed_expert_mlp(
     adapters: Adapters | None = None,
     dropout: Dropout | None = None,
 ) -> torch.Tensor:
-    """As `expert_mlp`, with `norm` behind each expert and before its routing weight; differentiable in `norm` too.
+    """Do what `expert_mlp` does, with `norm` behind each expert and before its routing weight; differentiable in `norm`
+    too.
 
-    So the weight cannot go before the down projection, and pairs cannot be summed before the norm: each pair is a row
-    of its own here. All of it runs again in backward, so that nothing but the rows received is kept. `norm` is called
-    as a module, once in forward and once in backward, with or without pairs: it may be an FSDP2 unit, whose collectives
-    every rank has to join.
+    The weight cannot be applied before the down projection here, and pairs cannot be summed before the norm: each pair
+    is a row. All of it runs again in backward, so that only the rows received are kept. `norm` is called as a module,
+    once in forward and once in backward, with or without pairs: it may be an FSDP2 unit, whose collectives every rank
+    has to join.
     """
 
     def compute(rows_RH: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
@@ -232,7 +238,7 @@ def normed_expert_mlp(
         drop = dropout and replace(dropout, number_P=dropout.number_P.index_select(0, pairs.row_P))
         out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp, adapters, drop)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
-        # In the wider dtype of the two, as the weights may be fp32, and back.
+        # Compute in the wider dtype of the two, since the weights may be fp32, then cast back.
         out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs, mlp.triton)
         return out_RH.to(rows_RH.dtype)
 
@@ -241,7 +247,7 @@ def normed_expert_mlp(
 
 
 class _GatherRows(torch.autograd.Function):
-    """rows_RH -> rows_PH, each pair its row. Like `_SumPairs`, without the atomic additions of torch's own backward."""
+    """Gather each pair's row, rows_RH -> rows_PH, without the atomic additions of torch's own backward."""
 
     @staticmethod
     def forward(ctx: Any, rows_RH: torch.Tensor, pairs: LocalPairs, triton: bool) -> torch.Tensor:
@@ -255,7 +261,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumPairs(torch.autograd.Function):
-    """values_PH -> out_RH, the sum of each row's pairs."""
+    """Sum the pairs of each row, values_PH -> out_RH."""
 
     @staticmethod
     def forward(ctx: Any, values_PH: torch.Tensor, pairs: LocalPairs, triton: bool) -> torch.Tensor:
@@ -275,10 +281,10 @@ def _by_weight(
     mlp: ExpertMlpSpec,
     backward: bool = False,
 ) -> torch.Tensor:
-    """Each pair times its expert's weight, from the input side, or from the output side in backward.
+    """Multiply each pair by its expert's weight, from the input side, or from the output side in backward.
 
-    Packed weights are dequantised for a few experts at a time, so that their values never exist all at once; the
-    experts' spans are then needed on the host, which waits for the device.
+    Packed weights are dequantised for a few experts at a time, so that their values never exist all at once; the host
+    then needs the experts' spans, and waits for the device.
     """
     turned = mlp.transposed if backward else not mlp.transposed
     if not isinstance(weight, PackedTensor):
@@ -316,12 +322,14 @@ def _weight_gradient(
 
 @cache
 def leaves_empty_groups(device: torch.device) -> bool:
-    """Whether the kernel does not write the gradients of experts without pairs: that of Blackwell (pytorch#172439)."""
+    """Return whether the kernel does not write the gradients of experts without pairs: that of Blackwell
+    (pytorch#172439).
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 def _per_pair(bias_Ln: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
-    """`[P, n]`: each pair's own expert's row."""
+    """Return the row of each pair's expert, `[P, n]`."""
     return bias_Ln.index_select(0, pairs.expert_P())
 
 
@@ -332,7 +340,7 @@ def _sum_per_expert(grad_Pn: torch.Tensor, pairs: LocalPairs, dtype: torch.dtype
 
 
 def _padded(adapter: Adapter | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A and B with a rank that the grouped kernel takes; ranks that fit are not copied. Differentiable."""
+    """Return A and B with a rank that the grouped kernel takes; ranks that fit are not copied. Differentiable."""
     if adapter is None:
         return None, None
     missing = -adapter.a_LrK.shape[1] % _RANK_MULTIPLE
@@ -344,7 +352,7 @@ def _padded(adapter: Adapter | None) -> tuple[torch.Tensor | None, torch.Tensor 
 def _dropped(
     values: torch.Tensor, dropout: Dropout | None, pairs: LocalPairs, first_expert: int | None
 ) -> torch.Tensor:
-    """`values` of pairs with their dropout; with `first_expert` each of a token's experts has a mask of its own."""
+    """Return `values` of pairs with their dropout; with `first_expert` each expert of a token has a mask of its own."""
     if dropout is None:
         return values
     number_P = dropout.number_P.index_select(0, pairs.row_P)

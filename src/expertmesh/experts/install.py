@@ -1,6 +1,6 @@
-"""Puts expert layers into a model: through transformers' public experts registry, under the name "expertmesh", or in
-the place of `forward` of experts that do not use it. Decides how each layer multiplies (`moe.compute`) and by which
-kernels it does the rest (`moe.kernels`).
+"""Put expert layers into a model, through transformers' public experts registry under the name "expertmesh", or in
+place of `forward` of experts that do not use it. Decide how each layer multiplies (`moe.compute`) and which kernels do
+the rest (`moe.kernels`).
 """
 
 import itertools
@@ -34,8 +34,8 @@ KernelsName = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What `moe.kernels` became. `gates`: those that Triton's kernels compute, by experts module; other activations are
-    torch's. `said` is to be printed.
+    """The resolved `moe.kernels`. `gates`: those that Triton's kernels compute, by experts module; torch computes other
+    activations. `said` is printed.
     """
 
     triton: bool = False
@@ -54,11 +54,15 @@ def install(
     shared: Mapping[str, str],
     dtype: torch.dtype,
 ) -> None:
-    """Make every experts module of `model` run here, as the shard plan has decided. Communicates where `dispatch` names
-    a library alone, whose buffers all ranks open here.
+    """Let every experts module of `model` run here, as the shard plan has decided.
 
-    `dispatch` is the dispatcher's name, `compute` the backend of each experts module, `shared` the shared
-    expert that computes while its rows travel, `dtype` the compute dtype.
+    Args:
+        dispatch: The dispatcher's name.
+        compute: The backend of each experts module.
+        shared: The shared expert that computes while its rows are in flight.
+        dtype: The compute dtype.
+
+    Collectives: none, unless `dispatch` names a library, whose buffers all ranks open here.
     """
     register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
     dispatchers = open_dispatchers(dispatch, anatomy.experts, mesh, kernels.triton)
@@ -90,10 +94,12 @@ def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Ten
 
 
 def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype, experts: int) -> str:
-    """What `moe.compute` means for `experts` experts of a rank in `dtype`; `InputError` when what was asked for cannot
-    run.
+    """Resolve `moe.compute` for `experts` experts of a rank in `dtype`.
 
-    `auto` is the grouped product wherever torch has a kernel of it for them, else one expert after the other.
+    `auto` is the grouped product wherever torch has a kernel for it, else one expert after the other.
+
+    Raises:
+        InputError: The requested backend cannot run.
     """
     # The up projection is as wide or twice as wide.
     refusal = grouped_mm_refusal(dtype, spec.hidden_size, spec.intermediate_size, experts)
@@ -107,17 +113,21 @@ def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype, 
 
 
 def _has_grouped_kernel(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies all experts at once on this GPU: in bf16 on sm90 and sm100 (pytorch#186620). Elsewhere
-    it goes expert by expert, and waits for the device in each product; our own loop waits once.
+    """Return whether torch multiplies all experts at once on this GPU: in bf16 on sm90 and sm100 (pytorch#186620).
+
+    Elsewhere it goes expert by expert, and waits for the device in each product; our own loop waits once.
     """
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def choose_kernels(model: nn.Module, anatomy: Anatomy, asked: KernelsName, dtype: torch.dtype) -> Kernels:
-    """What `moe.kernels` means here in `dtype`; `InputError` when Triton's were asked for and this device lacks them.
+    """Resolve `moe.kernels` in `dtype`.
 
-    `auto` is Triton's wherever there is a GPU on which they have been proven. Ranks try that, each on its own device; a
-    launcher or a planner leaves the devices alone.
+    `auto` is Triton's on every GPU on which they have been proven. Ranks try that, each on its own device; a launcher
+    or a planner does not touch the devices.
+
+    Raises:
+        InputError: Triton's were requested and this device lacks them.
     """
     if asked == "torch" or (asked == "auto" and not torch.cuda.is_available()):
         return Kernels()
@@ -143,7 +153,9 @@ def choose_kernels(model: nn.Module, anatomy: Anatomy, asked: KernelsName, dtype
 
 
 def gate_of(experts: Any, spec: ExpertsSpec) -> Gate | None:
-    """The closed form of these experts' gate, shown by values and gradients on both sides of its limits; else None."""
+    """Return the closed form of these experts' gate, shown by values and gradients on both sides of its limits; else
+    None.
+    """
     act_fn = _act_fn(experts)
     if not spec.gated or (isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters())):
         return None
@@ -172,7 +184,7 @@ def gate_of(experts: Any, spec: ExpertsSpec) -> Gate | None:
 
 
 def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertMlpSpec:
-    """How these experts compute, by the module's own activation and gate."""
+    """Return how these experts compute, by the module's own activation and gate."""
     activation: Callable[[torch.Tensor], torch.Tensor]
     if not spec.gated:
         activation = experts.act_fn
@@ -189,14 +201,14 @@ def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertM
 
 
 def is_silu_gated(experts: nn.Module, spec: ExpertsSpec) -> bool:
-    """Whether the experts use transformers' default gate with SiLU on concatenated [gate; up]."""
+    """Return whether the experts use transformers' default gate with SiLU on concatenated [gate; up]."""
     default = getattr(type(experts), "_apply_gate", None) in (None, default_apply_gate)
     silu = isinstance(_act_fn(experts), nn.SiLU | SiLUActivation)
     return spec.gated and default and silu and bool(getattr(experts, "is_concatenated", True))
 
 
 def _act_fn(experts: nn.Module) -> Any:
-    """The activation, by the names that transformers uses; in the module itself or in the one it wraps."""
+    """Return the activation, by the names that transformers uses; in the module itself or in the one it wraps."""
     for module in (experts, *experts.children()):
         for name in ("act_fn", "activation_fn", "activation"):
             if hasattr(module, name):

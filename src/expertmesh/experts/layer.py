@@ -1,7 +1,14 @@
-"""What runs inside a Hugging Face model's `experts(hidden_states, top_k_index, top_k_weights)`.
+"""Run what a Hugging Face model calls as `experts(hidden_states, top_k_index, top_k_weights)`.
 
-The story of one call is `ExpertLayer.forward`: dispatch, MLP, combine. What counting and activation checkpointing need
-is around it; install.py puts it into a model. Router, shared experts and block stay the model's own code.
+One forward of `ExpertLayer`:
+
+    1   count the tokens of each expert (training, first run only)
+    2a  dispatch: send each token once to each rank that holds any of its experts
+    2b  MLP: compute this rank's experts on the rows received, sum the pairs of each row
+    2c  combine: return one row per token and rank, sum them at the token's own rank
+    3   a shared expert may compute while the rows are in flight
+
+install.py puts the layer into a model. Router, shared experts and block stay the model's own code.
 """
 
 from collections.abc import Callable
@@ -29,10 +36,10 @@ from expertmesh.state.sharded_model import attach_to_module, module_state
 
 @dataclass(eq=False)
 class ExpertLayer:
-    """The running part of one experts module: how its tokens travel and how its experts compute.
+    """The running part of one experts module: its dispatcher and its MLP.
 
-    `tokens_per_expert`: real tokens that this rank's router sent to each expert since they were popped last, in
-    training only; a recomputed forward does not count again. `step_tokens_per_expert`: popped once per optimizer step.
+    `tokens_per_expert`: real tokens that this rank's router sent to each expert since the last `pop`, in training only;
+    a recomputed forward does not count again. `step_tokens_per_expert`: popped once per optimizer step.
     """
 
     spec: ExpertsSpec
@@ -47,10 +54,17 @@ class ExpertLayer:
     def forward(
         self, experts: nn.Module, hidden: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
     ) -> torch.Tensor:
-        """`hidden` `[..., H]` in any float dtype, `index_TK` global expert ids, `weight_TK`; returns `[T, H]` in
-        `hidden`'s dtype.
+        """Compute the routed experts.
 
-        Collective over the EP group (see the dispatcher); the parameters are unsharded by FSDP2 around this call.
+        Args:
+            hidden: `[..., H]` in any float dtype.
+            index_TK: Global expert ids.
+            weight_TK: Routing weights.
+
+        Returns:
+            `[T, H]` in the dtype of `hidden`.
+
+        Collectives: those of the dispatcher over the EP group. FSDP2 has unsharded the parameters around this call.
         """
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
         try:
@@ -67,10 +81,13 @@ class ExpertLayer:
             raise
 
     def forward_dense(self, experts: nn.Module, rows_NH: torch.Tensor) -> torch.Tensor:
-        """For blocks that pass every token to every expert, `[E * T, H]`, with zeros where it did not choose it.
+        """Compute blocks that pass every token to every expert, `[E * T, H]`, with zeros where the token did not choose
+        it.
 
-        Only rows that are not zero travel: experts give zeros for zeros, with zero gradients (experts_proof.py checks).
-        Collective like `forward`; waits for the host once more, to learn how many they are.
+        Only rows that are not zero are sent: experts return zeros for zeros, with zero gradients (experts_proof.py
+        checks it).
+
+        Collectives: as `forward`. Waits for the host once more, to learn the number of these rows.
         """
         place_P = rows_NH.detach().count_nonzero(-1).nonzero().squeeze(1)
         tokens = len(rows_NH) // self.spec.num_experts
@@ -87,24 +104,24 @@ class ExpertLayer:
         weight_TK: torch.Tensor,
         real_T: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`forward` with its real tokens counted (`real_T` None: all), and what activation checkpointing asks for.
+        """Run `forward`, count its real tokens (`real_T` None: all), and do what activation checkpointing asks for.
 
-        Returns `hidden`'s shape. Collective like `forward`.
+        Returns the shape of `hidden`. Collectives: as `forward`.
         """
         confirm_choice(index_TK)
-        # Without gradients it is the count of a router loss, and the same tokens come again.
+        # A forward without gradients counts for a router loss; the same tokens come again with gradients.
         if experts.training and torch.is_grad_enabled() and not is_recomputing():
             tokens_E = count_pairs(index_TK, self.spec.num_experts, real_T)
             self.tokens_per_expert.add(tokens_E)
             self.step_tokens_per_expert.add(tokens_E)
         out_TH = computed_once(partial(self.forward, experts, hidden, index_TK, weight_TK))
-        # Not a view: FSDP2 hooks this output, and a model may add to it in place.
+        # Return no view: FSDP2 hooks this output, and a model may add to it in place.
         return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
 
     def _dispatch(
         self, hidden: torch.Tensor, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
     ) -> Dispatched:
-        """The dispatcher's, with the shared expert at work while rows travel."""
+        """Dispatch, and run the shared expert while rows are in flight."""
         if self.shared is None:
             return self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
         assert isinstance(self.dispatcher, AllToAllDispatcher)
@@ -126,7 +143,7 @@ class ExpertLayer:
         return expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, adapters, dropout)
 
     def _weights(self, experts: nn.Module) -> ExpertWeights:
-        """This rank's experts in the layout of `mlp`."""
+        """Return this rank's experts in the layout of `mlp`."""
         first, second, *others = (_local(experts.get_parameter(name)) for name in self.spec.parameters)
         if self.spec.flat_gate is not None:
             by_expert = (-1, self.spec.intermediate_size, self.spec.hidden_size)
@@ -135,12 +152,14 @@ class ExpertLayer:
         return ExpertWeights(first, second, *others)
 
     def _adapters(self, experts: nn.Module) -> Adapters | None:
-        """The adapters of this rank's experts, if they have any."""
+        """Return the adapters of this rank's experts, or None."""
         up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
         return None if up is None and down is None else Adapters(up, down, self.first_expert)
 
     def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
-        """The adapters' dropout with the numbers of the rows that came here; one more collective where there is any."""
+        """Return the adapters' dropout with the numbers of the rows received. Collectives: one more exchange if there
+        is dropout.
+        """
         state = running_adapters_of(experts)
         dropout = state.dropout_of(self.spec.name, tokens) if state is not None and experts.training else None
         return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
@@ -149,8 +168,10 @@ class ExpertLayer:
 def sorted_forward(
     mixture: nn.Module, spec: ExpertsSpec, compute: Callable[..., torch.Tensor], hidden_states: torch.Tensor
 ) -> torch.Tensor:
-    """The forward of a mixture whose router sorts rows (`spec.call` is "sorted"), with `compute(hidden, index_TK,
-    weight_TK)` in the place of its stacks of matrices. The router stays the model's own code, as does its wait.
+    """Return the forward of a mixture whose router sorts rows (`spec.call` is "sorted").
+
+    `compute(hidden, index_TK, weight_TK)` replaces its stacks of matrices. The router stays the model's own code, and
+    so does its wait for the device.
     """
     assert spec.router is not None
     hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -162,8 +183,10 @@ def sorted_forward(
 
 
 class SharedExpert:
-    """A shared expert that the model calls behind the routed ones, with their tokens: computed while these travel, and
-    given out when the model asks. With any other input it runs as ever.
+    """A shared expert that the model calls after the routed ones, with their tokens.
+
+    It computes while these are in flight, and returns its result when the model calls it. With any other input it runs
+    as usual.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -172,12 +195,12 @@ class SharedExpert:
         replace_forward(module, self._forward)
 
     def compute(self, hidden: torch.Tensor) -> None:
-        """Run the module, hooks included, on what the routed experts are given."""
+        """Run the module, including its hooks, on the input of the routed experts."""
         self.forget()
         self._ahead = (hidden, _version(hidden), self.module(hidden))
 
     def forget(self) -> None:
-        """Free what the model will not ask for."""
+        """Free a result that the model will not ask for."""
         self._ahead = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -189,30 +212,30 @@ class SharedExpert:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Of the values; tensors of inference mode have none."""
+    """Return the version of the values; tensors of inference mode have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are the same memory, seen in the same order."""
+    """Return whether both are the same memory, viewed in the same order."""
     memory = [(each.untyped_storage()._cdata, each.storage_offset(), each.numel(), each.dtype) for each in (one, other)]
     return memory[0] == memory[1] and one.is_contiguous() and other.is_contiguous()
 
 
 def attach_layer(experts: nn.Module, layer: ExpertLayer) -> None:
-    """Let an experts module's calls run `layer` (install.py)."""
+    """Let the calls of an experts module run `layer` (install.py)."""
     attach_to_module(experts, expert_layer=layer)
 
 
 def layer_of(experts: nn.Module) -> ExpertLayer:
-    """The running part that was attached to an experts module."""
+    """Return the running part that was attached to an experts module."""
     layer = module_state(experts).expert_layer
     assert isinstance(layer, ExpertLayer)
     return layer
 
 
 def span(part: str) -> AbstractContextManager[Any]:
-    """The name of a part of the layer in a profile; without one nothing runs."""
+    """Name a part of the layer in a profile; nothing runs without a profiler."""
     return profiler.record_function(f"expertmesh::{part}") if profiler._is_profiler_enabled else nullcontext()
 
 

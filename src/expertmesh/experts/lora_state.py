@@ -1,8 +1,8 @@
-"""What all LoRA adapters of one model share: dropout whose mask depends on the token alone.
+"""Share among all LoRA adapters of one model a dropout whose mask depends on the token alone.
 
-The mask does not depend on the rank, the order, or how often it is computed: a counter-based generator (splitmix64,
-doi 10.1145/2660193.2660195) maps (salt, token number, column) to a uniform number. Every layout, every micro-batch size
-and every recomputation then drops the same elements, and no mask is kept. The salt stands for seed, step and layer.
+The mask does not depend on the rank, the order, or how often it is computed: a counter-based generator (splitmix64, doi
+10.1145/2660193.2660195) maps (salt, token number, column) to a uniform number. So every layout, micro-batch size and
+recomputation drops the same elements, and no mask is kept. The salt stands for seed, step and layer.
 
     P pairs or tokens
 """
@@ -24,7 +24,7 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """`number_P` int64: which token of the optimizer step each row is, the same in every layout."""
+    """`number_P` int64: the token of the optimizer step of each row, equal in every layout."""
 
     probability: float
     salt: int
@@ -45,7 +45,7 @@ class AdapterState:
     is_off: bool = False
 
     def dropout_of(self, module: str, tokens: int) -> Dropout | None:
-        """The dropout of one adapted module's input, or None when there is none. `tokens` rows come in."""
+        """Return the dropout of one adapted module's input of `tokens` rows, or None if there is none."""
         if self.dropout == 0.0:
             return None
         if self.number_T is None or self.number_T.numel() != tokens:
@@ -58,31 +58,31 @@ class AdapterState:
         return Dropout(self.dropout, salt_of(self.seed, module), self.number_T)
 
     def dropped(self, x: torch.Tensor, module: str, first_column: int = 0) -> torch.Tensor:
-        """`x` `[..., in]` with its dropout. Where tp splits `in`, this rank's part starts at `first_column`."""
+        """Return `x` `[..., in]` with its dropout. Where tp splits `in`, this rank's part starts at `first_column`."""
         dropout = self.dropout_of(module, x.numel() // x.shape[-1])
         return x if dropout is None else x * keep_mask(dropout, x.shape[-1], x.dtype, first_column).view(x.shape)
 
 
 def running_adapters_of(module: nn.Module) -> AdapterState | None:
-    """`adapter_state_of` for a forward: None also while the adapters are off."""
+    """Return `adapter_state_of` for a forward: None also while the adapters are off."""
     state = adapter_state_of(module)
     return None if state is None or state.is_off else state
 
 
 def adapter_state_of(module: nn.Module) -> AdapterState | None:
-    """What the adapters of this very module share with all others, or None if it has none."""
+    """Return what the adapters of this very module share with all others, or None if it has none."""
     state: AdapterState | None = module_state(module).lora_state
     return state
 
 
 def adapter_state(model: nn.Module) -> AdapterState | None:
-    """The state that the model's adapters share, or None for a model without adapters."""
+    """Return the state that the model's adapters share, or None for a model without adapters."""
     attached: AdapterState | None = sharded(model).lora_state
     return attached or next((state for module in model.modules() if (state := adapter_state_of(module))), None)
 
 
 def drop_adapters(module: nn.Module) -> None:
-    """Make this very module what it was before it got adapters."""
+    """Restore this very module as it was before it got adapters."""
     for name in [name for name in module._parameters if is_adapter(name)]:
         delattr(module, name)
     if adapter_state_of(module) is not None:
@@ -92,9 +92,9 @@ def drop_adapters(module: nn.Module) -> None:
 def number_rows(
     model: nn.Module, row_numbers_B: torch.Tensor | None, length: int, own: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Tell the model's adapters which rows of `length` positions come next; nothing without dropout.
+    """Give the model's adapters the numbers of the next rows of `length` positions; does nothing without dropout.
 
-    A token's number is its row's and its position, whatever the padding. `own` cuts `[B, S]` to what this rank holds.
+    A token's number follows from its row and position, for any padding. `own` cuts `[B, S]` to this rank's part.
     """
     state = adapter_state(model)
     if state is None or state.dropout == 0.0:
@@ -106,7 +106,7 @@ def number_rows(
 
 
 def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: int = 0) -> torch.Tensor:
-    """`[P, width]`: 0 with the dropout's probability, else 1 / (1 - probability). No host synchronisation.
+    """Return `[P, width]`: 0 with the dropout's probability, else 1 / (1 - probability). No host synchronisation.
 
     The columns are those from `first_column` on.
     """
@@ -126,19 +126,19 @@ def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: in
 
 
 def salt_of(*parts: object) -> int:
-    """A 64-bit number for what a mask depends on beside the token."""
+    """Return a 64-bit number for what a mask depends on beside the token."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def _mixed(z: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finalizer; int64 arithmetic wraps as the unsigned kind does."""
+    """Apply splitmix64's finalizer; int64 arithmetic wraps as the unsigned kind does."""
     z = (z ^ _shifted(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shifted(z, 27)) * _signed(_MIX_2)
     return z ^ _shifted(z, 31)
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """A logical right shift of int64."""
+    """Shift int64 right, logically."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

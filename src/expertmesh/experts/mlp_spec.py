@@ -1,6 +1,6 @@
-"""How one family's experts compute between the two projections, shared by both ways of multiplying.
+"""Describe how one family's experts compute between the two projections; both ways of multiplying use it.
 
-The activation is the model's own code; where it is `silu(gate) * up` its derivative is known in closed form, elsewhere
+The activation is the model's own code. Where it is `silu(gate) * up` its derivative is known in closed form; elsewhere
 autograd runs on the small recomputed part.
 
     P pairs, I intermediate, 2I columns of the up projection (I when the experts are not gated)
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from expertmesh.experts.kernels import ops
 
-# Few enough parts that an accelerator is kept busy, many enough that their temporaries do not matter.
+# Few enough parts to keep an accelerator busy, many enough to keep their temporaries small.
 _PARTS, _LEAST_ELEMENTS = 8, 1 << 20
 
 
@@ -36,17 +36,17 @@ class Gate:
         return gate_PI * torch.sigmoid(self.alpha * gate_PI) * (up_PI + self.offset)
 
     def flat(self) -> tuple[bool, float, float | None, float]:
-        """As operators take it."""
+        """Return the fields as operators take them."""
         return self.interleaved, self.alpha, self.limit, self.offset
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlpSpec:
-    """How one family's experts compute, whatever their sizes.
+    """How one family's experts compute, for any sizes.
 
-    `activation` maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code; `silu_gated` says that it is
-    `silu(gate) * up` with gate and up concatenated. `per_expert`: multiply one expert after the other. `triton`: sums
-    run Triton's kernels, and so do activations that are a `gate` in closed form.
+    `activation` maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code; `silu_gated`: it is `silu(gate) *
+    up` with gate and up concatenated. `per_expert`: multiply one expert after the other. `triton`: sums run Triton's
+    kernels, and so do activations that are a `gate` in closed form.
     """
 
     activation: Callable[[torch.Tensor], torch.Tensor]
@@ -69,7 +69,7 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """As autograd functions take them."""
+        """Return the fields as autograd functions take them."""
         return self.up, self.down, self.up_bias, self.down_bias
 
 
@@ -84,7 +84,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """What is adapted, and how. `first_expert` is the global number of this rank's first expert."""
+    """The adapted projections. `first_expert` is the global number of this rank's first expert."""
 
     up: Adapter | None
     down: Adapter | None
@@ -92,7 +92,7 @@ class Adapters:
 
 
 def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
-    """The activation `[P, I]`, times the routing weights."""
+    """Return the activation `[P, I]`, times the routing weights."""
     act_PI: torch.Tensor
     if mlp.triton and mlp.gate is not None:
         act_PI = ops.swiglu(pre_P2I, weight_P, *mlp.gate.flat())
@@ -101,7 +101,7 @@ def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) 
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
         act_PI = F.silu(gate_PI).mul_(up_PI)
     else:
-        # The model's own code may return its argument or a view of it; what follows works in place.
+        # The model's own code may return its argument or a view of it; clone, because what follows works in place.
         act_PI = mlp.activation(pre_P2I).clone()
     return act_PI.mul_(weight_P.unsqueeze(1))
 
@@ -109,11 +109,11 @@ def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) 
 def activation_backward(
     pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From d(weighted activation): the weighted activation again, d(pre-activation), d(routing weight).
+    """Take d(weighted activation); return the weighted activation again, d(pre-activation) and d(routing weight).
 
-    Both arguments are used up: the activation takes the place of its gradient, d(pre-activation) that of the
-    pre-activation. So backward holds no third tensor of their size, and can run once (a second one raises: autograd
-    sees that what it had saved was changed). Torch works on rows in parts, whose temporaries are small.
+    Both arguments are consumed: the activation replaces its gradient, d(pre-activation) the pre-activation. So backward
+    holds no third tensor of their size, and can run once (a second one raises: autograd sees that a saved tensor was
+    changed). Torch works on rows in parts, whose temporaries are small.
     """
     if mlp.triton and mlp.gate is not None:
         return grad_act_PI, pre_P2I, ops.swiglu_backward_(pre_P2I, grad_act_PI, weight_P, *mlp.gate.flat())
@@ -129,7 +129,7 @@ def activation_backward(
 def _part_backward(
     pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec
 ) -> torch.Tensor:
-    """`activation_backward` of some rows, in place; returns d(routing weight)."""
+    """Run `activation_backward` on some rows, in place; return d(routing weight)."""
     weight_P1 = weight_P.unsqueeze(1)  # possibly wider than the rest: multiplied as it is, like in forward
     weighted_PI = (grad_act_PI * weight_P1).to(pre_P2I.dtype)
     if mlp.silu_gated:

@@ -1,11 +1,11 @@
-"""Experts that are an `nn.ModuleList` of MLPs, in blocks that loop over them: older layouts, models with own code.
+"""Run experts that are an `nn.ModuleList` of MLPs, in blocks that loop over them: older layouts, models with own code.
 
-The list is replaced by one module with 3-D parameters that can still be looped over; the block's code stays. Which
-rows go to which expert is known only once the block has called them, and all ranks have to exchange tokens at once, so
-the block runs twice: the first run notes what each expert is given and answers with zeros; then all rows are computed
-where their experts are, in one call; the second run is answered with the results. Routing weights are applied by the
-block itself, so a token travels once for each of its experts. That this is the block's own result, with its gradients,
-is proven for each kind of block on a small copy before any weight is read (introspection/block_proof.py).
+One module with 3-D parameters, over which the block can still loop, replaces the list; the block's code stays. Only
+after the block has called its experts is it known which rows each gets, and all ranks have to exchange tokens at once.
+So the block runs twice: the first run records the input of each expert and returns zeros; then one call computes all
+rows where their experts are; the second run gets the results. The block itself applies the routing weights, so a token
+is sent once for each of its experts. A small copy of each kind of block proves, before any weight is read, that this is
+the block's own result, with its gradients (introspection/block_proof.py).
 
     E experts, H hidden, I intermediate, P rows given to experts
 """
@@ -28,7 +28,7 @@ from expertmesh.state.patching import exchanged, replace_forward
 
 @dataclass(slots=True)
 class _ExpertCalls:
-    """One run of a block: what its experts were given, in order, and in the second run what they answer."""
+    """One run of a block: the inputs of its experts, in order, and in the second run their results."""
 
     experts: list[int] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)
@@ -76,13 +76,15 @@ class FusedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Collective over the EP group. Which token a row is is not known here, so padding counts too (balance.py
-        refuses to steer by it).
+        """Compute the experts. Padding counts too, since the token of a row is not known here (balance.py refuses to
+        steer by it).
+
+        Collectives: those of the dispatcher over the EP group.
         """
         return layer_of(self).forward_counted(self, hidden_states, top_k_index, top_k_weights, None)
 
     def _call(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """One expert is given `[..., H]` by the block."""
+        """Compute one expert on `[..., H]` for the block."""
         run = self._run
         assert run is not None, "an expert of a fused list was called outside of its block"
         number = len(run.rows)
@@ -92,7 +94,7 @@ class FusedExperts(nn.Module):
 
 
 def _stacked(members: nn.ModuleList, linears: tuple[str, ...], leaf: str) -> nn.Parameter:
-    """`[E, ...]`: of each member, the named linears one below the other."""
+    """Return `[E, ...]`: the named linears of each member, one below the other."""
     names = [f"{linear}.{leaf}" for linear in linears]
     with torch.no_grad():
         whole = torch.stack([torch.cat([member.get_parameter(name) for name in names]) for member in members])
@@ -100,7 +102,7 @@ def _stacked(members: nn.ModuleList, linears: tuple[str, ...], leaf: str) -> nn.
 
 
 def fuse(block: nn.Module, config: PreTrainedConfig, spec: ExpertModuleSpec) -> None:
-    """Put one `FusedExperts` in the place of the list `block.experts`, and run the block twice from now on."""
+    """Replace the list `block.experts` by one `FusedExperts`, and run the block twice from now on."""
     members = block.experts
     assert isinstance(members, nn.ModuleList)
     block.experts = FusedExperts(config, members, spec)
@@ -108,7 +110,7 @@ def fuse(block: nn.Module, config: PreTrainedConfig, spec: ExpertModuleSpec) -> 
 
 
 def run_twice(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block whose experts are fused. Collective over the EP group: one dispatch and one combine."""
+    """Run a block whose experts are fused. Collectives: one dispatch and one combine over the EP group."""
     experts, own_forward = block.experts, partial(type(block).forward, block)
     assert isinstance(experts, FusedExperts)
     first = _ExpertCalls()
@@ -127,7 +129,7 @@ def run_twice(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_same(block: nn.Module, first: _ExpertCalls, second: _ExpertCalls) -> None:
-    """The second run must have asked what was answered; on an accelerator values are checked without waiting."""
+    """Check that the second run asks what was answered; on an accelerator values are checked without waiting."""
     same = first.experts == second.experts and all(
         a.shape == b.shape for a, b in zip(first.rows, second.rows, strict=True)
     )

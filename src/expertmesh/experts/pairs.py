@@ -1,7 +1,7 @@
-"""The (token, expert) pairs that a rank computes, and the sums by which several of them meet again in one row.
+"""Hold the (token, expert) pairs that a rank computes, and sum several of them into one row.
 
-`embedding_bag` or a Triton kernel takes those sums: it reads each input row once, sums in fp32 whatever the dtype, has
-no atomics (so results repeat bit for bit) and never forms a permuted copy.
+`embedding_bag` or a Triton kernel computes these sums: it reads each input row once, sums in fp32 for any dtype, has no
+atomics (so results repeat bit for bit) and never forms a permuted copy.
 
     T tokens, K top-k, E experts, L experts of this rank, P items (pairs or rows), R rows, H hidden
 """
@@ -39,7 +39,7 @@ class LocalPairs:
     by_row: Segments
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What autograd has to save; `of` puts it together again."""
+        """Return the tensors for autograd to save; `of` rebuilds the object from them."""
         return self.row_P, self.expert_end_L, self.by_row.item_P, self.by_row.start_R1
 
     @classmethod
@@ -49,7 +49,7 @@ class LocalPairs:
         return cls(row_P, expert_end_L, Segments(item_P, start_R1))
 
     def expert_P(self) -> torch.Tensor:
-        """Which of this rank's experts each pair goes to, int64 `[P]`."""
+        """Return the local expert of each pair, int64 `[P]`."""
         place_P = torch.arange(self.row_P.shape[0], device=self.row_P.device, dtype=torch.int32)
         return torch.searchsorted(self.expert_end_L, place_P, right=True)
 
@@ -62,7 +62,9 @@ def segments_of(row_P: torch.Tensor, num_rows: int) -> Segments:
 
 
 def order_by_expert(expert_P: torch.Tensor, num_experts: int, triton: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs in the order of their experts `[P]`, and the place of each pair in it. No host synchronisation."""
+    """Return the pairs in the order of their experts `[P]`, and the place of each pair in it. No host
+    synchronisation.
+    """
     if triton:
         order_P, place_P = ops.counting_sort(expert_P, num_experts)
         return order_P, place_P
@@ -73,9 +75,10 @@ def order_by_expert(expert_P: torch.Tensor, num_experts: int, triton: bool) -> t
 def sorted_choice(
     order_P: torch.Tensor, weight_P: torch.Tensor, counts: Sequence[int], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From pairs sorted by expert to the experts and weights of each token, `[T, K]`, in the router's own order.
+    """Return the experts and weights of each token, `[T, K]`, in the router's own order, from pairs sorted by expert.
 
-    `order_P`: the number of each pair, token by token; `counts`: how many each expert has. Gradients of weights flow.
+    `order_P`: the number of each pair, token by token; `counts`: how many pairs each expert has. Weights keep their
+    gradients.
     """
     place_P = torch.arange(len(order_P), device=order_P.device)
     place_P = torch.empty_like(order_P).scatter_(0, order_P, place_P)
@@ -85,7 +88,7 @@ def sorted_choice(
 
 
 def segment_sum(values_PH: torch.Tensor, segments: Segments, triton: bool = False) -> torch.Tensor:
-    """`out_RH[r]` = sum of `values_PH[p]` over the items p of row r, zero where there are none. Not differentiable."""
+    """Sum `values_PH[p]` over the items p of each row r: `out_RH[r]`, zero where a row has none. Not differentiable."""
     if triton:
         out_RH: torch.Tensor = ops.segment_sum(values_PH, segments.item_P, segments.start_R1)
         return out_RH
@@ -95,19 +98,24 @@ def segment_sum(values_PH: torch.Tensor, segments: Segments, triton: bool = Fals
 
 
 def count_pairs(index_TK: torch.Tensor, num_experts: int, real_T: torch.Tensor | None = None) -> torch.Tensor:
-    """Tokens per expert on this rank, int64 `[E]`, without waiting for the device (as `bincount` would).
+    """Count the tokens per expert on this rank, int64 `[E]`, without waiting for the device (as `bincount` would).
 
-    With `real_T` (bool) the others do not count.
+    With `real_T` (bool) only the real tokens count.
     """
     one_TK = torch.ones_like(index_TK) if real_T is None else real_T.to(index_TK.dtype)[:, None].expand_as(index_TK)
     return index_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), one_TK.reshape(-1))
 
 
 def arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs arrive ordered by (source rank, expert); we want them by (expert, source rank).
+    """Order received pairs by (expert, source rank); they are received by (source rank, expert).
 
-    `pairs_DL`: pairs from each rank for each local expert; `total`: their sum. Returns, for each pair in our order,
-    where it arrives and which rank sent it. Blocks move as wholes, so no sort is needed.
+    Args:
+        pairs_DL: Pairs from each rank for each local expert.
+        total: Their sum.
+
+    Returns:
+        For each pair in the new order its place as received, and its source rank. Blocks move as a whole, so no sort is
+        needed.
     """
     ranks, experts_here = pairs_DL.shape
     arrives_DL = (pairs_DL.reshape(-1).cumsum(0)).view(ranks, experts_here) - pairs_DL
@@ -121,7 +129,7 @@ def arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Rows and pairs exchanged with each rank of the group, known on the host."""
+    """Numbers of rows and pairs exchanged with each rank of the group, on the host."""
 
     rows_sent: list[int]
     rows_received: list[int]
@@ -134,5 +142,5 @@ Counts = tuple[torch.Tensor, Splits]
 
 
 def totals_of(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """Of counts `[D, 1 + L]`, what `Splits` has, `[4, D]`."""
+    """Return the numbers of `Splits`, `[4, D]`, from counts `[D, 1 + L]`."""
     return torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])

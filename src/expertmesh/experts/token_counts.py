@@ -1,7 +1,7 @@
-"""How many tokens each expert got. Padding does not count, nor does a row that only keeps a rank busy.
+"""Count the tokens of each expert. Padding does not count, nor does a row that only keeps a rank busy.
 
-Padding is routed and computed like any token, as in the unsharded model; only what is counted of routing (load, router
-losses, balancing) leaves it out. An expert layer is called with tokens alone, so which are real is told by a context.
+Padding is routed and computed like any token, as in the unsharded model; only the counts (load, router losses,
+balancing) leave it out. An expert layer is called with tokens alone, so a context says which of them are real.
 
     B rows, S positions, T tokens, E experts
 """
@@ -20,20 +20,20 @@ _Made = TypeVar("_Made")
 
 @dataclass(eq=False, slots=True)
 class PackedSamples:
-    """Where each sample of packed rows starts and ends; rows lie one behind the other."""
+    """The start and end of each sample of packed rows; the rows are concatenated."""
 
     borders: Borders
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[Borders], _Made]) -> _Made:
-        """What `make` makes of the borders, once for all layers."""
+        """Return `make` of the boundaries, computed once for all layers."""
         if key not in self._made:
             self._made[key] = make(self.borders)
         made: _Made = self._made[key]
         return made
 
     def cu_seqlens(self, device: torch.device) -> torch.Tensor:
-        """int32 `[samples + 1]`, copied to `device` once for all layers."""
+        """Return int32 `[samples + 1]`, copied to `device` once for all layers."""
 
         def make(borders: Borders) -> torch.Tensor:
             ends = torch.tensor([0, *(end for _, end in borders)], dtype=torch.int32)
@@ -49,7 +49,7 @@ _real_T: ContextVar[torch.Tensor | None] = ContextVar("expertmesh_real_tokens", 
 
 @dataclass(eq=False)
 class TokensPerExpert:
-    """A running count, int64 `[E]`; None where nothing was counted since the last `pop`."""
+    """A running count, int64 `[E]`; None if nothing was counted since the last `pop`."""
 
     counts_E: torch.Tensor | None = None
 
@@ -57,20 +57,20 @@ class TokensPerExpert:
         self.counts_E = tokens_E if self.counts_E is None else self.counts_E + tokens_E
 
     def pop(self) -> torch.Tensor | None:
-        """The counts since the last call, and start again from zero."""
+        """Return the counts since the last call, and restart from zero."""
         counts_E, self.counts_E = self.counts_E, None
         return counts_E
 
 
 def real_tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Bool `[B, S]`: `real_tokens` of the batch, else its `attention_mask` if that is `[B, S]`; None: all are real."""
+    """Return `real_tokens` of the batch, else its `attention_mask` if that is `[B, S]` (bool); None: all are real."""
     mask = batch.get("real_tokens", batch.get("attention_mask"))
     return mask.bool() if mask is not None and mask.shape == batch["input_ids"].shape else None
 
 
 @contextmanager
 def counting(real_BS: torch.Tensor | None) -> Iterator[None]:
-    """While the model runs on these tokens: expert layers count the real ones only."""
+    """Let expert layers count only the real tokens while the model runs on these."""
     token = _real_T.set(None if real_BS is None else real_BS.reshape(-1))
     try:
         yield
@@ -79,7 +79,7 @@ def counting(real_BS: torch.Tensor | None) -> Iterator[None]:
 
 
 def real_tokens(tokens: int) -> torch.Tensor | None:
-    """Bool `[T]` for the `tokens` that an expert layer is called with, or None when all are real."""
+    """Return bool `[T]` for the `tokens` of an expert layer's call, or None if all are real."""
     real_T = _real_T.get()
     if real_T is not None and real_T.numel() != tokens:
         raise AssertionError(f"an expert layer is called with {tokens} tokens of a micro-batch of {real_T.numel()}")

@@ -125,7 +125,9 @@ def count_targets(labels: torch.Tensor) -> int:
 def _targets(
     labels: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target tokens of the positions that `cut` takes out of all, and the flat positions that predict them."""
+    """Return the target tokens of the positions that `cut` takes out of all, and the flat positions that
+    predict them.
+    """
     # Shift before cutting: the last position of this rank predicts the first token of the next rank.
     following = cut(F.pad(labels[:, 1:], (0, 1), value=IGNORED), 1).reshape(-1)
     place_N = (following != IGNORED).nonzero().squeeze(1)
@@ -172,7 +174,9 @@ class _Head:
             return self._cross_entropy(logits_CV, target_C, wide), self._largest(logits_CV) == target_C
 
     def largest(self, hidden_CH: torch.Tensor) -> torch.Tensor:
-        """Return the first token with the largest logit, `[C]`. Collectives: two small all-reduces over the tp group."""
+        """Return the first token with the largest logit, `[C]`. Collectives: two small all-reduces over the tp
+        group.
+        """
         with nullcontext() if self.split is None else self.split.computing():
             return self._largest(head_logits(self.model, hidden_CH, self.output))
 

@@ -1,9 +1,9 @@
-"""Dispatch and combine by a library that remembers a routing in a handle.
+"""Dispatch and combine with a library that keeps a routing in a handle.
 
-Such libraries send a token once to each rank that holds any of its experts, with its choices and weights, and on the
-way back sum one row for each of these ranks: what `AllToAllDispatcher` does, in kernels of their own. What travels in
-backward goes the ways of forward, by the handle that the first exchange gave: gradients of rows are combined, those of
-results dispatched. The second run of a checkpointed block has the handle, and exchanges no counts.
+Such libraries send a token once to each rank that holds any of its experts, with its choices and weights, and on return
+sum one row for each of these ranks: what `AllToAllDispatcher` does, in kernels of their own. Backward reuses the handle
+of the first exchange: gradients of rows are combined, those of results dispatched. The second run of a checkpointed
+block has the handle, and exchanges no counts.
 
     T tokens here, K top-k, H hidden, L experts here, R rows and P pairs received
 """
@@ -24,8 +24,9 @@ NUMBER_COLUMNS = 256
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What a first exchange brings: rows `[R, H]` in the library's own order, for each row this rank's choices of its
-    token, `index_RK` with ids from 0 to L, -1 for others, and their weights `weight_RK` fp32; how many pairs these are.
+    """The result of a first exchange: rows `[R, H]` in the library's order; for each row this rank's choices of its
+    token, `index_RK` with ids from 0 to L, -1 for others, and their weights `weight_RK` fp32; the number of these
+    pairs.
     """
 
     handle: Any
@@ -41,28 +42,31 @@ class Library(Protocol):
     def first(
         self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int
     ) -> Arrived:
-        """Exchange counts and dispatch; the host waits. A choice of `num_experts` is of no expert. Weights are fp32."""
+        """Exchange counts and dispatch; the host waits. Expert id `num_experts` marks a padded routing entry. Weights
+        are fp32.
+        """
         ...
 
     def there(self, rows_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Dispatch other rows the same way: `[R, H]`, in the same order, bit for bit. The host does not wait."""
+        """Dispatch other rows by the same routing: `[R, H]`, in the same order, bit for bit. The host does not wait."""
         ...
 
     def back(
         self, rows_RH: torch.Tensor, handle: Any, weight_RK: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """For each token the sum of its rows, `[T, H]`, and `[T, K]` of `weight_RK` (fp32). The host does not wait."""
+        """Sum the rows of each token, `[T, H]`, and return `[T, K]` of `weight_RK` (fp32). The host does not wait."""
         ...
 
     def close(self) -> None:
-        """Free the buffers, once, when nothing will travel any more. Every rank of the group calls it."""
+        """Free the buffers, once, after the last exchange. Every rank of the group calls it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What one dispatch leaves for combine, backward and a second run: `place_P`, int32, is which choice of which row
-    each local pair is, as row * K + k, in the order of experts.
+    """The routing of one dispatch, for combine, backward and a second run.
+
+    `place_P`, int32: which choice of which row each local pair is, as row * K + k, in the order of experts.
     """
 
     handle: Any
@@ -75,7 +79,7 @@ class _Route:
 
 @dataclass(frozen=True, eq=False)
 class LibraryDispatcher:
-    """`library` carries rows to `ranks` ranks; pairs are sorted here, by Triton's kernels with `triton`."""
+    """`library` sends rows to `ranks` ranks; pairs are sorted here, by Triton's kernels with `triton`."""
 
     num_experts: int
     ranks: int
@@ -83,7 +87,9 @@ class LibraryDispatcher:
     triton: bool = False
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        """The library's dispatch in forward, with its count exchange and one wait for the host, and its combine in
+        """Send rows and pairs with the library.
+
+        Collectives: its dispatch in forward, with its count exchange and one wait for the host; its combine in
         backward, of rows and weights. A second run dispatches by the first one's handle and has its weights.
         """
         brought: list[torch.Tensor] = []
@@ -94,12 +100,12 @@ class LibraryDispatcher:
         return rows_RH, weight_P, pairs, route.handle
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """The library's combine in forward, its dispatch in backward."""
+        """Return and sum the rows. Collectives: the library's combine in forward, its dispatch in backward."""
         out_TH: torch.Tensor = _Combine.apply(rows_RH, metadata, self.library)
         return out_TH
 
     def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """One more dispatch, of 512 bytes a row: the numbers' bits in rows of bf16."""
+        """Send one number for each row: its bits in a row of bf16. Collectives: one dispatch of 512 bytes a row."""
         wide_T = number_T.new_zeros(len(number_T), NUMBER_COLUMNS * 2 // number_T.itemsize)
         wide_T[:, 0] = number_T
         carried_R = self.library.there(wide_T.view(torch.bfloat16), metadata)
@@ -128,7 +134,9 @@ class LibraryDispatcher:
 
 
 class _Dispatch(torch.autograd.Function):
-    """(hidden_TH, weight_TK) -> (rows_RH, weight_P). The first exchange `brought` the rows; a second run has none."""
+    """Send (hidden_TH, weight_TK) -> (rows_RH, weight_P). The first exchange `brought` the rows; a second run
+    has none.
+    """
 
     @staticmethod
     def forward(
@@ -159,7 +167,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """rows_RH -> out_TH. Saves no tensor: a checkpointed block would be recomputed as far as here for it."""
+    """Return rows_RH -> out_TH. Saves no tensor: a checkpointed block would be recomputed up to here for it."""
 
     @staticmethod
     def forward(ctx: Any, rows_RH: torch.Tensor, handle: Any, library: Library) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which dispatcher each layer gets. A library that carries rows is opened once for a model, and closed at the end."""
+"""Choose the dispatcher of each layer. A library that sends rows is opened once for a model, and closed at the end."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,10 @@ from expertmesh.state.sharded_model import module_state
 
 
 def open_dispatchers(name: str, specs: Sequence[ExpertsSpec], mesh: Mesh, triton: bool) -> dict[str, Dispatcher]:
-    """By the name of each experts module. Every rank calls it; communicates where a library opens its buffers alone."""
+    """Return the dispatchers by the name of each experts module.
+
+    Collectives: every rank calls it; none, unless a library opens its buffers.
+    """
     if name == "deepep" and specs:
         library = deepep.Exchange(mesh.ep_group, max(spec.hidden_size for spec in specs))
         return {spec.name: LibraryDispatcher(spec.num_experts, mesh.layout.ep, library, triton) for spec in specs}
@@ -38,7 +41,7 @@ def _dispatcher(name: str, num_experts: int, mesh: Mesh, triton: bool) -> Dispat
 
 
 def close_library(model: nn.Module) -> None:
-    """Free the buffers of the library that carries rows of `model`, if one does. Every rank calls it, at the end."""
+    """Free the buffers of the library that sends rows of `model`, if there is one. Every rank calls it, at the end."""
     for module in model.modules():
         layer = module_state(module).expert_layer
         if layer is not None and isinstance(layer.dispatcher, LibraryDispatcher):

@@ -1,8 +1,8 @@
-"""`moe.dispatch: deepep`: DeepEP's high-throughput kernels, over NVLink within nodes of 8 GPUs and RDMA between them.
+"""Dispatch with DeepEP's high-throughput kernels (`moe.dispatch: deepep`): NVLink within nodes of 8 GPUs, RDMA between.
 
-Written for the class `Buffer` as versions 1.2.1 (2025-09-15) and 2.1.0 (2026-07-14) of github.com/deepseek-ai/DeepEP
-have it; `CALLS` says what of it is used. It has never run here on a GPU. Its rows are bf16, summed in fp32 inside a
-node. In which order rows come is not relied on.
+Written for the class `Buffer` of versions 1.2.1 (2025-09-15) and 2.1.0 (2026-07-14) of github.com/deepseek-ai/DeepEP;
+`CALLS` lists what is used of it. It has never run here on a GPU. Its rows are bf16, summed in fp32 inside a node. The
+order in which rows are received is not relied on.
 """
 
 import importlib
@@ -39,9 +39,9 @@ MOST_HIDDEN, MOST_TOP_K = 8000, 32
 
 
 def refusal(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) -> str | None:
-    """Why it cannot carry the rows of `specs` in `dtype` here, or None. No communication.
+    """Return why it cannot send the rows of `specs` in `dtype` here, or None. No communication.
 
-    Ranks import it; a launcher or a planner, which leaves devices alone, looks whether it is installed.
+    Ranks import it; a launcher or a planner, which does not touch devices, checks whether it is installed.
     """
     if (refused := without_kernels(layout, specs, dtype)) is not None:
         return refused
@@ -66,7 +66,7 @@ def refusal(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) ->
 
 
 def without_kernels(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) -> str | None:
-    """For what of this it has none, whatever is installed."""
+    """Return what it has no kernels for, whatever is installed."""
     if dtype != torch.bfloat16:
         return f"its rows are bfloat16, and precision.compute is {str(dtype).removeprefix('torch.')}"
     if layout.ep not in RANKS:
@@ -90,9 +90,10 @@ def without_kernels(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.d
 
 
 def buffer_bytes(layout: Layout, hidden: int) -> int:
-    """What `Exchange` holds on each device, by the arithmetic and the settings of 1.2.1: queues of 256 or 288 rows for
-    each peer on NVLink, of 140 for each node there and back, for each of 10 channels, and 32 MiB beside them. Between
-    nodes NVSHMEM takes 512 MiB at a time.
+    """Return the bytes that `Exchange` holds on each device, by the arithmetic and the settings of 1.2.1.
+
+    Queues of 256 or 288 rows for each peer on NVLink, of 140 for each node in both directions, for each of 10 channels,
+    and 32 MiB beside them. Between nodes NVSHMEM takes 512 MiB at a time.
     """
     row, channels, nodes = 2 * max(hidden, NUMBER_COLUMNS) + 2056, 10, max(1, layout.ep // NODE)
     near = channels * min(layout.ep, NODE) * (256 if nodes == 1 else 288) * row
@@ -101,8 +102,9 @@ def buffer_bytes(layout: Layout, hidden: int) -> int:
 
 
 class Exchange:
-    """Its `Buffer` for `group`, the EP group, with rows of `hidden` values at most. Every rank makes it, for some small
-    exchanges of objects over the group.
+    """DeepEP's `Buffer` for `group`, the EP group, with rows of at most `hidden` values.
+
+    Collectives: every rank makes it; some small exchanges of objects over the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, hidden: int) -> None:

@@ -1,7 +1,7 @@
-"""Dispatch for EP groups of several nodes: a row travels once to each node, and there once to each rank.
+"""Dispatch for EP groups of several nodes: a row is sent once to each node, and inside it once to each rank.
 
-Between nodes a token's row goes to the one rank of each node with any of its experts that has the sender's place in its
-node; that rank dispatches it inside the node as `AllToAllDispatcher` does. On the way back rows are summed inside the
+Between nodes a token's row goes to one rank of each node with any of its experts: the rank with the sender's place in
+its node. That rank dispatches it inside the node as `AllToAllDispatcher` does. On return rows are summed inside the
 node before one of them leaves it. Over uniform routing that is N(1 - C(E-E/N, K)/C(E, K)) rows a token for N nodes
 instead of as many for all ranks: between nodes 0.30 of them for 2 nodes of 8 ranks, top-8 of 128 (docs/formulas.md).
 
@@ -33,8 +33,10 @@ class _Route:
 
 @dataclass(frozen=True, eq=False)
 class HierarchicalDispatcher:
-    """`across`: the ranks of the EP group that have this rank's place in their nodes, in the order of nodes; `inside`:
-    those of this node. The EP group's ranks lie node by node.
+    """A dispatcher in two steps.
+
+    `across`: the ranks of the EP group with this rank's place in their nodes, in the order of nodes; `inside`: the
+    ranks of this node. The EP group's ranks are contiguous by node.
     """
 
     num_experts: int
@@ -43,8 +45,10 @@ class HierarchicalDispatcher:
     triton: bool = False
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        """Seven all-to-alls in forward: counts across and inside, choices, weights and rows across, pairs and rows
-        inside; four in backward, of weights and rows. The second run of a checkpointed block has the counts.
+        """Send rows and pairs.
+
+        Collectives: seven all-to-alls in forward: counts across and inside, choices, weights and rows across, pairs and
+        rows inside; four in backward, of weights and rows. The second run of a checkpointed block has the counts.
         """
         nodes, tokens = self.across.size(), len(index_TK)
         here = self.num_experts // nodes
@@ -67,13 +71,13 @@ class HierarchicalDispatcher:
         return (*inside[:3], (route, inside[3]))
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Two all-to-alls in forward, inside and across, and two in backward."""
+        """Return and sum the rows. Collectives: two all-to-alls in forward, inside and across, and two in backward."""
         route, inside = metadata
         out_TH: torch.Tensor = SumRows.apply(self._inside().combine(rows_RH, inside), route, self._across())
         return out_TH
 
     def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Two more all-to-alls, of 8 bytes a row."""
+        """Send one number for each row. Collectives: two all-to-alls of 8 bytes a row."""
         route, inside = metadata
         number_Q = number_T.index_select(0, route.token_Q)
         number_R, _ = all_to_all(number_Q, route.splits.rows_sent, route.splits.rows_received, self.across)
@@ -86,10 +90,10 @@ class HierarchicalDispatcher:
         return AllToAllDispatcher(self.num_experts // self.across.size(), self.inside, self.triton)
 
     def _exchange_counts(self, index_TK: torch.Tensor, rows_N: torch.Tensor) -> tuple[Splits, Counts]:
-        """What travels across, and the counts of the dispatch inside. Two all-to-alls; waits for the host once.
+        """Return the rows sent across, and the counts of the dispatch inside. Two all-to-alls; waits for the host once.
 
-        A sender says how many of its rows each rank of the other node will get, and how many pairs each expert: summed
-        over senders these are what a rank will send inside, so that nobody waits twice.
+        A sender also announces how many of its rows each rank of the other node will get, and how many pairs each
+        expert: their sums over senders are what a rank will send inside, so that nobody waits twice.
         """
         nodes, ranks = self.across.size(), self.inside.size()
         here = self.num_experts // (nodes * ranks)
@@ -111,7 +115,7 @@ class HierarchicalDispatcher:
 
 
 class _SendRows(torch.autograd.Function):
-    """values_TX -> values_RX, each token's to its nodes: the way of `SumRows` in the other direction."""
+    """Send each token's values to its nodes, values_TX -> values_RX: the opposite direction of `SumRows`."""
 
     @staticmethod
     def forward(ctx: Any, values_TX: torch.Tensor, route: _Route, by: AllToAllDispatcher) -> torch.Tensor:

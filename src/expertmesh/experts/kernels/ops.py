@@ -1,6 +1,7 @@
-"""The kernels as operators of torch, ordinary ones to `torch.compile`, fake tensors and activation checkpointing.
+"""Wrap the kernels as operators of torch, for `torch.compile`, fake tensors and activation checkpointing.
 
-Called inside of autograd functions, so none has a derivative. Tensors are on one device that probe.py has proven.
+They are called inside of autograd functions, so none has a derivative. Tensors are on one device that probe.py has
+proven.
 
     P pairs, I intermediate, N items, R rows, H hidden
 """
@@ -24,7 +25,7 @@ def swiglu(
     limit: float | None,
     offset: float,
 ) -> torch.Tensor:
-    """`[P, I]`: `weight * gate * sigmoid(alpha * gate) * (up + offset)`, gate and up clamped to `limit`."""
+    """Return `weight * gate * sigmoid(alpha * gate) * (up + offset)`, `[P, I]`, gate and up clamped to `limit`."""
     from expertmesh.experts.kernels import triton_kernels
 
     act_PI = pre_P2I.new_empty(pre_P2I.shape[0], pre_P2I.shape[1] // 2)
@@ -57,7 +58,9 @@ def swiglu_backward_(
     limit: float | None,
     offset: float,
 ) -> torch.Tensor:
-    """d(routing weight) `[P]`; `grad_act_PI`, of the weighted activation, becomes that activation, and `pre_P2I` its
+    """Return d(routing weight) `[P]`.
+
+    In place, `grad_act_PI`, the gradient of the weighted activation, becomes that activation, and `pre_P2I` its
     gradient.
     """
     from expertmesh.experts.kernels import triton_kernels
@@ -86,7 +89,7 @@ def _(
 
 @torch.library.custom_op("expertmesh::segment_sum", mutates_args=())
 def segment_sum(values_NH: torch.Tensor, item_N: torch.Tensor, start_R1: torch.Tensor) -> torch.Tensor:
-    """`out_RH[r]` = sum of `values_NH[item]` over `item_N[start_R1[r]:start_R1[r + 1]]`, in that order."""
+    """Sum `values_NH[item]` over `item_N[start_R1[r]:start_R1[r + 1]]`, in that order: `out_RH[r]`."""
     from expertmesh.experts.kernels import triton_kernels
 
     rows, hidden = start_R1.shape[0] - 1, values_NH.shape[1]
@@ -107,7 +110,9 @@ def _(values_NH: torch.Tensor, item_N: torch.Tensor, start_R1: torch.Tensor) -> 
 
 @torch.library.custom_op("expertmesh::counting_sort", mutates_args=())
 def counting_sort(key_N: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`order_N`, `place_N`): the stable order of items by `key_N` (int64, in `range(keys)`), and its inverse."""
+    """Return (`order_N`, `place_N`): the stable order of items by `key_N` (int64, in `range(keys)`), and its
+    inverse.
+    """
     from expertmesh.experts.kernels import triton_kernels
 
     key_N = key_N.contiguous()  # a column, where each token has one expert
@@ -133,7 +138,7 @@ def _row_stride(tensor: torch.Tensor) -> int:
 
 
 def _block(width: int) -> int:
-    """At least one column for each thread of four warps: none reads what another writes in place."""
+    """Return a block with a column for each thread of four warps: no thread reads what another writes in place."""
     return max(128, min(_BLOCK, _power_of_two(width)))
 
 

@@ -1,7 +1,7 @@
-"""The same MLP as expert_mlp.py's, one expert after the other: the plain reference, and the only way in fp64.
+"""Compute the MLP of expert_mlp.py one expert after the other: the plain reference, and the only way in fp64.
 
-Gathered rows, cast weights and activations exist for one expert at a time: nothing but the saved pre-activations is as
-long as all pairs. Needs the experts' spans on the host, so on an accelerator it waits for the device once per call.
+Gathered rows, cast weights and activations exist for one expert at a time: only the saved pre-activations are as long
+as all pairs. Needs the experts' spans on the host, so on an accelerator it waits for the device once per call.
 
     Letters as in expert_mlp.py; p pairs of one expert, I2 columns of the up projection
 """
@@ -19,7 +19,7 @@ from expertmesh.state.packed import PackedTensor
 
 
 class PerExpertMlp(torch.autograd.Function):
-    """The up projections, and a `Rest` with all behind them. See `expert_mlp.expert_mlp`, which calls it."""
+    """Compute the up projections, and a `Rest` with everything behind them. `expert_mlp.expert_mlp` calls it."""
 
     @staticmethod
     def forward(
@@ -90,7 +90,7 @@ class PerExpertMlp(torch.autograd.Function):
 
 
 def looped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
-    """What `expert_mlp.grouped_mm` gives, one expert after the other, in any dtype. Waits for the device."""
+    """Return what `expert_mlp.grouped_mm` returns, one expert after the other, in any dtype. Waits for the device."""
     spans = list(itertools.pairwise([0, *end_L.tolist()]))
     if b.dim() == 3:
         return torch.cat([a[start:end] @ b[expert] for expert, (start, end) in enumerate(spans)])
@@ -98,7 +98,7 @@ def looped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Te
 
 
 def _spans(pairs: LocalPairs) -> Iterator[tuple[int, slice]]:
-    """Each expert that has pairs, and where they are."""
+    """Yield each expert that has pairs, and their range."""
     start = 0
     for expert, end in enumerate(pairs.expert_end_L.tolist()):
         if end > start:
@@ -107,13 +107,13 @@ def _spans(pairs: LocalPairs) -> Iterator[tuple[int, slice]]:
 
 
 def _in_out(weight: torch.Tensor, expert: int, mlp: ExpertMlpSpec, dtype: torch.dtype) -> torch.Tensor:
-    """One expert's weight as `[in, out]`, whatever its layout; dequantised, if it is packed."""
+    """Return one expert's weight as `[in, out]` for any layout; dequantised, if it is packed."""
     own = weight.experts(expert, expert + 1)[0] if isinstance(weight, PackedTensor) else weight[expert]
     return (own if mlp.transposed else own.t()).to(dtype)
 
 
 def _weight_gradient(input_pk: torch.Tensor, grad_pn: torch.Tensor, out: torch.Tensor, mlp: ExpertMlpSpec) -> None:
-    """Write one expert's weight gradient where it belongs; masters may be wider than what is multiplied."""
+    """Write one expert's weight gradient into its place; masters may be wider than what is multiplied."""
     left, right = (input_pk, grad_pn) if mlp.transposed else (grad_pn, input_pk)
     if out.dtype == left.dtype:
         torch.mm(left.t(), right, out=out)
@@ -122,6 +122,6 @@ def _weight_gradient(input_pk: torch.Tensor, grad_pn: torch.Tensor, out: torch.T
 
 
 def _wide_zeros(rows_RH: torch.Tensor) -> torch.Tensor:
-    """Sums over a row's experts are kept in at least fp32, as the grouped path keeps them."""
+    """Return zeros in at least fp32 for sums over a row's experts, as the grouped path has them."""
     wide = torch.float64 if rows_RH.dtype == torch.float64 else torch.float32
     return torch.zeros_like(rows_RH, dtype=wide)

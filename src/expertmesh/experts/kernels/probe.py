@@ -1,6 +1,7 @@
-"""Whether this device runs the Triton kernels: they must give there what torch gives. Asked before weights are read.
+"""Decide whether this device runs the Triton kernels: they must give torch's results there. Runs before weights are
+read.
 
-P pairs, I intermediate, N items, R rows, H hidden
+    P pairs, I intermediate, N items, R rows, H hidden
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ _SORTED = ((_ITEMS, 2), (200, 300), (_ITEMS, _KEYS))
 
 @cache
 def triton_refusal(device: torch.device, dtype: torch.dtype, gates: frozenset[Gate]) -> str | None:
-    """Why the kernels are not used on `device` in `dtype`, or None. Compiles and runs them, for these `gates`."""
+    """Return why the kernels are not used on `device` in `dtype`, or None. Compiles and runs them, for these
+    `gates`.
+    """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"they compute in float32, and precision.compute is {str(dtype).removeprefix('torch.')}"
     try:
@@ -31,7 +34,7 @@ def triton_refusal(device: torch.device, dtype: torch.dtype, gates: frozenset[Ga
 
 
 def _errors(device: torch.device, dtype: torch.dtype, gates: frozenset[Gate]) -> Iterator[tuple[str, float]]:
-    """How far each kernel's results are from torch's in fp32, relatively."""
+    """Return the relative error of each kernel's results against torch's in fp32."""
     random = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

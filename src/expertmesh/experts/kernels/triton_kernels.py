@@ -1,4 +1,4 @@
-"""The kernels themselves. Sums and activations are in fp32 whatever the dtype, none has atomics on floats (so results
+"""Define the Triton kernels. Sums and activations are in fp32 for any dtype, none has atomics on floats (so results
 repeat bit for bit), and each element is read and written once. tests/experts/test_kernels.py runs them in Triton's
 interpreter and compiles them for sm_80, sm_90 and sm_100, all without a GPU.
 
@@ -22,7 +22,9 @@ def swiglu(
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """act_PI = weight_P * gate * sigmoid(ALPHA * gate) * (up + OFFSET), clamped to LIMIT before. A program a pair."""
+    """Compute act_PI = weight_P * gate * sigmoid(ALPHA * gate) * (up + OFFSET), clamped to LIMIT before. A program a
+    pair.
+    """
     pair = tl.program_id(0).to(tl.int64)
     weight = tl.load(weight_ptr + pair).to(tl.float32)
     for start in range(0, WIDTH, BLOCK):
@@ -48,8 +50,10 @@ def swiglu_backward(
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """In place: grad_PI, of the weighted activation, becomes that activation, and pre_P2I its own gradient. A program a
-    pair, so that the sum for grad_weight_P stays in registers.
+    """Turn in place grad_PI, the gradient of the weighted activation, into that activation, and pre_P2I into its
+    gradient.
+
+    A program a pair, so that the sum for grad_weight_P stays in registers.
     """
     pair = tl.program_id(0).to(tl.int64)
     pre_ptr += pair * pre_stride
@@ -87,9 +91,9 @@ def segment_sum(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """out_RH[r] = sum of values_NH[item] over the items of row r, in their order. A program a row and block of H.
+    """Sum values_NH[item] over the items of row r, in their order: out_RH[r]. A program a row and block of H.
 
-    The loads of AT_ONCE items are under way together.
+    The loads of AT_ONCE items are in flight together.
     """
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -106,7 +110,7 @@ def segment_sum(
 
 @triton.jit
 def count_keys(key_ptr, count_ptr, N, BLOCK: tl.constexpr, KEYS: tl.constexpr):
-    """count_(KEYS, B)[key, b] = items of block b with that key. A program a block."""
+    """Count the items of block b with each key: count_(KEYS, B)[key, b]. A program a block."""
     block = tl.program_id(0)
     item = block * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(key_ptr + item, mask=item < N, other=0).to(tl.int32)
@@ -116,8 +120,9 @@ def count_keys(key_ptr, count_ptr, N, BLOCK: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def place_by_key(key_ptr, end_ptr, count_ptr, order_ptr, place_ptr, N, BLOCK: tl.constexpr):
-    """place_N[i]: where item i stands when all are in the order of their keys, equal keys as they came; order_N: its
-    inverse. `end_ptr`: running sums of `count_ptr`.
+    """Write place_N[i], the place of item i when all are in the order of their keys (stable), and order_N, its inverse.
+
+    `end_ptr`: running sums of `count_ptr`.
     """
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -133,7 +138,9 @@ def place_by_key(key_ptr, end_ptr, count_ptr, order_ptr, place_ptr, N, BLOCK: tl
 
 @triton.jit
 def _gate_and_up(pre_ptr, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """One block of a pair's pre-activation, in fp32: [gate; up], or alternating, which is loaded as it lies."""
+    """Load one block of a pair's pre-activation, in fp32: [gate; up], or alternating, which is loaded as it is
+    stored.
+    """
     if INTERLEAVED:
         both = 2 * start + tl.arange(0, 2 * BLOCK)
         gate, up = tl.split(tl.reshape(tl.load(pre_ptr + both, mask=both < 2 * WIDTH, other=0.0), (BLOCK, 2)))
@@ -159,7 +166,7 @@ def _store_gate_and_up(pre_ptr, start, gate, up, WIDTH: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _clamped(gate, up, LIMIT: tl.constexpr):
-    """By comparisons, which leave NaN as it is, like torch."""
+    """Clamp by comparisons, which leave NaN as it is, like torch."""
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
