@@ -1,7 +1,7 @@
-"""When a run saves a checkpoint, what goes in beside the tensors, and what is said about it.
+"""Decide when a run saves a checkpoint, what it holds beside the tensors, and what is printed about it.
 
-The loop asks after each step; checkpoint/write.py does the writing. All ranks decide alike, from numbers that all of
-them have: the step, and what rank 0's clock and every writer said in the step's exchange.
+The loop asks after each step; checkpoint/write.py writes. All ranks decide the same, from numbers that all of them
+have: the step, rank 0's clock, and the status of every writer in the step's exchange.
 """
 
 import logging
@@ -46,7 +46,7 @@ _WORTH_A_LINE = 0.2
 class RunCheckpoints:
     """The checkpoints of one run. Every rank has one and uses it in step; make it with `open_checkpoints`.
 
-    `paused_seconds` is how long the last step's saving held training up.
+    `paused_seconds`: how long the last step's saving interrupted training.
     """
 
     run: "Prepared"
@@ -63,18 +63,18 @@ class RunCheckpoints:
     """Between saves, for `every_minutes: auto`; by what the last save has cost."""
 
     def overdue(self) -> bool:
-        """Whether `every_minutes` have passed by this rank's clock; only rank 0's answer counts."""
+        """Return whether `every_minutes` have passed by this rank's clock; only rank 0's answer counts."""
         minutes = self.run.config.checkpoint.every_minutes
         seconds = self.best_seconds if minutes == "auto" else None if minutes is None else 60 * minutes
         return seconds is not None and time.monotonic() - self.saved_at >= seconds
 
     def is_due(self, step: int, overdue: bool) -> bool:
-        """Whether to save after `step` by the rules; `overdue` is rank 0's."""
+        """Return whether to save after `step` by the rules; `overdue` is rank 0's."""
         every = self.run.config.checkpoint.every_steps
         return (overdue or (every is not None and step % every == 0)) and step != self.saved_step
 
     def saves_last(self) -> bool:
-        """Whether to save after the last step."""
+        """Return whether to save after the last step."""
         return self.run.config.checkpoint.every_steps is not None
 
     def settle(self, ranks: Sequence[int]) -> None:
@@ -97,10 +97,10 @@ class RunCheckpoints:
         self._tell(self.writer.close())
 
     def upload_before_stopping(self) -> None:
-        """Give object storage the last checkpoint: a machine that stops may not come back.
+        """Upload the last checkpoint to object storage: a machine that stops may not come back.
 
-        Every rank calls it: launchers end all ranks when the first has left. Within a limit that leaves the others
-        waiting in time; what cannot be uploaded is said, and the run goes on from its own directory.
+        Takes no longer than the time that leaves the other ranks waiting; what cannot be uploaded is reported, and the
+        run goes on from its own directory. Every rank calls it: launchers end all ranks when the first has ended.
         """
         if self.uploads is None:
             return
@@ -132,16 +132,17 @@ class RunCheckpoints:
 
 
 def best_interval(saved: SavedCheckpoint, seconds_between_failures: float) -> float:
-    """Seconds between saves that lose least by pauses and by work done again (Young's rule), but no fewer than a save
-    takes.
+    """Return the seconds between saves that lose least by pauses and by work done again (Young's rule).
+
+    It is never less than a save takes.
     """
     return max(math.sqrt(2 * saved.paused_seconds * seconds_between_failures), saved.seconds)
 
 
 def open_checkpoints(run: "Prepared", state: "RunState") -> RunCheckpoints:
-    """Ready to save; removes what interrupted saves have left.
+    """Prepare for saving, and remove what interrupted saves have left.
 
-    Every rank calls it; issues two small all-reduces, and with `checkpoint.remote` a broadcast.
+    Collectives: every rank calls it; two small all-reduces, and with `checkpoint.remote` a broadcast.
     """
     config, is_main, output = run.config, run.mesh.rank == 0, Path(run.config.output_dir)
     directory = output / CHECKPOINTS

@@ -1,8 +1,8 @@
-"""What a rank's surroundings may ask of a running training loop, and what the loop tells them.
+"""Connect a running training loop with its surroundings: requests to stop, and its status.
 
-The command line hands a `Control` to `train(config, control)`; `Control()` does for tests and Python callers. The loop
-asks it each step whether to stop, exchanges the answer with the other ranks, so that a signal to one rank is enough,
-and tells it its status. Imports neither torch nor anything else that is heavy; communicates with no rank.
+The command line passes a `Control` to `train(config, control)`; `Control()` serves tests and Python callers. The loop
+asks it each step whether to stop, exchanges the answer with the other ranks, so that a signal to one rank suffices, and
+reports its status to it. Imports neither torch nor anything else that is heavy; communicates with no rank.
 """
 
 import os
@@ -23,7 +23,7 @@ ONE_REQUEST_SECONDS = 0.5
 
 
 class StopReason(IntEnum):
-    """Why a run is to stop. An integer, so that it can travel in an all-gather; the largest of all ranks decides."""
+    """Why a run has to stop. An integer, so that an all-gather can carry it; the largest of all ranks decides."""
 
     NONE = 0
     MAX_TIME = 1
@@ -40,7 +40,7 @@ class StopReason(IntEnum):
 
 
 class Stopped(Exception):
-    """Raised by the loop, on every rank alike, when it has stopped as asked and saved. Not an error."""
+    """Raised by the loop on every rank when it has stopped as requested and saved. Not an error."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(f"stopped by {reason}")
@@ -53,12 +53,12 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Control:
-    """One rank's line to its surroundings. `deadline` is of `time.monotonic()`.
+    """One rank's connection to its surroundings. `deadline` is of `time.monotonic()`.
 
     `launch` names the launcher that started this rank, the same for all its restarts; None without one. `elastic`: the
-    next start may have other ranks, so each takes a layout that fits. `audit` is how much of the loaded weights to
-    compare with their files. `profile`: the first and last step of this start to profile.
-    `arguments` (JSON) are what a verb other than `train` has to tell its ranks. `began`: about when this process did.
+    next start may have other ranks, so each start takes a layout that fits. `audit`: how much of the loaded weights to
+    compare with their files. `profile`: the first and last step of this start to profile. `arguments` (JSON): what a
+    verb other than `train` passes to its ranks. `began`: about when this process began.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -73,7 +73,7 @@ class Control:
     _signal_at: float = 0.0
 
     def stop_requested(self) -> StopReason:
-        """Why this rank should stop, or `StopReason.NONE` (which is false). Costs no system call."""
+        """Return why this rank should stop, or `StopReason.NONE` (which is false). Costs no system call."""
         if number := self._signal or self.progress.stop:
             return StopReason(number)
         if self.deadline is not None and time.monotonic() >= self.deadline:
@@ -82,9 +82,9 @@ class Control:
 
     @contextmanager
     def accepting_stop(self) -> Iterator[None]:
-        """Around the loop: the first of STOP_SIGNALS is only noted, for `stop_requested`; a second ends the process.
+        """Record the first of STOP_SIGNALS inside the block, for `stop_requested`; a second one ends the process.
 
-        Outside of it these signals end the process. Only the main thread of a process can be told by signals.
+        Outside of the block these signals end the process. Only the main thread of a process can receive signals.
         """
         with _calling_on_signal(self._on_signal):
             self.progress.stop_state = StopState.ACCEPTING
@@ -110,8 +110,8 @@ def _calling_on_signal(received: Callable[[int], None]) -> Iterator[None]:
     """Call `received(number)` for each of STOP_SIGNALS, at once, in a thread of its own.
 
     Python runs a signal's handler between two lines of the main thread, which may be inside a collective for minutes;
-    the byte that the interpreter writes to the wake-up descriptor comes when the signal comes. A signal that is
-    ignored stays so.
+    the interpreter writes a byte to the wake-up descriptor as soon as the signal comes. A signal that is ignored stays
+    ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,8 @@
-"""Evaluation during a run: figures over whole sets, and answers of the model to their first prompts.
+"""Evaluate during a run: figures over whole sets, and the model's answers to their first prompts.
 
-Answers are greedy. Each token is a forward of all that is before it, as evaluation has it, without a cache of keys and
-values: it is the same computation in every layout, pipeline stages included, and no second way through a model has to
-be right. That is for a few short answers, not for serving. Every rank calls all of it, and gets the same.
+Answers are greedy. Each token is a forward of all tokens before it, as in the evaluation of figures, without a cache of
+keys and values: it is the same computation in every layout, pipeline stages included, and no second way through a model
+has to be right. That suits a few short answers, not serving. Every rank calls all of it, and gets the same results.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,12 +50,12 @@ class Evaluation:
         return cls(run.config, objective, run.mesh, run.evaluation, data.evaluation, run.batch_layout, data.tokenizer)
 
     def metrics(self, model: nn.Module) -> EvalMetrics:
-        """Of all sets, with the answers that `eval.samples` asks for."""
+        """Return the figures of all sets, with the answers that `eval.samples` asks for."""
         metrics = EvalMetrics.together({name: self._figures(model, batches) for name, batches in self.sets.items()})
         return replace(metrics, samples=self._samples(model)) if self.config.eval.samples else metrics
 
     def _figures(self, model: nn.Module, batches: EvaluationBatches) -> EvalMetrics:
-        """The objective over a whole set; one all-reduce."""
+        """Compute the objective over a whole set. Collectives: one all-reduce."""
         objective = self.objective.evaluated(rows=batches.rows, target_tokens=batches.target_tokens)
         totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
         with evaluating(model):
@@ -92,14 +92,15 @@ class Evaluation:
 
 
 def _first_rows(dataset: TokenizedDataset, count: int) -> Iterator[int]:
-    """The first sample of each of the first rows; of preferences that is the chosen one."""
+    """Yield the first sample of each of the first rows; of preferences the chosen one."""
     each = dataset.samples_per_row
     yield from range(0, min(count * each, len(dataset)), each)
 
 
 def prompt_of(dataset: TokenizedDataset, index: int) -> tuple[Ids, Ids]:
-    """A sample's tokens before its last answer, and that answer: the last of its targets that follow each other. Where
-    all of it is target, as in plain text, its first half is the prompt.
+    """Return a sample's tokens before its last answer, and that answer: the last targets that follow each other.
+
+    Where every token is a target, as in plain text, the first half is the prompt.
     """
     sample = dataset.sample(index)
     targets = np.flatnonzero(sample.labels != IGNORE)
@@ -111,7 +112,7 @@ def prompt_of(dataset: TokenizedDataset, index: int) -> tuple[Ids, Ids]:
 
 
 def end_tokens(model: nn.Module) -> set[int]:
-    """Those that end an answer, by the generation config that is saved with the model."""
+    """Return the tokens that end an answer, by the generation config that is saved with the model."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return set(named) if isinstance(named, list) else set() if named is None else {named}
 
@@ -119,7 +120,7 @@ def end_tokens(model: nn.Module) -> set[int]:
 def generate(
     model: nn.Module, mesh: Mesh, layout: BatchLayout, prompts: list[Ids], most: list[int], ends: set[int]
 ) -> list[Ids]:
-    """Up to `most` tokens for each prompt, each the one with the largest logit, up to the first of `ends`."""
+    """Return up to `most` tokens for each prompt, each the one with the largest logit, up to the first of `ends`."""
     rows = list(prompts)
     unpacked = replace(layout, packing=False)
     for number in tracked(range(max(most, default=0)), max(most, default=0), "generating", "tokens"):
@@ -136,7 +137,7 @@ def _goes_on(answer: Ids, number: int, most: int, ends: set[int]) -> bool:
 
 
 def _next_words(model: nn.Module, mesh: Mesh, layout: BatchLayout, rows: list[Ids]) -> npt.NDArray[np.float64]:
-    """The word that follows each row: the only target of a sample that has one place more."""
+    """Return the token that follows each row: the only target of a sample that is one position longer."""
     longer = [np.append(row, layout.pad_token_id) for row in rows]
     dataset = TokenizedDataset.of_samples(longer, [np.arange(len(row)) == len(row) - 1 for row in longer])
     groups = in_groups(EvaluationBatches(dataset, layout), mesh, "")

@@ -1,4 +1,4 @@
-"""What the ranks tell each other after the backward of a step, and whether they all skip its update.
+"""Exchange facts between the ranks after the backward of a step, and decide whether all of them skip its update.
 
 One all-reduce on the device and one wait for it. Only after a loss or gradient that is not finite do the ranks gather
 who has it: one bad batch must not destroy the weights, and a run that only skips must not look alive.
@@ -25,8 +25,8 @@ _STOP_REASONS = tuple(reason for reason in StopReason if reason)
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one rank says beside its losses: its request to stop, whether a checkpoint is overdue by its clock, and the
-    status of its checkpoint writer.
+    """The facts of one rank beside its losses: its request to stop, whether a checkpoint is overdue by its clock, and
+    the status of its checkpoint writer.
     """
 
     stop: StopReason
@@ -36,7 +36,8 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The same on every rank, but for `grad_norm`, which is this rank's. Losses and `figures` are the whole step's.
+    """The facts of a step, the same on every rank except `grad_norm`, which is this rank's. Losses and `figures` are
+    the whole step's.
 
     `not_finite` ranks have a loss or a gradient norm that is not finite. `overdue` is rank 0's. `statuses[s]` ranks
     have a checkpoint writer of status s.
@@ -56,8 +57,9 @@ class StepFacts:
 def exchange(
     losses: StepLosses, grad_norm: torch.Tensor, facts: RankFacts, figures: Sequence[str], device: torch.device
 ) -> StepFacts:
-    """Every rank calls it once per step; `figures` are the names of the objective's. Issues one all-reduce on the
-    default group, and waits for the device once.
+    """Exchange the facts of a step; `figures` are the names of the objective's.
+
+    Collectives: every rank calls it once per step; one all-reduce on the default group, and one wait for the device.
     """
     is_main = dist.get_rank() == 0
     counts = [facts.overdue and is_main, *(facts.stop is reason for reason in _STOP_REASONS)]
@@ -81,14 +83,15 @@ def exchange(
 
 @dataclass(slots=True)
 class NonFiniteGuard:
-    """Counts skipped steps in a row. All ranks hold the same facts, so all ranks decide the same."""
+    """Count skipped steps in a row. All ranks hold the same facts, so all ranks decide the same."""
 
     in_a_row: int = 0
 
     def check(self, step: int, facts: StepFacts, losses: StepLosses, model: nn.Module) -> str | None:
-        """Why step `step` must be skipped, or None. Every rank calls it; one all-gather if it is to be skipped.
+        """Return why step `step` must be skipped, or None.
 
-        Raises `IntegrityError` when it is the third in a row.
+        Raises `IntegrityError` for the third step in a row. Collectives: every rank calls it; one all-gather if it is
+        skipped.
         """
         if not facts.not_finite:
             self.in_a_row = 0
@@ -105,7 +108,7 @@ class NonFiniteGuard:
 
 
 def _who_is_not_finite(losses: StepLosses, grad_norm: float, model: nn.Module) -> str:
-    """The same sentence on every rank. One all-gather of three numbers on the default group."""
+    """Return the same sentence on every rank. Collectives: one all-gather of three numbers on the default group."""
     assert dist.group.WORLD is not None
     loss = losses.loss.double()
     finite = math.isfinite(float(loss)) and gradients_are_finite(model)
@@ -122,7 +125,9 @@ def _who_is_not_finite(losses: StepLosses, grad_norm: float, model: nn.Module) -
 
 
 def gradients_are_finite(model: nn.Module) -> bool:
-    """Whether this rank's gradient shards are finite. Called only when something is not; waits for the device."""
+    """Return whether this rank's gradient shards are finite. Called only when something is not; waits for the
+    device.
+    """
     for parameter in model.parameters():
         gradient = parameter.grad
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -131,7 +131,7 @@ _HELD: set[RunLock] = set()
 
 
 def _let_go_in_child() -> None:
-    """A forked child shares the lock with its parent, and would keep it when that is killed."""
+    """Close the lock in a forked child, which would keep it when the parent is killed."""
     for lock in _HELD:
         os.close(lock._descriptor)
     _HELD.clear()
@@ -142,16 +142,16 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who is named by a lock's file, and whether it still has the lock."""
+    """The process that a lock's file names, and whether it still has the lock."""
 
     owner: Owner
     lives: bool
 
 
 def holder(directory: Path) -> Holder | None:
-    """Who holds the lock of `directory`, or left its file behind; None for nobody. Changes nothing.
+    """Return who holds the lock of `directory`, or left its file behind; None for nobody. Changes nothing.
 
-    For readers: what they are told may be over the moment after.
+    For readers: the answer may be outdated the moment after.
     """
     path = directory / NAME
     try:
@@ -181,7 +181,7 @@ _UNKNOWN = Owner("an unknown host", 0, None, 0.0)
 
 
 def _read(path: Path) -> Owner | None:
-    """Who is in the file; None if there is none, or nobody has written it yet."""
+    """Return the owner in the file; None if there is no file, or nobody has written it yet."""
     try:
         content = read_file(path, _MAX_BYTES)
         return _OWNER.validate_json(content) if content else None

@@ -1,7 +1,7 @@
-"""The training loop, to be read from top to bottom: steps, accumulation, clipping, update, report, evaluation.
+"""Run the training loop, to be read from top to bottom: steps, accumulation, clipping, update, report, evaluation.
 
-It knows a sharded model and batches; it does not know how either came to be. Every rank runs it in step: each call
-of `train_step` is the same sequence of collectives on all of them.
+It gets a sharded model and batches, and does not know how they were made. Every rank runs it in step: each call of
+`_train_step` is the same sequence of collectives on all of them.
 """
 
 import itertools
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Everything a run needs once it is set up. `run` trains from `counters.step` to the end."""
+    """Everything that a run needs after its setup. `run` trains from `counters.step` to the end."""
 
     config: Config
     mesh: Mesh
@@ -58,8 +58,9 @@ class TrainingLoop:
     def run(self) -> None:
         """Train up to `total_steps` optimizer steps.
 
-        Raises `Stopped` on all ranks when one of them was asked to stop: after the step, with its checkpoint on the
-        disk. Raises `IntegrityError` when losses stay non-finite.
+        Raises:
+            Stopped: On all ranks, when one of them was asked to stop: after the step, with its checkpoint on the disk.
+            IntegrityError: Losses stay non-finite.
         """
         clock = _Clock(self.counters, self.config.log.every_steps)
         guard = NonFiniteGuard(self.counters.skipped_in_a_row)
@@ -133,14 +134,14 @@ class TrainingLoop:
         self.counters.tokens = 0
 
     def _evaluate(self, number: int) -> dict[str, Any]:
-        """Evaluate on every set, and report it; the row of `metrics.jsonl`."""
+        """Evaluate on every set and report it; return the row of `metrics.jsonl`."""
         began = time.monotonic()
         metrics = replace(self.evaluation.metrics(self.model), seconds=time.monotonic() - began)
         self.reporter.evaluation(number, metrics)
         return metrics.row()
 
     def _checkpoint(self, number: int, facts: StepFacts, clock: "_Clock", *, wanted: bool) -> None:
-        """Save if it is `wanted`, or the rules or a request to stop say so; leave by `Stopped` after the latter."""
+        """Save if it is `wanted`, by the rules, or after a request to stop; raise `Stopped` after the latter."""
         if facts.stop or wanted or self.checkpoints.is_due(number, facts.overdue):
             self.control.progress.at(number, "saving a checkpoint")
             paused = time.monotonic()
@@ -158,12 +159,12 @@ class TrainingLoop:
             raise Stopped(facts.stop)
 
     def _steps(self) -> Iterator["Step"]:
-        """The steps after `counters.step`."""
+        """Yield the steps after `counters.step`."""
         steps = self.train_batches.steps(self.counters.step, self.counters.stream)
         return itertools.islice(steps, self.total_steps - self.counters.step)
 
     def _train_step(self, number: int, step: "Step", guard: NonFiniteGuard) -> "_StepResult":
-        """One optimizer step: backward over all micro-batches, one norm, one decision, one update.
+        """Run one optimizer step: backward over all micro-batches, one norm, one decision, one update.
 
         A skipped step uses up its place in the schedule.
         """
@@ -203,12 +204,12 @@ class _Clock:
         self._reported = time.monotonic() - counters.seconds
 
     def read(self) -> tuple[float, float]:
-        """(since the run began, since the last report)."""
+        """Return (since the run began, since the last report)."""
         now = time.monotonic()
         return now - self._began, now - self._reported
 
     def restart(self, step: int) -> int:
-        """After the report of `step`; returns how many steps it was about."""
+        """Begin a new interval after the report of `step`; return how many steps the last one had."""
         self._reported, steps, self._step = time.monotonic(), step - self._step, step
         return steps
 

@@ -1,8 +1,8 @@
-"""What a run minimises, and the reference of dpo: the model as it was before the first step.
+"""Choose what a run minimises, and compute the reference of dpo: the model as it was before the first step.
 
 With new adapters that is the base with adapters off, run beside each step. Otherwise its log-probabilities are computed
-once, of all pairs, before the first step, and every checkpoint has them: weights to compute them again may be gone or
-changed when the run goes on, and a run that goes on has to minimise what it minimised before.
+once, of all pairs, before the first step, and every checkpoint has them: the weights to compute them again may be
+absent or changed when the run goes on, and a run that goes on has to minimise the same as before.
 """
 
 import itertools
@@ -38,7 +38,7 @@ REFERENCE_FILE = "reference/log_probabilities.safetensors"
 @dataclass(frozen=True, slots=True)
 class RunObjective:
     """The objective of a run's steps; `beta` is None for sft. `precomputes`: the data sets get a `reference` before the
-    first step. `adapters_off`: each step runs it.
+    first step. `adapters_off`: each step runs the reference.
     """
 
     beta: float | None = None
@@ -55,23 +55,24 @@ class RunObjective:
         return cls(config.objective.beta, not new_adapters, new_adapters)
 
     def line(self) -> str | None:
-        """What there is to say of it in the plan."""
+        """Return the line about the objective in the plan, or None."""
         if self.beta is None:
             return None
         reference = "the base with adapters off" if self.adapters_off else "its log-probabilities before the first step"
         return f"dpo, beta {self.beta:g}; reference: {reference}"
 
     def over(self, *, rows: int, target_tokens: int) -> Objective:
-        """Of a step (or an evaluation) with so many rows and targets."""
+        """Return the objective of a step (or an evaluation) with that many rows and targets."""
         return CrossEntropy(target_tokens) if self.beta is None else Dpo(self.beta, rows)
 
     def evaluated(self, *, rows: int, target_tokens: int) -> Objective:
-        """`over`, without gradients and with what an evaluation says beside it."""
+        """Return `over` without gradients, with the figures of an evaluation."""
         return EvaluatedCrossEntropy(target_tokens) if self.beta is None else Dpo(self.beta, rows)
 
     def with_reference(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """`batches` with all that the objective takes. Every rank calls it: a forward where each step runs the
-        reference, nothing elsewhere.
+        """Return `batches` with all entries that the objective takes.
+
+        Every rank calls it: a forward where each step runs the reference, nothing elsewhere.
         """
         if not self.adapters_off:
             return batches
@@ -92,9 +93,9 @@ class RunObjective:
         layout: BatchLayout,
         checkpoint: Path | None,
     ) -> None:
-        """Give each data set its `reference`: that of `checkpoint` to go on from, else by `model` as it is now.
+        """Give each data set its `reference`: that of the `checkpoint` to go on from, else by `model` as it is now.
 
-        Every rank calls it: forwards over all samples, and one all-reduce of a number for each.
+        Collectives: every rank calls it; forwards over all samples, and one all-reduce of a number for each.
         """
         if checkpoint is not None:
             with raise_on_all_ranks("reading the checkpoint's reference"):
@@ -106,27 +107,30 @@ class RunObjective:
     def table(
         self, model: nn.Module, mesh: Mesh, dataset: TokenizedDataset, layout: BatchLayout
     ) -> npt.NDArray[np.float64]:
-        """The reference's log-probability of each sample of `dataset`, by `model` as it is now. Every rank calls it and
-        gets it: forwards over all samples, and one all-reduce.
+        """Return the reference's log-probability of each sample of `dataset`, by `model` as it is now.
+
+        Collectives: every rank calls it and gets it; forwards over all samples, and one all-reduce.
         """
         groups = in_groups(EvaluationBatches(dataset, layout), mesh, "the reference")
         return table_of_rows(len(dataset), mesh, ((group, self._of_reference(model, group)) for group in groups))
 
     def first_loss_lines(self, model_config: Any, loss: float, target_tokens: int) -> Iterator[str]:
-        """What the first step's loss says, for the terminal."""
+        """Return what the first step's loss means, for the terminal."""
         if self.beta is None:
             return first_loss_lines(model_config, loss, target_tokens)
         return first_dpo_loss_lines(loss)
 
 
 def reference_file(datasets: Sequence[TokenizedDataset]) -> dict[str, bytes]:
-    """What a checkpoint has of the data sets' references, by path: by the hash of each data set its table."""
+    """Return what a checkpoint has of the data sets' references, by path: a table by the hash of each data set."""
     tables = {each.sha256(): torch.from_numpy(each.reference) for each in datasets if each.reference is not None}
     return {REFERENCE_FILE: safetensors.torch.save(tables)} if tables else {}
 
 
 def _read_reference(checkpoint: Path, datasets: Sequence[TokenizedDataset]) -> None:
-    """Raises `InputError` for data that the run did not begin with, `IntegrityError` for a damaged checkpoint."""
+    """Read it. Raises `InputError` for data that the run did not begin with, `IntegrityError` for a damaged
+    checkpoint.
+    """
     tables = safetensors.torch.load(read_small(checkpoint, read_manifest(checkpoint), REFERENCE_FILE))
     for dataset in datasets:
         table = tables.get(dataset.sha256())
@@ -142,8 +146,9 @@ def _read_reference(checkpoint: Path, datasets: Sequence[TokenizedDataset]) -> N
 def table_of_rows(
     rows: int, mesh: Mesh, groups: Iterable[tuple[Sequence[Batch], Sequence[torch.Tensor | None]]]
 ) -> npt.NDArray[np.float64]:
-    """`[rows]`, by their numbers, of what each rank has of its batches (`by_row`); the same on every rank, which all
-    call it: one all-reduce.
+    """Return `[rows]`, by row number, from what each rank has of its batches (`by_row`); the same on every rank.
+
+    Collectives: every rank calls it; one all-reduce.
     """
     table = torch.zeros(rows, dtype=torch.float64, device=mesh.device)
     for batches, values in groups:
@@ -158,9 +163,9 @@ def table_of_rows(
 def by_row(
     model: nn.Module, batches: Sequence[Batch], objective: LogProbabilities | NextWords
 ) -> list[torch.Tensor | None]:
-    """The figures of each row, `[B]` float64 for each batch; None on ranks without the last pipeline stage.
+    """Return the figures of each row, `[B]` float64 for each batch; None on ranks without the last pipeline stage.
 
-    Every rank calls it, with equally many batches. The model computes as in evaluation, and counts nothing of routing.
+    The model computes as in evaluation, and does not count routing. Every rank calls it, with equally many batches.
     """
     with evaluating(model):
         terms = evaluate_terms(model, batches, objective)
@@ -172,7 +177,7 @@ def by_row(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """While the block runs, nothing of the model is random, and it counts nothing of routing."""
+    """Switch the model's randomness and its counting of routing off inside the block."""
     training = model.training
     model.eval()
     try:
@@ -182,8 +187,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def in_groups(batches: EvaluationBatches, mesh: Mesh, what: str) -> Iterator[list[Batch]]:
-    """As many at a time as keep the stages of a pipeline busy, on the device. `what` is being done with them; nothing
-    is shown without it.
+    """Yield batches on the device, as many at a time as keep the stages of a pipeline busy.
+
+    `what`: what is being done with them, for the progress bar; no bar without it.
     """
     remaining = tracked(batches, len(batches), what, "batches") if what else iter(batches)
     at_a_time = 4 * mesh.layout.pp if mesh.layout.pp > 1 else 1
@@ -192,5 +198,5 @@ def in_groups(batches: EvaluationBatches, mesh: Mesh, what: str) -> Iterator[lis
 
 
 def on_device(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of a batch on `device`."""
+    """Return a batch with its tensors on `device`."""
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

@@ -1,6 +1,6 @@
-"""The status of a rank: step, phase, heartbeat, in a few bytes that outlive the process.
+"""Hold the status of a rank (step, phase, heartbeat) in a few bytes that outlive the process.
 
-Under our launcher the bytes are a small memory-mapped file, so that the launcher can say where every rank was even
+Under our launcher the bytes are a small memory-mapped file, so that the launcher can report where every rank was even
 after SIGKILL, and can ask a rank to stop without a signal. Elsewhere they are plain memory, for the rank's own
 messages. Writing costs no system call and no lock: one process writes each field.
 """
@@ -44,7 +44,7 @@ class StopState(IntEnum):
 class RankStatus:
     """One rank at one moment. Times are of `time.monotonic()`, which all processes of a machine share.
 
-    `step` counts from 1; 0 is before the first. `process` is 0 until the rank has come up.
+    `step` counts from 1; 0 is before the first. `process` is 0 until the rank is running.
     """
 
     process: int
@@ -61,20 +61,20 @@ class RankStatus:
 
 
 class Progress:
-    """The bytes of one rank: in `path`, made if it does not exist, or in memory."""
+    """The bytes of one rank: in `path`, created if it does not exist, or in memory."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._bytes: mmap.mmap | bytearray = bytearray(_SIZE) if path is None else _map(path)
         self._version = 0
 
     def start(self) -> None:
-        """Called by the rank's main thread when the process has come up."""
+        """Record that the process is running. The rank's main thread calls it."""
         _IDENTITY.pack_into(self._bytes, _IDENTITY_AT, os.getpid(), threading.get_ident())
         self.at(0, "starting")
         self.beat()
 
     def at(self, step: int, phase: str) -> None:
-        """The rank is now in `phase` of `step` (from 1; 0 before the first step)."""
+        """Record that the rank is now in `phase` of `step` (from 1; 0 before the first step)."""
         place = _PLACE.pack(time.monotonic(), step, phase.encode()[:_PHASE_BYTES])
         # Odd while the place is being written, so that a reader can tell.
         self._version += 1
@@ -84,7 +84,7 @@ class Progress:
         _NUMBER.pack_into(self._bytes, _VERSION_AT, self._version)
 
     def beat(self) -> None:
-        """This process still gets to run. Called about once a second by a thread of its own."""
+        """Record that this process still runs. A thread of its own calls it about once a second."""
         _BEAT.pack_into(self._bytes, _BEAT_AT, time.monotonic())
 
     @property
@@ -97,7 +97,7 @@ class Progress:
 
     @property
     def stop(self) -> int:
-        """The signal by which the launcher was asked to stop, or 0. Written by the launcher alone."""
+        """Return the signal by which the launcher was asked to stop, or 0. Only the launcher writes it."""
         return int(_NUMBER.unpack_from(self._bytes, _STOP_AT)[0])
 
     @stop.setter
@@ -105,7 +105,7 @@ class Progress:
         _NUMBER.pack_into(self._bytes, _STOP_AT, number)
 
     def status(self) -> RankStatus:
-        """All of it at one moment, also for a reader in another process."""
+        """Return all fields at one moment, also for a reader in another process."""
         process, main_thread = _IDENTITY.unpack_from(self._bytes, _IDENTITY_AT)
         since, step, phase = _PLACE.unpack(self._place())
         (heartbeat,) = _BEAT.unpack_from(self._bytes, _BEAT_AT)
@@ -113,9 +113,9 @@ class Progress:
         return RankStatus(process, main_thread, since, step, text, heartbeat, self.stop_state)
 
     def _place(self) -> bytes:
-        """The bytes that `at` wrote, whole: the writer may be in the middle, and may not get to run for a while.
+        """Return the bytes that `at` wrote, complete: the writer may be in the middle, and may not run for a while.
 
-        One that was killed or stopped there never finishes; then what is there has to do.
+        A writer that was killed or stopped in the middle never finishes; then the bytes are taken as they are.
         """
         deadline = time.monotonic() + _WRITING_SECONDS
         while True:

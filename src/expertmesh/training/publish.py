@@ -1,7 +1,7 @@
-"""What a result is published with: its model card (README.md), and the push of `save.push_to_hub`.
+"""Publish a result: write its model card (README.md), and push it for `save.push_to_hub`.
 
-The card has the recipe, the figures and what `verify` found, and no path of this machine. The push comes after all
-else, by rank 0 alone: when it fails, the run is finished and its result lies in output_dir.
+The card has the recipe, the figures and the findings of `verify`, and no path of this machine. The push comes last, by
+rank 0 alone: when it fails, the run is finished and its result is in output_dir.
 """
 
 import json
@@ -47,8 +47,9 @@ def check_hub(config: Config) -> None:
 
 
 def push_result(config: Config) -> None:
-    """Push the result of a finished run. Called when all else is done, without a collective: an upload takes as long as
-    it takes. `InputError` on rank 0 if it fails.
+    """Push the result of a finished run, after everything else and without a collective: an upload may take long.
+
+    Raises `InputError` on rank 0 if it fails.
     """
     repository = config.save.push_to_hub
     if repository is None or dist.get_rank() != 0:
@@ -102,12 +103,12 @@ def _listed(config: Config) -> str:
 
 
 def _name(path: str) -> str:
-    """Of a hub id all, of a path on this machine the last part."""
+    """Return a hub id in full, and of a path on this machine the last part."""
     return Path(path).name if path.startswith((".", "/", "~")) or Path(path).exists() else path
 
 
 def _figures(output_dir: Path) -> Iterator[str]:
-    """From metrics.jsonl, which this run has written."""
+    """Return figures from metrics.jsonl, which this run has written."""
     rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_bytes().splitlines()]
     steps, evaluations = [row for row in rows if "loss" in row], [row for row in rows if "eval_loss" in row]
     if steps:
@@ -123,7 +124,7 @@ def _shown(value: Any) -> str:
 
 
 def _verified(path: Path) -> str:
-    """What `expertmesh verify` found for this configuration, if it was run."""
+    """Return what `expertmesh verify` found for this configuration, if it was run."""
     try:
         found = json.loads(path.read_bytes())
         layers = ", ".join(f"{layer['name']} {layer['status']}" for layer in found["layers"])

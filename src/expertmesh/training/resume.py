@@ -1,8 +1,8 @@
-"""Where a run starts: anew or from a checkpoint, and which changes of the configuration a resumed run may have.
+"""Find where a run starts, anew or from a checkpoint, and which changes of the configuration a resumed run may have.
 
-A resumed run must be the same run: model, data, seed, optimizer and batch decide what every step is. How it is
-spread over ranks, how long it goes on and what it reports may change, a learning rate and its like where
-`checkpoint.resume_changed` names them, and each change is printed.
+A resumed run must be the same run: model, data, seed, optimizer and batch decide what every step is. The layout of
+ranks, the length and the reports may change, and so may a learning rate and its like where `checkpoint.resume_changed`
+names them. Each change is printed.
 """
 
 import datetime
@@ -62,7 +62,7 @@ _Seconds = Annotated[float, Field(ge=0, lt=1e11)]
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best value of a figure of evaluations, and the step after which it was."""
+    """The best value of a figure of evaluations, and the step after which it was measured."""
 
     figure: str
     value: float
@@ -71,12 +71,11 @@ class Best:
 
 @dataclass(slots=True)
 class Counters:
-    """What the loop counts beside model and optimizer; part of every checkpoint.
+    """The loop's counters beside model and optimizer; part of every checkpoint.
 
-    `skipped_in_a_row`: steps without a finite gradient. `tokens` and `seconds`: since the last report.
-    `best` is that of `checkpoint.keep_best`, `least` that of `train.early_stop`, which `no_better` evaluations since
-    have not bettered. `expert_load`: tokens per layer and expert `[L][E]` since the last report, all ranks together;
-    None for none.
+    `skipped_in_a_row`: steps without a finite gradient. `tokens` and `seconds`: since the last report. `best` is that
+    of `checkpoint.keep_best`, `least` that of `train.early_stop`, which `no_better` evaluations since have not
+    improved. `expert_load`: tokens per layer and expert `[L][E]` since the last report, all ranks together, or None.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
@@ -97,7 +96,9 @@ _COUNTERS = TypeAdapter(Counters)
 
 
 def read_counters(checkpoint: Path, saved: Any, step: int) -> Counters:
-    """The counters of a checkpoint after `step`. `IntegrityError` for numbers that no loop has counted."""
+    """Return the counters of a checkpoint after `step`. Raises `IntegrityError` for numbers that no loop has
+    counted.
+    """
     problem = f"counters.step is not {step}"
     try:
         counters = _COUNTERS.validate_json(json.dumps(saved))
@@ -112,9 +113,9 @@ def read_counters(checkpoint: Path, saved: Any, step: int) -> Counters:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What has to be the same for a run to be resumed: values of the configuration, and hashes of what they name.
+    """The values that must be equal for a run to be resumed: values of the configuration, and hashes of what they name.
 
-    `data`: counts of samples and tokens and the first ids, to tell how other data differ. `date` is that of the run's
+    `data`: counts of samples and tokens and the first ids, to describe how other data differ. `date`: that of the run's
     first start, which chat templates may write.
     """
 
@@ -132,8 +133,10 @@ class Identity:
         return cls(flat(config.model_dump(mode="json")), model, dataset.sha256(), data, date.isoformat())
 
     def agree(self) -> None:
-        """Raise `InputError` on all ranks alike unless all of them have the same identity, as ranks of different
-        machines with files of their own may not. Every rank calls it; issues one broadcast and one small all-reduce.
+        """Raise `InputError` on all ranks unless all of them have the same identity.
+
+        Ranks of different machines with files of their own may differ. Collectives: every rank calls it; one broadcast
+        and one small all-reduce.
         """
         mine = {
             "the configuration": hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest(),
@@ -151,7 +154,9 @@ class Identity:
                 )
 
     def differences(self, saved: Mapping[str, Any]) -> "tuple[dict[str, str], list[str]]":
-        """As `config_differences`, with what the values of the keys name; `saved` is what `asdict` gave."""
+        """Return what `config_differences` returns, with what the values of the keys name; `saved` is a result of
+        `asdict`.
+        """
         forbidden, changed = config_differences(saved["config"], self.config)
         if saved["model_sha256"] != self.model_sha256:
             forbidden["model.name_or_path"] = "model.name_or_path has another config.json than the run started with"
@@ -161,7 +166,7 @@ class Identity:
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """(forbidden by key, allowed) differences between two flat configurations, as sentences."""
+    """Return the differences between two flat configurations as sentences: (forbidden, by key; allowed)."""
     wanted = new.get(_WANTED, ())
     forbidden: dict[str, str] = {}
     changed: list[str] = []
@@ -182,7 +187,7 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[
 
 
 def ways_on(keys: Collection[str], checkpoint: Path | None) -> str:
-    """How to train on from `checkpoint` with other values of `keys`, for the end of a refusal."""
+    """Return how to train on from `checkpoint` with other values of `keys`, for the end of a refusal."""
     changeable = get_args(Changeable)
     named = [key if key in changeable else key.partition(".")[0] for key in keys]
     said = ""
@@ -197,7 +202,7 @@ def ways_on(keys: Collection[str], checkpoint: Path | None) -> str:
 
 
 def _changes(key: str, old: Any, new: Any) -> Iterator[str]:
-    """What differs; of lists of as many sections, only what differs in these."""
+    """Return what differs; of lists of equally many sections, only what differs in these."""
     lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
     if lists and all(isinstance(each, Mapping) for each in (*old, *new)):
         old, new = (dict(enumerate(each)) for each in (old, new))
@@ -209,7 +214,7 @@ def _changes(key: str, old: Any, new: Any) -> Iterator[str]:
 
 
 def _data_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Say how data differ, as far as the checkpoint tells."""
+    """Describe how data differ, as far as the checkpoint records it."""
     sentence = "data.train has other samples, or other tokens for them, than the run started with"
     counts = [
         f"{old[kind]:,} {kind} then and {new[kind]:,} now" for kind in ("samples", "tokens") if old[kind] != new[kind]
@@ -224,10 +229,9 @@ def _data_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def date_of(start: Path | None) -> datetime.date | None:
-    """The date that chat templates write: that of the first start of the run whose checkpoint this is; None for a run
-    that starts anew.
+    """Return the date that chat templates write: that of the first start of this checkpoint's run; None for a new run.
 
-    Reads the checkpoint's state: call it on one rank. Of a checkpoint that no run has written, which `check_start`
+    Reads the checkpoint's state: call it on one rank. For a checkpoint that no run has written, which `check_start`
     refuses, it is today.
     """
     if start is None:
@@ -244,9 +248,9 @@ def date_of(start: Path | None) -> datetime.date | None:
 
 
 def find_start(config: Config) -> Path | None:
-    """The checkpoint to continue from, or None to start anew. Reads the directory only; call it on one rank.
+    """Return the checkpoint to continue from, or None to start anew. Reads the directory only; call it on one rank.
 
-    Raises `InputError` for a checkpoint that is not there, and for `resume: never` in a directory that has some.
+    Raises `InputError` for a missing checkpoint, and for `resume: never` in a directory with checkpoints.
     """
     directory = Path(config.output_dir) / CHECKPOINTS
     found = find(directory, "auto" if config.checkpoint.resume_weights_only else config.checkpoint.resume)
@@ -260,9 +264,9 @@ def find_start(config: Config) -> Path | None:
 
 
 def find_weights(config: Config) -> Path | None:
-    """The checkpoint of another run that a new one takes its weights from, or None. Call it on one rank.
+    """Return the checkpoint of another run from which a new one takes its weights, or None. Call it on one rank.
 
-    Raises `InputError` for one that is not there, or is of `output_dir` itself.
+    Raises `InputError` for a missing one, or one of `output_dir` itself.
     """
     own = Path(config.output_dir) / CHECKPOINTS
     if not config.checkpoint.resume_weights_only or published(own):
@@ -277,11 +281,13 @@ def find_weights(config: Config) -> Path | None:
 
 
 def check_start(path: Path, identity: Identity, total_steps: int, config: Config) -> list[str]:
-    """What has changed since the checkpoint was written, as sentences. Reads the manifest and the sizes of all
-    files: call it on one rank. No collective.
+    """Return what has changed since the checkpoint was written, as sentences.
 
-    Raises `InputError` naming what makes this another run, or why it cannot go on from there in `output_dir`;
-    `IntegrityError` for a damaged checkpoint.
+    Reads the manifest and the sizes of all files: call it on one rank. No collective.
+
+    Raises:
+        InputError: Names what makes this another run, or why it cannot go on from there in `output_dir`.
+        IntegrityError: The checkpoint is damaged.
     """
     manifest = read_manifest(path)
     file = read_state_file(path, manifest)
@@ -323,7 +329,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
 
 
 def _rates(config: Config, saved: Mapping[str, Any], step: int, now: int) -> list[str]:
-    """What another number of steps, another peak or another schedule makes of the learning rate."""
+    """Describe how another number of steps, peak or schedule changes the learning rate."""
     before, known = saved["total_steps"], saved["identity"]["config"]
     then = ScheduleConfig(**{k.removeprefix("schedule."): v for k, v in known.items() if k.startswith("schedule.")})
     old = known["optim.learning_rate"] * learning_rate_factor(then, step, before)
@@ -335,7 +341,7 @@ def _rates(config: Config, saved: Mapping[str, Any], step: int, now: int) -> lis
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"train": {"seed": 1}}` as `{"train.seed": 1}`; lists stay values."""
+    """Return `{"train": {"seed": 1}}` as `{"train.seed": 1}`; lists stay values."""
     found: dict[str, Any] = {}
     for key, value in section.items():
         nested = isinstance(value, Mapping) and value

@@ -1,6 +1,6 @@
-"""One training run, from a configuration to `output_dir/model`: check, prepare, load, train, save.
+"""Run one training, from a configuration to `output_dir/model`: check, prepare, load, train, save.
 
-Called in every rank, under torchrun or our own launcher, before the process group exists.
+Every rank calls it, under torchrun or our own launcher, before the process group exists.
 """
 
 from contextlib import ExitStack
@@ -36,9 +36,15 @@ def train(
 ) -> None:
     """Train as `config` says and save `output_dir/model`, or `output_dir/adapter` with `lora`.
 
-    Every rank calls it; `predict` says on rank 0 what a step will take, to be printed and recorded, and `arrange` how
-    ranks that `config` may not be written for are laid out. Raises the errors of config.errors, and `Stopped` when the
-    run was asked to stop and has saved.
+    Args:
+        predict: Predicts on rank 0 what a step will take; printed and recorded.
+        arrange: Chooses the layout of ranks for which `config` may not be written.
+
+    Raises:
+        ExpertmeshError: Those of config.errors.
+        Stopped: The run was asked to stop, and has saved.
+
+    Collectives: every rank calls it.
     """
     control = control or Control()
     begin(config, control)

@@ -1,4 +1,4 @@
-"""What a run trains and steps: weights, optimizer, schedule and counters, filled at its start and saved at its end."""
+"""Load and save what a run trains and steps: weights, optimizer, schedule and counters."""
 
 import logging
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Beside the model, which is filled in place."""
+    """The state beside the model, which is filled in place."""
 
     optimizer: Optimizer
     schedule: LRScheduler
@@ -75,9 +75,9 @@ def load_state(run: Prepared, control: "Control") -> RunState:
 
 
 def save_result(run: Prepared, tokenizer: CopiedFiles) -> None:
-    """Write the trained model, or its adapters alone, and say so. Every rank calls it; rank 0 prints.
+    """Write the trained model, or its adapters alone, and print it. Every rank calls it; rank 0 prints.
 
-    `tokenizer` are the files of the tokenizer, and of a whole model's processor, on rank 0.
+    `tokenizer`: on rank 0, the files of the tokenizer, and of a whole model's processor.
     """
     config, directory = run.config, Path(run.config.output_dir)
     metrics = f"metrics in {directory / 'metrics.jsonl'}"

@@ -1,6 +1,6 @@
-"""What a run does about its evaluations: which checkpoint was the best, and whether training still helps.
+"""Act on a run's evaluations: which checkpoint was the best, and whether training still helps.
 
-All ranks decide alike, from figures that all of them have.
+All ranks decide the same, from figures that all of them have.
 """
 
 import logging
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Selection:
-    """The rules of `checkpoint.keep_best` and `train.early_stop`; what they remember is in `counters`."""
+    """The rules of `checkpoint.keep_best` and `train.early_stop`; their state is in `counters`."""
 
     config: Config
     counters: Counters
 
     def saw(self, step: int, row: Mapping[str, Any]) -> bool:
-        """Take the figures of an evaluation; whether a checkpoint is to be saved because they are the best so far."""
+        """Take the figures of an evaluation; return whether to save a checkpoint because they are the best so far."""
         stop, counters = self.config.train.early_stop, self.counters
         if stop is not None:
             before = counters.least
@@ -38,12 +38,12 @@ class Selection:
         return counters.best is not best
 
     def ends(self) -> bool:
-        """Whether the run is over."""
+        """Return whether the run is over."""
         stop = self.config.train.early_stop
         return stop is not None and self.counters.no_better >= stop.patience
 
     def last_lines(self) -> list[str]:
-        """What there is to say at the end."""
+        """Return the lines for the end of the run."""
         lines, counters, stop = [], self.counters, self.config.train.early_stop
         if self.ends() and stop is not None and counters.least is not None:
             lines.append(
@@ -57,7 +57,7 @@ class Selection:
 
 
 def _better(before: Best | None, figure: str, value: float, step: int, min_change: float = 0.0) -> Best | None:
-    """`before`, or the new value if it is better; a value that is no number never is."""
+    """Return `before`, or the new value if it is better; a NaN never is."""
     if math.isnan(value):
         return before
     if before is None or before.figure != figure:

@@ -1,7 +1,7 @@
-"""AdamW whose parameters and moments are stored in fewer bits than it computes with.
+"""Update parameters by AdamW, with parameters and moments stored in fewer bits than it computes with.
 
-The arithmetic is that of torch's AdamW in float32, a few rows at a time; how results are stored is in blocks.py and
-rounding.py. Every rank updates its own shards; only blocks of 8 bits that several ranks share need communication.
+The arithmetic is that of torch's AdamW in float32, a few rows at a time; blocks.py and rounding.py store the results.
+Every rank updates its own shards; only blocks of 8 bits that several ranks share need communication.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,9 +18,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(torch.optim.Optimizer):
-    """With `stochastic_rounding`, of bfloat16 parameters and their moments. State is named and shaped as torch's.
+    """AdamW with `stochastic_rounding` of bfloat16 parameters and their moments. State is named and shaped as torch's.
 
-    Parameters come with their names in the whole model: with `seed` and the count of steps they decide the rounding.
+    Parameters come with their names in the full model: with `seed` and the step count they decide the rounding.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(self._names, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What the first step starts from."""
+        """Return the state from which the first step starts."""
         return {"step": torch.zeros(()), **{slot: torch.zeros_like(parameter).detach() for slot in MOMENTS}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Every rank calls it, for `Blocks` that several share."""
+        """Update every parameter that has a gradient. Every rank calls it, for `Blocks` that several ranks share."""
         assert closure is None, "gradients come from a whole step; there is nothing to evaluate again"
         for group in self.param_groups:
             self._update_all(group)
@@ -69,7 +69,7 @@ class AdamW(torch.optim.Optimizer):
                 tensor.write(rows, values[slot])
 
     def _stored(self, name: str, parameter: nn.Parameter, shard: ShardRows, wide: torch.dtype) -> dict[str, Stored]:
-        """The parameter, under the empty name, and its moments."""
+        """Return the parameter, under the empty name, and its moments."""
         state, stored, noise = self.state[parameter], dict[str, Stored](), self._noise(name, parameter, shard)
         tensors = {"": parameter.detach(), **{slot: state[slot] for slot in MOMENTS}}
         for (slot, tensor), factor in zip(tensors.items(), FACTORS, strict=True):
@@ -86,7 +86,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class AdamW8bit(AdamW):
-    """Moments in 8 bits, but for vectors and small tensors; parameters as they are."""
+    """AdamW with moments in 8 bits, except for vectors and small tensors; parameters are stored as they are."""
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         if not is_quantised(parameter.shape):
@@ -98,10 +98,10 @@ class AdamW8bit(AdamW):
 
 
 def _adamw(values: dict[str, Tensor], gradient: Tensor, step: int, group: dict[str, Any]) -> None:
-    """One step of torch's AdamW, in place, on parameters (under the empty name) and moments.
+    """Take one step of torch's AdamW, in place, on parameters (under the empty name) and moments.
 
     One operation at a time, each of which is rounded correctly: kernels that fuse some differ in the last bit between
-    the body of a vectorised loop and its end, and where the end is depends on the layout.
+    the body of a vectorised loop and its end, and the place of that end depends on the layout.
     """
     parameter, average, square = values[""], values["exp_avg"], values["exp_avg_sq"]
     (beta1, beta2), rate = group["betas"], group["lr"]

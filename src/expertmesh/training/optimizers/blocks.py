@@ -1,4 +1,4 @@
-"""How optimizers store tensors: as they are, with stochastic rounding, or in 8 bits by blocks with a scale for each.
+"""Store optimizer tensors as they are, with stochastic rounding, or in 8 bits by blocks with a scale for each.
 
 A block is 256 elements of the last dim of the *whole* tensor, so that every layout stores the same codes: where the
 last dim is cut, the ranks that share blocks take the largest magnitude of all of them. Codes are those of dynamic 8-bit
@@ -38,7 +38,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """In the tensor's own dtype; what is read of a wide one may be the storage itself."""
+    """A tensor in its own dtype; rows read from a wide one may be the storage itself."""
 
     values_RC: Tensor
     wide: torch.dtype
@@ -53,7 +53,7 @@ class Plain:
 
 
 class Blocks:
-    """In 8 bits. `signed` values have codes on both sides of zero."""
+    """A tensor in 8 bits. `signed` values have codes on both sides of zero."""
 
     def __init__(self, shard: ShardRows, codes: Tensor, scale: Tensor, wide: torch.dtype, *, signed: bool) -> None:
         self.codes_RC, self.scale_RB = shard.view(codes), ShardRows.of(scale).view(scale)
@@ -67,7 +67,9 @@ class Blocks:
         return value_RC.mul_(self.scale_RB[rows].index_select(1, self.block_C))
 
     def write(self, rows: slice, value_RC: Tensor) -> None:
-        """An all-reduce over the ranks among which the last dim is cut; all of them call it."""
+        """Write rows. Collectives: one all-reduce over the ranks among which the last dim is cut; all of them
+        call it.
+        """
         first, last = self.start // BLOCK, -(-self.stop // BLOCK)
         margins = (self.start - first * BLOCK, last * BLOCK - self.stop)
         largest = F.pad(value_RC.abs(), margins).view(len(value_RC), last - first, BLOCK).amax(-1)
@@ -81,17 +83,21 @@ class Blocks:
 
 
 def is_quantised(shape: Sequence[int]) -> bool:
-    """Vectors and small tensors stay as they are: they take no memory to speak of, and norms want their precision."""
+    """Return whether a tensor is stored in 8 bits: vectors and small tensors save little memory, and norms need
+    precision.
+    """
     return len(shape) > 1 and math.prod(shape) >= LEAST_ELEMENTS
 
 
 def scale_shape(shape: Sequence[int]) -> list[int]:
-    """Of the scales of a whole tensor."""
+    """Return the shape of the scales of a whole tensor."""
     return [*shape[:-1], -(-shape[-1] // BLOCK)]
 
 
 def empty_blocks(parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of zeros, sharded as `parameter` is; ranks that share blocks hold copies of their scales."""
+    """Return codes and scales of zeros, sharded as `parameter` is; ranks that share blocks hold copies of their
+    scales.
+    """
     codes, shape = torch.zeros_like(parameter, dtype=torch.uint8).detach(), scale_shape(parameter.shape)
     if not isinstance(parameter, DTensor):
         return codes, torch.zeros(shape, device=parameter.device)
@@ -106,10 +112,10 @@ def empty_blocks(parameter: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codebook:
-    """What the 256 codes stand for, ascending, in units of a block's largest magnitude.
+    """The values of the 256 codes, ascending, in units of a block's largest magnitude.
 
-    `borders` are the middles between neighbours; `below`: how many of them are below all floats that begin with the
-    same 16 bits, of which at most one border is among them.
+    `borders` are the middles between neighbours. `below`: how many of them are below all floats with the same first 16
+    bits, of which at most one border is among them.
     """
 
     values: Tensor
@@ -119,8 +125,10 @@ class Codebook:
     @classmethod
     @cache
     def on(cls, device: torch.device, signed: bool) -> "Codebook":
-        """Decade i of 7, from 1e-7 to 1, holds 2^i values with a sign and 2^(i+1) without one, in the middle of as many
-        equal intervals of its upper nine tenths; zero and 1 come on top.
+        """Build the codebook on a device.
+
+        Decade i of 7, from 1e-7 to 1, holds 2^i values with a sign and 2^(i+1) without one, in the middle of equal
+        intervals of its upper nine tenths; zero and 1 are added.
         """
         values = [0.0, 1.0]
         for decade in range(7):
@@ -136,7 +144,7 @@ class Codebook:
         return cls(table.to(device), borders.to(device), below.to(device))
 
     def nearest(self, value: Tensor) -> Tensor:
-        """The code of each float32, as `torch.bucketize` among the borders finds it, in a tenth of its time."""
+        """Return the code of each float32, as `torch.bucketize` among the borders finds it, in a tenth of its time."""
         below = torch.take(self.below, (value.view(torch.int32) >> 16).long() + (1 << 15))
         return below + (value > torch.take(self.borders, below.long()))
 

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate over optimizer steps: torch's own, or one of this package, on DTensors."""
+"""Build the optimizer and the learning rate schedule: torch's own optimizers, or those of this package, on DTensors."""
 
 import math
 from collections.abc import Sequence
@@ -24,10 +24,13 @@ from expertmesh.training.optimizers.muon import Muon
 def build_optimizer(
     model: nn.Module, config: OptimConfig, seed: int, compute: torch.dtype = torch.float32
 ) -> torch.optim.Optimizer:
-    """What the configuration asks for, over the trainable parameters. `seed` is that of stochastic rounding, `compute`
-    the dtype of Muon's products.
+    """Return the configured optimizer over the trainable parameters.
 
-    Its `step` is to be called on every rank; what it communicates, if anything, the optimizer's class says.
+    Every rank has to call its `step`; the optimizer's class says what it communicates.
+
+    Args:
+        seed: That of stochastic rounding.
+        compute: The dtype of Muon's products.
     """
     trainable = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
     rate, decay = config.learning_rate, config.weight_decay
@@ -46,8 +49,9 @@ def build_optimizer(
 
 
 def _on_shards(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Both are element by element, so each rank's shards are plain tensors to them: DTensor's dispatch of a list of 531
-    parameters takes six times the host time of the update itself.
+    """Let an optimizer update each rank's shards as plain tensors; both are element by element.
+
+    DTensor's dispatch of a list of 531 parameters takes six times the host time of the update itself.
     """
     update_as(optimizer, local_tensor)
     return optimizer
@@ -62,10 +66,12 @@ def moment_bytes(
     here: float | None = None,
     cut: int = 1,
 ) -> float:
-    """What an optimizer keeps of a parameter of `shape`, stored in `width` bytes an element, but for counts of steps.
+    """Return the bytes that an optimizer keeps of a parameter of `shape`, stored in `width` bytes an element, without
+    counters.
 
-    `is_matrix`: whether Muon is for it. `here`: of so many elements of it, in rows that are one of `cut` parts of the
-    whole ones.
+    Args:
+        is_matrix: Whether Muon updates it.
+        here: Count only that many of its elements, in rows that are one of `cut` parts of the whole rows.
     """
     here = math.prod(shape) if here is None else here
     if optimizer == "sgd":
@@ -78,22 +84,22 @@ def moment_bytes(
 def build_schedule(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int, done: int = 0
 ) -> LambdaLR:
-    """The schedule after `done` optimizer steps. Call `.step()` once per optimizer step, after it."""
+    """Return the schedule after `done` optimizer steps. Call `.step()` once per optimizer step, after it."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])  # what torch asks for when a schedule does not start at 0
     return LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, total_steps), last_epoch=done - 1)
 
 
 def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
-    """Steps of the warm-up."""
+    """Return the number of warm-up steps."""
     return math.ceil(config.warmup_ratio * total_steps) if config.warmup_steps is None else config.warmup_steps
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
-    """The share of the peak learning rate at optimizer step `step`, counted from 0.
+    """Return the share of the peak learning rate at optimizer step `step`, counted from 0.
 
     Warm-up lasts `warmup_steps`, or `ceil(warmup_ratio * total_steps)` steps, and rises linearly; its last step has the
-    full rate, so the first step is never lost to a rate of zero.
+    full rate, so the first step never has a rate of zero.
     """
     warmup = warmup_steps(config, total_steps)
     if step < warmup:

@@ -1,9 +1,9 @@
-"""Matrices of parameters, each orthogonalised as a whole wherever its parts are.
+"""Orthogonalise matrices of parameters, each as a whole, wherever its parts are.
 
 A stack of experts is one matrix for each expert. A rank that holds whole matrices (experts that ep and efsdp shard by
-expert) does them alone. Of a matrix in parts, one rank gets all of them, orthogonalises it and sends the parts back:
-as many matrices at a time as there are ranks, each on another one. So each rank computes its share, and hands the
-group two all-to-alls of about the size of its own shards.
+expert) orthogonalises them alone. Of a matrix in parts, one rank gets all parts, orthogonalises it and sends the parts
+back: as many matrices at a time as there are ranks, each on another rank. So each rank computes its share, and the
+group issues two all-to-alls of about the size of its own shards.
 
 Shapes: N matrices of A rows and B columns.
 """
@@ -29,9 +29,9 @@ _ELEMENTS_AT_ONCE = 1 << 25
 
 
 def matrices_of(model: nn.Module, anatomy: Anatomy) -> dict[str, int]:
-    """How many matrices each parameter is that Muon is for: weights of linear layers, routers, experts and adapters.
+    """Return the number of matrices in each parameter that Muon updates: linear layers, routers, experts and adapters.
 
-    Not embeddings, heads, norms, biases and convolutions. `model` is whole; it may be on meta.
+    Embeddings, heads, norms, biases and convolutions are not among them. `model` is the full model; it may be on meta.
     """
     experts = {f"{spec.name}.{leaf}": spec for spec in anatomy.experts for leaf in spec.parameters}
     stacks = {holder: spec.num_experts for spec in anatomy.experts for holder in spec.holders}
@@ -54,7 +54,7 @@ def matrices_of(model: nn.Module, anatomy: Anatomy) -> dict[str, int]:
 
 @torch.no_grad()
 def orthogonalised(matrix_NAB: Tensor) -> Tensor:
-    """Five Newton-Schulz steps towards the nearest matrices with orthonormal rows or columns, in their dtype."""
+    """Take five Newton-Schulz steps towards the nearest matrices with orthonormal rows or columns, in their dtype."""
     is_tall = matrix_NAB.shape[-2] > matrix_NAB.shape[-1]
     value = matrix_NAB.mT if is_tall else matrix_NAB
     value = value / value.norm(dim=(-2, -1), keepdim=True).clamp(min=_LEAST_NORM)
@@ -67,7 +67,9 @@ def orthogonalised(matrix_NAB: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrices:
-    """A parameter as `count` matrices, and the ranks that hold parts of them; `group` is None where no other does."""
+    """A parameter as `count` matrices, and the ranks that hold parts of them; `group` is None where no other
+    rank does.
+    """
 
     parameter: nn.Parameter
     count: int
@@ -75,13 +77,13 @@ class Matrices:
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Of one matrix."""
+        """The shape of one matrix."""
         *_, columns = self.parameter.shape
         return self.parameter.numel() // self.count // columns, columns
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """What each rank of the group holds of the parameter."""
+        """Return the box of the parameter that each rank of the group holds."""
         if self.group is None:
             return [full_box(self.parameter.shape)]
         assert isinstance(self.parameter, DTensor)
@@ -91,7 +93,7 @@ class Matrices:
 
     @cached_property
     def wholes(self) -> list[Box]:
-        """The boxes of the matrices of which ranks of the group hold anything."""
+        """Return the boxes of the matrices of which ranks of the group hold a part."""
         size = self.parameter.shape[0] // self.count
         first = [full_box(self.parameter.shape)] if self.count == 1 else []
         stacked = [
@@ -101,14 +103,15 @@ class Matrices:
 
     @cached_property
     def are_local(self) -> bool:
-        """Whether every matrix lies on one rank as a whole."""
+        """Return whether every matrix is complete on one rank."""
         return all(any(intersect(box, held) == box for held in self.boxes) for box in self.wholes)
 
 
 def orthogonalise(together: Sequence[Matrices], local: Sequence[Tensor]) -> list[Tensor]:
-    """Of the parts of parameters that this rank holds, the parts of the orthogonalised matrices.
+    """Return the parts of the orthogonalised matrices, of the parts of parameters that this rank holds.
 
-    All of them are local, without communication; or all have one group, every rank of which calls it with the same.
+    Collectives: none if all of them are local. Otherwise all have one group, every rank of which calls it with equal
+    arguments.
     """
     if all(each.are_local for each in together):
         return [_on_this_rank(each, value) for each, value in zip(together, local, strict=True)]
@@ -129,20 +132,20 @@ def _on_this_rank(matrices: Matrices, local: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """One matrix: the box that it is of the parameter number `index`."""
+    """One matrix: a box of the parameter number `index`."""
 
     index: int
     box: Box
     of: Matrices
 
     def piece(self, rank: int) -> Box:
-        """The part of it on a rank of the group; an empty one has no volume."""
+        """Return the part of the matrix on a rank of the group; an empty one has no volume."""
         nothing = tuple((start, start) for start, _ in self.box)
         return intersect(self.box, self.of.boxes[rank]) or nothing
 
 
 def _exchange(units: list[_Unit], local: Sequence[Tensor], results: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Orthogonalise the k-th of `units` on the k-th rank: two all-to-alls over the group."""
+    """Orthogonalise the k-th of `units` on the k-th rank. Collectives: two all-to-alls over the group."""
     me, ranks = group.rank(), group.size()
     own = [(unit.piece(me), unit.of.boxes[me], unit.index) for unit in units]
     send = [volume(piece) for piece, _, _ in own] + [0] * (ranks - len(units))

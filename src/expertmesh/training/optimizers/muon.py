@@ -1,7 +1,7 @@
-"""Muon (Jordan et al. 2024): momentum whose matrices are orthogonalised, as torch.optim.Muon has it for whole ones.
+"""Update matrices by Muon (Jordan et al. 2024): orthogonalised momentum, as torch.optim.Muon has it for whole matrices.
 
-Steps are scaled to the size that AdamW's have (arXiv 2502.16982), so that one learning rate and one weight decay are
-for matrices and for all other parameters, which AdamW updates. What the matrices are, and what travels: matrices.py.
+Steps are scaled to the size of AdamW's (arXiv 2502.16982), so that one learning rate and one weight decay serve
+matrices and all other parameters, which AdamW updates. matrices.py has the matrices and their exchange.
 """
 
 import math
@@ -24,8 +24,10 @@ _SIZE_OF_ADAMW = 0.2
 
 
 class Muon(AdamW):
-    """`matrices` says which parameters it is for, and how many matrices each is. `group`: the ranks that together hold
-    all parameters, None without sharding; every one of them calls `step`. Products are computed in `compute`.
+    """Muon for the parameters in `matrices`, which has the number of matrices of each.
+
+    `group`: the ranks that together hold all parameters, None without sharding; every one of them calls `step`.
+    Products are computed in `compute`.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Muon(AdamW):
                 self._move(each, direction, group)
 
     def _sets(self, parameters: list[nn.Parameter]) -> Iterator[list[Matrices]]:
-        """What is orthogonalised together: where parts travel, a matrix for each rank, of like sizes."""
+        """Return what is orthogonalised together: where parts are exchanged, a matrix for each rank, of similar
+        sizes.
+        """
         found = [each for p in parameters if (each := self._matrices.get(p)) is not None and p.grad is not None]
         single = [each for each in found if each.count == 1 and not each.are_local]
         yield from ([each] for each in found if each.count > 1 or each.are_local)
@@ -70,7 +74,7 @@ class Muon(AdamW):
             yield single[start : start + len(ranks)]
 
     def _moving(self, parameter: nn.Parameter) -> Tensor:
-        """Count a step, and take the gradient into the momentum: this rank's part of what is to be orthogonalised."""
+        """Count a step, and add the gradient to the momentum: this rank's part of what is orthogonalised."""
         state = self.state[parameter]
         if not state:
             state.update(self.empty_state(parameter))
@@ -102,7 +106,7 @@ class Muon(AdamW):
 
 
 def _holders(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that hold parts of this rank's matrices: of experts those along efsdp, of all else the whole group."""
+    """Return the ranks that hold parts of this rank's matrices: of experts those along efsdp, else the whole group."""
     if group is None or not isinstance(parameter, DTensor):
         return None
     axes = parameter.device_mesh.mesh_dim_names or ()

@@ -1,7 +1,7 @@
-"""A rank's part of a parameter as rows of its last dim, and the passes in which optimizers go over them.
+"""View a rank's part of a parameter as rows of its last dim, and divide it into passes for optimizers.
 
 What is not element by element at once is done in passes of bounded size, so that an optimizer's float32 copies never
-take more than a few of them. Nothing here communicates.
+take more than a few of them. No communication.
 """
 
 from collections.abc import Iterator
@@ -38,15 +38,15 @@ class ShardRows:
         return extents(self.box)[-1]
 
     def view(self, tensor: Tensor) -> Tensor:
-        """This rank's storage of a tensor that is sharded like this one, `[R, C]`; to be written to."""
+        """Return this rank's storage of a tensor that is sharded like this one, `[R, C]`, for writing."""
         return local_tensor(tensor).view(self.rows, self.columns)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The same to be read; a copy where the storage has gaps."""
+        """Return the same for reading; a copy where the storage has gaps."""
         return local_tensor(tensor).reshape(self.rows, self.columns)
 
     def passes(self) -> Iterator[slice]:
-        """All rows, a few at a time: as many for all ranks that hold columns of the same rows."""
+        """Yield all rows, a few at a time: equally many for all ranks that hold columns of the same rows."""
         most = _ELEMENTS_OF_A_PASS.get(self.device.type, _ELEMENTS_ON_ACCELERATORS)
         count = max(1, most // max(1, self.shape[-1]))
         for start in range(0, self.rows, count):
