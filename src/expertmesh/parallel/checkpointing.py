@@ -1,4 +1,4 @@
-"""Checkpoint the activations of whole blocks, which are then recomputed in backward.
+"""Checkpoint the activations of complete blocks, which are then recomputed in backward.
 
 `full` recomputes the whole block, `selective` all but dispatch, experts, combine and fused attention. It uses
 transformers' hook (`gradient_checkpointing_enable`, non-reentrant), so every family that declares itself checkpointable
