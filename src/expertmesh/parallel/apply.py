@@ -38,8 +38,10 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     shard(model, plan, mesh)
     recompute_blocks(model, plan.options.activation_checkpointing, plan.anatomy, plan.checkpointed)
     if plan.options.compile:
+        # A compiler may be absent on one node only; then all ranks must raise, or the others hang.
         with raise_on_all_ranks("trying torch.compile"):
             compile_parts(model, plan.compiled, mesh.device)
+    # Last, because it guards the modules as they are after sharding.
     guard(model)
 
 
@@ -55,6 +57,7 @@ def _check_equal_on_every_rank(model: nn.Module) -> None:
     digests = [(name, _digest(tensor), tensor.requires_grad) for name, tensor in tensors.items()]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, digests)
+    # Every rank checks all ranks against rank 0, so all of them raise together.
     for rank, others in enumerate(gathered):
         for own, other in zip(gathered[0], others, strict=True):
             if own != other:

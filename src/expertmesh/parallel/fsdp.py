@@ -45,6 +45,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     anatomy, compute = plan.anatomy, getattr(torch, plan.options.precision.compute)
     if plan.cut is not None:
         twin = plan.twin.module
+        # The meta copy answers for the other stages, so the same routers are frozen there.
         for name in plan.frozen:
             twin.get_submodule(name).requires_grad_(False)
         anatomy = cut(model, plan.cut, anatomy, mesh, compute, plan.uncast, twin)
@@ -100,9 +101,11 @@ def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         parent, _, leaf = name.rpartition(".")
         module, axis = model.get_submodule(parent), axes[split.axis][split.axis]
         whole = module.get_parameter(leaf)
+        # A copy, so that the full tensor can be freed.
         local = whole.detach().chunk(axis.size(), split.dim)[axis.get_local_rank()].clone()
         # Copy only the slice to the device; FSDP2 moves the remaining parameters group by group.
         local = local if local.is_meta else local.to(mesh.device)
+        # Without run_check, which would communicate for every parameter.
         own = DTensor.from_local(local, axis, [Shard(split.dim)], run_check=False)
         setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))
 

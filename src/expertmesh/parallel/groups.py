@@ -224,6 +224,7 @@ def _refuse_cut_rows(
     """Raise `InputError` unless all ranks get equally many complete rows, and tp cuts no quantisation block."""
     rows, columns = shape
     rows = rows // layout.tp if split is not None and split.dim == 0 else rows
+    # FSDP2 shards parameters that tp does not split over the tp ranks too.
     ranks = layout.fsdp * layout.cp * (1 if split is not None else layout.tp)
     if rows % ranks:
         raise _refused(frozen, f"{ranks} ranks cannot share the {rows} rows of {name} evenly; choose other sizes")

@@ -126,6 +126,7 @@ def plan_cut(
     parts = _parts(model, decoder, blocks, layout, stages)
     if not decoder.hands_on_hidden_alone:
         _rehearse_each(meta_twin(model) if twin is None else twin, anatomy, blocks, decoder, stages)
+    # Under all names: a tied weight is trained on the stage of each of its names.
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     trained = [name for name in trained if not any(is_inside(name, module) for module in frozen)]
     for rank in range(layout.pp):
@@ -153,6 +154,7 @@ def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin
     def prove() -> dict[str, Any]:
         bare = meta_twin(model) if twin is None else twin
         decoder = probe(bare, blocks, anatomy.experts)
+        # Replace every part at once: no stage can lack more than that.
         everything = _parts(model, decoder, blocks, Layout(), (range(len(blocks)),))
         with placeholders_for(bare, everything, blocks, decoder.items):
             rehearse(bare)

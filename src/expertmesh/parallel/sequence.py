@@ -208,6 +208,7 @@ def _enter_decoder(share: SequenceShare, decoder: Any, args: Any, kwargs: dict[s
     if position_ids is None:
         position_ids = torch.arange(rows.shape[1], device=rows.device)[None]
     own = share.own(rows, 1)
+    # Only local positions are embedded. A clone, because a view would keep the full rows alive until backward.
     embeds = decoder.get_input_embeddings()(own) if embeds is None else own.clone()
     if not isinstance(masks, dict):
         like = embeds.new_empty(*rows.shape[:2], 0)

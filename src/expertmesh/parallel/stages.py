@@ -97,6 +97,7 @@ def _work(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str]) -> list[flo
     for block in blocks:
         parameters = model.get_submodule(block).named_parameters(prefix=block)
         work.append(sum(parameter.numel() * chosen.get(name, 1.0) for name, parameter in parameters))
+    # The embedding is a look-up without multiplications; the head multiplies with all of its weights.
     head = model.get_output_embeddings()  # type: ignore[operator]
     work[-1] += 0 if head is None else sum(parameter.numel() for parameter in head.parameters())
     return work

@@ -99,6 +99,7 @@ def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
     kinds = [(leaf, kind) for leaf, kind in kinds if not isinstance(module.get_submodule(leaf), nn.Conv1d)]
     kinds += [(leaf, _AllHeads) for leaf in dict.fromkeys(leaf for part in split for leaf in part.norms)]
     kinds += [(leaf, _Rows) for leaf in sorted({str(part.rows) for part in split})]
+    # The mixins of linear layers cut their tensors themselves.
     kinds += [(owner, _Cut) for owner in owned if owner and owner not in dict(kinds)]
     kinds.append(("", _Gathering))
     for name, kind in kinds:
@@ -237,6 +238,7 @@ def _place(placed: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: 
         last = module.get_submodule(str(part.rows))
         attach_to_module(last, row_bias=last._parameters["bias"])
         placed.callback(attach_to_module, last, row_bias=None)
+        # Each rank would add the bias to its partial sum; _Rows adds it once, after the reduce-scatter.
         placed.enter_context(exchanged(last._parameters, {"bias": None}))
     placed.enter_context(_cut(module))
 
@@ -253,7 +255,7 @@ def _cut(module: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _with_shares(module: nn.Module, running: _Running) -> Iterator[None]:
-    group = running.axes[-1].group
+    group = running.axes[-1].group  # only cp cuts tensors in forward, and it is the last axis
     with ExitStack() as stack:
         for name, share in running.shares.items():
             owner, _, leaf = name.rpartition(".")

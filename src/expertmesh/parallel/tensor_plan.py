@@ -327,6 +327,7 @@ def _by_structure(module: nn.Module, name: str) -> TensorPart:
         return whole("not all of its layers are linear")
     head_dim = getattr(module, "head_dim", None)
     for leaf, child in children.items():
+        # A norm over a single head works with any number of heads.
         norm = standard and all(tuple(p.shape) == (head_dim,) for p in child.parameters())
         if leaf not in (*columns, *rows) and not norm and not (latent and leaf in _SHARED_BY_HEADS):
             return whole(f"{leaf} may see all heads")
@@ -355,6 +356,7 @@ def _refuse_heads(part: TensorPart, module: nn.Module, family: str, tp: int) -> 
     """Raise `InputError` unless each rank gets complete heads of queries, keys and values."""
     if uneven := _uneven_heads(part, module, tp):
         leaf, heads = uneven
+        # Each layer that is split must have a multiple of tp heads.
         common = math.gcd(*(count for _, count in _heads(part, module)))
         choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise InputError(

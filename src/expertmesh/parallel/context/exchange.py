@@ -86,6 +86,7 @@ def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], 
         backend = backend_of(config)
         register_function(ALL_ATTENTION_FUNCTIONS, PREFIX + backend, _attention)
         if backend in ALL_MASK_ATTENTION_FUNCTIONS:
+            # Attention sees full rows, so the backend's mask function serves unchanged.
             masks = ALL_MASK_ATTENTION_FUNCTIONS
             register_function(masks, PREFIX + backend, masks[backend])
         # A dict sets this configuration alone; a string would also change those inside it (of a vision tower).
@@ -95,6 +96,7 @@ def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], 
 def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
     """Add hooks that raise `InputError` unless every attention of a block exchanged its positions exactly once."""
 
+    # No call means that other code attended to local positions alone; two would exchange the positions twice.
     def begin(module: nn.Module, args: Any) -> None:
         for context in here:
             context.calls = 0
@@ -145,13 +147,13 @@ def _attention(
     Raises:
         InputError: arguments, heads or a result that cp cannot split.
 
-    Collectives: every rank of the cp group calls it; two all-to-alls, and the same two in backward. With position ids
-    and a flash backend, also one all-gather.
+    Collectives: every cp rank calls it; two all-to-alls, again in backward; for flash position ids, one all-gather.
     """
     context = _context_of(module)
     context.calls += 1
     cp, rank = context.group.size(), context.group.rank()
     heads, repeat, groups = _head_counts(context.name, module, query, key, value, cp)
+    # Before the exchange, as a rank's query heads may share a key head with those of another rank.
     key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
     whole = _positions_to_heads((query, key, value), context.group)
     rows, _, length, _ = whole[0].shape

@@ -113,6 +113,7 @@ def attention(
         arguments = (module, query_BNSD, key_BGSD, value_BGSD, attention_mask)
         out_BSND, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](*arguments, scaling=scaling, is_causal=is_causal, **options)
         return out_BSND, None
+    # varlen_refusal has excluded attention with dropout.
     assert not options.get("dropout"), "the kernel has no dropout"
     rows, heads, positions, size = query_BNSD.shape
     value_size = value_BGSD.shape[-1]
