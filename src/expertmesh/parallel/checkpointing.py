@@ -1,6 +1,6 @@
 """Checkpoint the activations of complete blocks, which are then recomputed in backward.
 
-`full` recomputes the whole block, `selective` all but dispatch, experts, combine and fused attention. It uses
+`full` recomputes all of a block, `selective` all but dispatch, experts, combine and fused attention. It uses
 transformers' hook (`gradient_checkpointing_enable`, non-reentrant), so every family that declares itself checkpointable
 works. The data that both runs of a block share is in experts/activation_checkpointing.py.
 """

@@ -111,7 +111,7 @@ def _probe(device: torch.device) -> None:
     """Compile and run one line of code; raise `InputError` if no compiler works on `device`."""
     try:
         torch.compile(lambda x: x * 2, fullgraph=True)(torch.ones(2, device=device))
-    except Exception as error:  # whatever torch, a C++ compiler or Triton raise: it does not work here
+    except Exception as error:  # torch, a C++ compiler or Triton may raise any class; torch.compile does not work here
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise InputError(
             f"train.compile: torch.compile does not work on {device.type} here: {reason}; install a C++ compiler (and "

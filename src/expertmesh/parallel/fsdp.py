@@ -146,7 +146,7 @@ def _policy(plan: ShardPlan, group: Group) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=narrow if group.casts else torch.float32,
         reduce_dtype=None if reduce == compute else reduce,
-        cast_forward_inputs=False,  # the model's own code decides what runs in fp32, as it does unsharded
+        cast_forward_inputs=False,  # the model's code decides what runs in fp32, as in an unsharded model
     )
 
 

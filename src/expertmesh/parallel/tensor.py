@@ -201,7 +201,7 @@ class _Rows(nn.Module):
         bias = module_state(self).row_bias
         if not running.sums_inside:
             bias = self._parameters["bias"] if bias is None else bias
-            # Other ranks add 0 * bias: FSDP2 reduces parameters that have a gradient, so a rank without one would hang.
+            # Other ranks add 0 * bias: FSDP2 reduces parameters that have a gradient, and all ranks must reduce it.
             once = bias if number == 0 or bias is None else 0 * bias
             with exchanged(self._parameters, {"bias": once}), _cut(self):
                 out = super().forward(x)
