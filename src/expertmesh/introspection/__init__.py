@@ -1,1 +1,1 @@
-"""What the model's own code does, found by running it on meta or on a small copy before weights are read."""
+"""Find out what the code of a model does, by running it on meta or on a small copy before weights are read."""

@@ -1,8 +1,9 @@
-"""What mixes the positions of a row inside a decoder block, read off the model's code and configuration on meta.
+"""Find the modules of a decoder block that mix positions, from the model's code and configuration on meta.
 
-Attention that goes through transformers' registry (`ALL_ATTENTION_FUNCTIONS`) is known: context.py stands in for the
-function. Whatever else looks along the sequence (state spaces, linear attention, convolutions, attention in code of its
-own, positions numbered by the module itself) is found here, so that cp and packing can refuse it by name.
+Attention that goes through transformers' registry (`ALL_ATTENTION_FUNCTIONS`) is known: parallel/context/exchange.py
+replaces its function. Other code that looks along the sequence (state spaces, linear attention, convolutions, attention
+outside of the registry, positions numbered by the module itself) is found here, so that cp and packing can handle it or
+refuse it by name. Nothing here reads weights or communicates.
 """
 
 import inspect
@@ -25,19 +26,26 @@ from expertmesh.introspection.source_code import (
 )
 from expertmesh.introspection.token_proof import TokenProof
 
-# Kinds of layers (config.layer_types) that mix positions by something other than attention over all of them.
+# Kinds of layers (config.layer_types) that mix positions without attention over all of them.
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
 
 
 # Kinds for which transformers has masks that keep packed samples apart.
 MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-# What a module's forward may take beside hidden states, each for every position or for none.
+# Arguments of a module's forward that can be cut into samples: each has values per position, or none.
 _OF_ROWS = {"hidden_states", "position_embeddings", "position_ids", "attention_mask", "conv_mask", "input_ids"}
 _OF_ROWS |= {"prev_topk_indices", "cache_params", "past_key_values", "kwargs"}
 
 
 def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None:
-    """What carries state along the sequence in the modules under the names `within`, other than attention; or None."""
+    """Find what carries state along the sequence, other than attention.
+
+    Args:
+        within: names of the modules to search; by default the full model.
+
+    Returns:
+        A kind of layers in the configuration, or the name of a module; None if there is neither.
+    """
     config: Any = model.config
     kinds: set[str] = set(getattr(config.get_text_config(), "layer_types", None) or ())
     recurrent = sorted(kind for kind in kinds if any(name in kind for name in _RECURRENT_LAYERS))
@@ -51,16 +59,18 @@ def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None
 
 
 def attentions(model: nn.Module, block: str) -> dict[str, Any]:
-    """The modules of a block whose code calls transformers' attention registry, by name."""
+    """Return the modules of a block whose code calls transformers' attention registry, by name."""
     named = model.get_submodule(block).named_modules(prefix=block)
     return {name: module for name, module in named if registry_call(module) is not None}
 
 
 def own_code_along_the_sequence(model: nn.Module, anatomy: Anatomy, block: str) -> tuple[str, str] | None:
-    """The first module of a block whose code may look along the sequence by itself, and what it uses; or None.
+    """Find the first module of a block whose code may look along the sequence, outside of the attention function.
 
-    Experts are left out: they are called with tokens, not with rows. The attention function is no part of its class.
+    Returns:
+        (name of the module, what its code uses); None if there is no such module.
     """
+    # Experts are called with tokens, not with rows, so they cannot look along the sequence.
     experts = [spec.name for spec in anatomy.experts]
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         inside = any(name == each or is_inside(name, each) for each in experts)
@@ -70,11 +80,11 @@ def own_code_along_the_sequence(model: nn.Module, anatomy: Anatomy, block: str) 
 
 
 def packing_refusal(model: nn.Module) -> str | None:
-    """Why packed samples cannot be kept apart, or None if they can.
+    """Return the reason why packed samples cannot be kept apart, or None if they can.
 
-    transformers' mask functions keep attention inside samples when position ids restart, if the family's code hands
-    them these; else masks are given to it (`needs_masks`). Layers that carry a state along the sequence are run on each
-    sample by itself (`recurrent_mixers`), where they can be told from all else.
+    transformers' mask functions keep attention inside samples when position ids restart, if the family's code passes
+    the position ids to them. If it does not, the decoder gets masks (`needs_masks`). Layers that carry a state along
+    the sequence run on each sample separately (`recurrent_mixers`), if they can be identified.
     """
     config: Any = model.config
     anatomy = describe(model)
@@ -93,23 +103,23 @@ def packing_refusal(model: nn.Module) -> str | None:
 
 
 def has_position_axes(model: nn.Module) -> bool:
-    """Whether positions are numbered along time, height and width, as vision-language models do."""
+    """Return whether positions are numbered along time, height and width, as in vision-language models."""
     return any(hasattr(module, "get_rope_index") for module in model.modules())
 
 
 def decoder_of(model: nn.Module, anatomy: Anatomy) -> nn.Module:
-    """The module that runs the decoder's blocks and makes the masks for them."""
+    """Return the module that runs the decoder's blocks and builds their masks."""
     return model.get_submodule(decoder_blocks(anatomy)[0].rpartition(".")[0].rpartition(".")[0])
 
 
 def mask_kinds(config: Any) -> set[str]:
-    """The kinds of layers, by which a decoder that takes masks looks them up."""
+    """Return the kinds of layers, which are the keys of the masks that a decoder accepts."""
     text = config.get_text_config()
     return {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
 
 
 def needs_masks(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether a decoder makes masks without position ids, but computes with those that it is given."""
+    """Return whether a decoder builds masks without position ids, but accepts masks."""
     decoder: Any = decoder_of(model, anatomy)
     kinds = {kind for kind in mask_kinds(decoder.config) if not any(name in kind for name in _RECURRENT_LAYERS)}
     if not kinds or not kinds <= MASKED_KINDS or not takes_masks(decoder):
@@ -118,10 +128,10 @@ def needs_masks(model: nn.Module, anatomy: Anatomy) -> bool:
 
 
 def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str]:
-    """The modules of the decoder's blocks that look along the sequence by a state of their own, to be run on each
-    packed sample by itself; none where that would not be enough.
+    """Return the modules of the blocks that must run on each packed sample separately.
 
-    Among them is attention that compresses or indexes what it attends to, in a model that carries state.
+    They carry a state along the sequence. In a model with such modules, attention that compresses or indexes its keys
+    is among them. The list is empty if running these modules by samples would not keep the samples apart.
     """
     looking = _looking_along(model, anatomy)
     return [] if looking is None else looking.mixers
@@ -129,16 +139,20 @@ def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Looking:
-    """What may look along the sequence in the blocks: `mixers` that can be run on each sample by itself, and `others`,
-    for which that has to be proven superfluous.
-    """
+    """The modules of the blocks that may look along the sequence."""
 
     mixers: list[str]
+    """Names of the modules that can run on each sample separately."""
     others: list[str]
+    """Names of the modules that must be proven to compute each token separately."""
 
 
 def _looking_along(model: nn.Module, anatomy: Anatomy) -> _Looking | None:
-    """By structure alone, before and after sharding; None where something carries state that cannot be separated."""
+    """Find the modules that may look along the sequence, by structure alone, before or after sharding.
+
+    Returns:
+        The modules; None if a module carries a state that cannot be separated by samples.
+    """
     blocks, experts = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts]
     if any(carries_state(module) for name, module in _of_text(model, blocks) if not _in_any(name, blocks)):
         return None
@@ -167,26 +181,27 @@ def _looking_along(model: nn.Module, anatomy: Anatomy) -> _Looking | None:
 
 
 def attention_by_samples(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether attention is among the `recurrent_mixers`: it must then be called with masks of whole rows."""
+    """Return whether attention is among the `recurrent_mixers`; it then needs masks of full rows."""
     return any(_attends(model.get_submodule(name)) for name in recurrent_mixers(model, anatomy))
 
 
 def _attends_by_samples_alone(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether all attention is among the `recurrent_mixers`."""
+    """Return whether all attention is among the `recurrent_mixers`."""
     mixers = recurrent_mixers(model, anatomy)
     return all(_in_any(name, mixers) for block in decoder_blocks(anatomy) for name in attentions(model, block))
 
 
 def mixes_streams(model: Any, block: str) -> bool:
-    """Whether a block multiplies matrices over the last two dims of residual streams, `[B, S, streams, H]`, and uses
-    nothing else that may look along the sequence.
+    """Return whether a block multiplies matrices over residual streams `[B, S, streams, H]`, on the last two dims.
+
+    False if its code uses anything else that may look along the sequence.
     """
     streams = getattr(model.config.get_text_config(), "hc_mult", None)
     return bool(streams) and only_multiplies(type(model.get_submodule(block)))
 
 
 def _of_text(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules but those of towers: models inside the model that hold no block of the decoder."""
+    """Yield all modules except those of towers: models inside the model that hold no block of the decoder."""
     named = list(model.named_modules())
     inner = [name for name, module in named if isinstance(module, PreTrainedModel)]
     towers = [name for name in inner if name and not any(is_inside(block, name) for block in blocks)]
@@ -202,16 +217,19 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _masks_can_be_cut(model: Any) -> bool:
-    """Whether the masks of attention are tensors, or nothing is masked but the future."""
+    """Return whether the masks of attention are tensors, which can be cut into samples, or causal without a tensor."""
     return (model.config.get_text_config()._attn_implementation or "eager") in ("eager", "sdpa")
 
 
 def _takes_chosen_positions(module: nn.Module) -> bool:
-    """Whether a module attends to positions that a block before it has chosen: counted in a sample, if that ran so."""
+    """Return whether a module attends to positions that an earlier block selected.
+
+    Their indices count within a sample if that block ran by samples, so this module must run so too.
+    """
     return "prev_topk_indices" in inspect.signature(own_class(type(module)).forward).parameters
 
 
 def _takes_rows_alone(module: nn.Module) -> bool:
-    """Whether a module's forward takes nothing but what can be cut into samples."""
+    """Return whether all arguments of a module's forward can be cut into samples."""
     taken = inspect.signature(own_class(type(module)).forward).parameters
     return taken.keys() - {"self"} <= _OF_ROWS | HIDDEN_OF_KEYS

@@ -1,9 +1,9 @@
-"""Proves that a block whose list of experts was fused computes what it did before.
+"""Fuse lists of experts, and prove that a block with fused experts computes the same as before.
 
-A small copy of the block, with the list that it was written for, and another one with fused experts, run by the same
-`ExpertLayer` as in training: output, every gradient and the state that the forward leaves behind have to agree, or the
-model is refused by name. A block that adds gradients of its own in backward (an auxiliary loss per process, whatever
-the rest of the batch) is refused as well. Needs no weights; no communication.
+The proof runs two small copies of the block: one with the list of experts, one with fused experts in the `ExpertLayer`
+that training uses. Outputs, all gradients and the buffers after the forward must agree, or the model is refused by
+name. A block that adds gradients in backward (an auxiliary loss for each process, independent of the other ranks'
+batches) is refused too. The proof needs no weights and does not communicate.
 """
 
 from copy import deepcopy
@@ -29,9 +29,13 @@ TOLERANCE = 1e-5
 
 
 def fuse_module_lists(model: nn.Module) -> int:
-    """Fuse every list of experts in `model`, on meta or in memory, in place; how many there were.
+    """Fuse every list of experts in `model`, on meta or in memory, in place.
 
-    Raises `InputError`, naming the list, for one that cannot be fused exactly.
+    Returns:
+        The number of lists.
+
+    Raises:
+        InputError: a list cannot be fused exactly; names it.
     """
     confirmed: list[Any] = []
     blocks = [
@@ -55,7 +59,7 @@ def fuse_module_lists(model: nn.Module) -> int:
 
 
 def _kind(block: nn.Module) -> list[Any]:
-    """What may differ between blocks of one model: classes, shapes and settings, but not which layer it is."""
+    """Return what may differ between blocks of one model: classes, shapes and settings, without the layer's number."""
     simple = (bool, int, float, str)
     parts = [(name, part) for name, part in block.named_modules() if not name.startswith("experts.")]
     settings = [
@@ -66,6 +70,7 @@ def _kind(block: nn.Module) -> list[Any]:
 
 
 def _refusal(block: nn.Module, module_spec: ExpertModuleSpec) -> str | None:
+    """Return the reason why a block cannot have fused experts, or None if it is proven."""
     generator = torch.Generator().manual_seed(0)
     sizes = small_sizes(module_spec.hidden_size, module_spec.intermediate_size)
     try:
@@ -73,12 +78,13 @@ def _refusal(block: nn.Module, module_spec: ExpertModuleSpec) -> str | None:
         fused = _fused_copy(own)
         shape = (_ROWS, _LENGTH, sizes[module_spec.hidden_size])
         hidden = torch.randn(shape, dtype=torch.float64, generator=generator)
+        # With output gradients of zero, a block must give gradients of zero, unless it adds a loss.
         adds_gradients = any(bool(gradient.any()) for gradient in _gradients(deepcopy(own), hidden, 0.0))
         error = relative_error(_results(own, hidden), _results(fused, hidden))
     except InputError:
         raise
     except Exception as cause:
-        # Another project's code, at a size it was not built for: any exception means that nothing is proven.
+        # Code of another project, at a size it was not written for: any exception means that nothing is proven.
         return (
             f"cannot be run on a small copy ({type(cause).__name__}: {cause}), so nothing is known of what it "
             "computes; it is not supported, unless transformers has a class of its own for the model"
@@ -108,14 +114,14 @@ def _fused_copy(own: nn.Module) -> nn.Module:
 
 
 def _results(block: nn.Module, hidden: torch.Tensor) -> list[torch.Tensor]:
-    """Outputs in evaluation and in training, gradients, and the buffers that are left."""
+    """Return the outputs in evaluation and in training, the gradients, and the buffers afterwards."""
     with torch.no_grad():
         outputs = [*_tensors(block.eval()(hidden.clone())), *_tensors(block.train()(hidden.clone()))]
     return [*outputs, *_gradients(block, hidden, 1.0), *block.buffers()]
 
 
 def _gradients(block: nn.Module, hidden: torch.Tensor, scale: float) -> list[torch.Tensor]:
-    """Gradients of the input, of the experts and of all else, for one random direction times `scale`."""
+    """Return the gradients of input, experts and other parameters, for one fixed direction times `scale`."""
     leaf = hidden.clone().requires_grad_()
     outputs = _tensors(block.train()(leaf * 1.0))
     directions = [torch.linspace(-scale, 2 * scale, out.numel(), dtype=out.dtype).view_as(out) for out in outputs]
@@ -126,7 +132,7 @@ def _gradients(block: nn.Module, hidden: torch.Tensor, scale: float) -> list[tor
 
 
 def _expert_gradients(block: nn.Module) -> list[torch.Tensor]:
-    """In the same order and layout for a list and for fused experts."""
+    """Return the gradients of the experts, in the same order and layout for a list and for fused experts."""
     experts: Any = block.experts
     if isinstance(experts, FusedExperts):
         return [_gradient(experts.get_parameter(name)) for name in experts_spec("experts", experts).parameters]
@@ -144,6 +150,6 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """The floating-point tensors of what a block returns: its output alone, or router logits beside it."""
+    """Return the floating-point tensors that a block returns: its output, and router logits if there are any."""
     found = [output] if isinstance(output, torch.Tensor) else list(output)
     return [value for value in found if isinstance(value, torch.Tensor) and value.is_floating_point()]

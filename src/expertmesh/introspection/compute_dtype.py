@@ -1,10 +1,10 @@
-"""What precision.compute means for each tensor of a model whose parameters are in another dtype, and whether that runs.
+"""Plan the dtype of each tensor of a model under precision.compute, and check that the model runs so.
 
-FSDP2 casts parameters group by group and nothing else. What a family keeps in float32, be it one parameter among others
-of a module, has groups of its own, gathered when their modules are called: code that reads such a parameter without the
-call would meet a shard of it. And buffers keep the dtype of precision.params; those that a family's own code cannot
-multiply with are cast while their module runs. What is left would end in the middle of the first step with an error of
-torch; one forward on meta, watched, shows it before weights are read.
+FSDP2 casts parameters group by group, and nothing else. Parameters that a family keeps in float32, even one of several
+in a module, get separate groups, which are gathered when their modules are called: code that reads such a parameter
+without the call would see a shard. Buffers keep the dtype of precision.params; those that the family's code cannot
+multiply with are cast while their module runs. Any other conflict would raise an error of torch in the first step; one
+observed forward on meta shows it before weights are read.
 """
 
 import functools
@@ -31,25 +31,29 @@ from expertmesh.state.stage_view import meta_twin
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """What a narrower compute dtype leaves as it is, and what it changes beside the parameters.
-
-    `kept`: the parameters that are fp32 when they are used, by the module whose call gathers them. `routers`: those of
-    these modules that are routers whose inputs are cast to fp32. `buffers`: the modules whose own buffers are cast to
-    the compute dtype while they run.
-    """
+    """The dtype policy of a model under a narrower compute dtype; all parameters not listed are cast."""
 
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The parameters that are fp32 when they are used, by the module whose call gathers them."""
     routers: tuple[str, ...] = ()
+    """The modules in `kept` that are routers whose inputs are cast to fp32."""
     buffers: tuple[str, ...] = ()
+    """The modules whose direct buffers are cast to the compute dtype while they run."""
 
 
 def uncast_modules(
     model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[str], bool]
 ) -> dict[str, tuple[str, ...]]:
-    """The parameters that must stay fp32 under a narrower compute dtype, by the module whose call gathers them: FSDP2
-    casts whole groups, so they need groups of their own. What cannot have one is refused by name.
+    """Find the parameters that must stay fp32 under a narrower compute dtype.
 
-    Of modules inside each other the outermost: a family's code may read the weight of a convolution without calling it.
+    FSDP2 casts complete groups, so these parameters need separate groups. Of nested modules the outermost gets the
+    group: a family's code may read the weight of a convolution without calling it.
+
+    Returns:
+        The parameters by the module whose call gathers them.
+
+    Raises:
+        InputError: a parameter cannot have a separate group; names it.
     """
     found: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules():
@@ -58,7 +62,7 @@ def uncast_modules(
         if not kept or any(is_inside(name, taken) for taken in found):
             continue
         own = [leaf for leaf in kept if leaf.rpartition(".")[0] == name]
-        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # which is never called
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called, so it would never be gathered
         if not is_list and not _has_group(name, anatomy) and (own or len(kept) == len(inside)):
             found[name] = kept
         elif own:
@@ -72,13 +76,14 @@ def uncast_modules(
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Why a model does not run in the compute dtype, and which module's code is the cause. `reader`: the module that
-    would have to be called for a parameter that is read without calling the one that gathers it.
-    """
+    """A failed run in the compute dtype."""
 
     reason: str
+    """The reason, as part of an error message."""
     module: str
+    """The module whose code is the cause."""
     reader: str | None = None
+    """The innermost module that runs around a parameter read without the call that gathers it; None otherwise."""
 
 
 def plan_compute(
@@ -88,16 +93,25 @@ def plan_compute(
     kept_in_fp32: Callable[[str], bool],
     twin: nn.Module | None = None,
 ) -> Casts:
-    """How `model` is computed in `compute` as FSDP2 casts. Raises `InputError` where it cannot be.
+    """Plan how `model` computes in `compute` with the casts of FSDP2.
 
-    Called where a parameter that trains has another dtype. A model that cannot be run without values is not refused:
-    nothing is known of it. `twin` is the model's on meta, if there is one, and is left as it was, as `model` is. Takes
-    no weights; no communication.
+    It is called if a trained parameter has another dtype. It reads no weights. A model that cannot run without values
+    is not refused, as nothing is known about it.
+
+    Args:
+        kept_in_fp32: returns by name whether the family computes with a parameter in fp32.
+        twin: the meta copy of the model, if there is one; its state is restored. `model` is not changed.
+
+    Raises:
+        InputError: the model does not run in `compute`; names the module.
+
+    Collectives: none.
     """
     casts = Casts(uncast_modules(model, anatomy, kept_in_fp32))
     twin = meta_twin(model) if twin is None else twin
     if _is_proven(model, anatomy, compute, casts, twin):
         return casts
+    # Each run that fails names one module; widen its group or cast its buffers, and try again.
     while refused := _run(twin, anatomy, compute, casts):
         reader, module = refused.reader, refused.module
         if reader and reader not in casts.kept and not _has_group(reader, anatomy):
@@ -115,7 +129,7 @@ def plan_compute(
 
 
 def _alike(twin: nn.Module, anatomy: Anatomy, casts: Casts) -> list[list[str]]:
-    """The names of blocks in groups that do the same, with tensors of the same dtypes."""
+    """Group the names of blocks with equal settings and tensors of equal dtypes."""
     kept = {leaf for leaves in casts.kept.values() for leaf in leaves}
 
     def kind(name: str) -> Hashable:
@@ -129,7 +143,7 @@ def _alike(twin: nn.Module, anatomy: Anatomy, casts: Casts) -> list[list[str]]:
 
 
 def _in_blocks_alike(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
-    """The module of this name, and its equals in the blocks that are like its own."""
+    """Return the name of a module and of the same module in all blocks of the group of its block."""
     for group in groups:
         if block := next((block for block in group if name == block or is_inside(name, block)), None):
             return [f"{each}{name[len(block) :]}" for each in group]
@@ -137,9 +151,9 @@ def _in_blocks_alike(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
 
 
 def with_wide_routers(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, twin: nn.Module) -> Casts:
-    """`casts` with routers in fp32 as well, or as they are if the family's code does not run so.
+    """Add fp32 routers to `casts`; return `casts` unchanged if the family's code does not run with them.
 
-    Routers that the family keeps in fp32 itself are left to its own code.
+    Routers that the family itself keeps in fp32 are left to its code.
     """
     free = [
         name
@@ -153,11 +167,12 @@ def with_wide_routers(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, 
 
 
 def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A hook before a router's forward: floating-point inputs become fp32."""
+    """Cast the floating-point inputs of a router to fp32; a forward pre-hook."""
     return tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, kwargs))
 
 
 def _is_proven(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, twin: nn.Module) -> bool:
+    """Return whether a model runs with `casts`, from the table of known families or by a run on meta."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
     kinds = {re.sub(r"\.\d+", "", name) for name in casts.kept}
@@ -172,12 +187,12 @@ def _is_proven(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: 
 
 
 def _has_group(name: str, anatomy: Anatomy) -> bool:
-    """Whether a module has an FSDP2 group already, or parts of it have: blocks and experts."""
+    """Return whether a module or a part of it has an FSDP2 group already: blocks and experts."""
     return any(part == name or is_inside(part, name) for part in (*anatomy.blocks, *(s.name for s in anatomy.experts)))
 
 
 def _gathered_with(wider: str, kept: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """`kept` with what is inside `wider` gathered when that is called."""
+    """Return `kept` with the parameters inside `wider` gathered by the call of `wider`."""
     found: dict[str, tuple[str, ...]] = {}
     for name, leaves in kept.items():
         holder = wider if is_inside(name, wider) else name
@@ -190,13 +205,17 @@ def _can_cast(model: nn.Module, module: str, kept_in_fp32: Callable[[str], bool]
 
 
 def floating_buffers(model: nn.Module, module: str) -> dict[str, torch.Tensor]:
-    """The floating-point buffers of a module itself, by their names in the model."""
+    """Return the floating-point buffers directly in a module, by their names in the model."""
     buffers = model.get_submodule(module).named_buffers(prefix=module, recurse=False)
     return {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
 
 
 def _run(twin: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) -> _Refused | None:
-    """Of blocks that do the same, the first."""
+    """Run a forward on meta with `casts`; of equal blocks only the first computes.
+
+    Returns:
+        The failure; None if it runs, or if it fails in a single dtype too, so that nothing is known.
+    """
     repeated = [name for group in _alike(twin, anatomy, casts) for name in group[1:]]
     kept = {id(twin.get_parameter(leaf)): name for name, leaves in casts.kept.items() for leaf in leaves}
     watch = _Watch(kept)
@@ -237,7 +256,7 @@ def _run(twin: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) 
 
 @contextmanager
 def cast_on_meta(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """`tensors` on meta, as far as they are floating point, in `dtype`: the dtype is all there is to change."""
+    """Change the floating-point `tensors` on meta to `dtype` while the context is open."""
     before = [(tensor, tensor.dtype) for tensor in tensors if tensor.is_floating_point()]
     for tensor, _ in before:
         tensor.data = tensor.data.to(dtype)
@@ -249,7 +268,7 @@ def cast_on_meta(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterato
 
 
 def _runs_in_one_dtype(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
-    """Whether nothing but dtypes can have been the cause."""
+    """Return whether the model runs on meta in a single dtype, so that only dtypes can have caused a failure."""
     tensors = (*twin.parameters(), *twin.buffers())
     try:
         with stand_ins_for_experts(twin, experts), cast_on_meta(tensors, torch.float32), WithoutValues():
@@ -260,7 +279,10 @@ def _runs_in_one_dtype(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
 
 
 class _Apart(Exception):
-    """A parameter that is not cast was read outside of the call that gathers it, within the call of `reader`."""
+    """Error for a parameter that is not cast and was read outside of the call that gathers it.
+
+    `reader` is the innermost running module around the one that gathers the parameter; "" if there is none.
+    """
 
     def __init__(self, name: str, innermost: str, reader: str) -> None:
         where = f"in {innermost}, without calling the module that holds them"
@@ -274,7 +296,10 @@ _PRODUCTS = frozenset(
 
 
 class _Watch(WithoutValues):
-    """`uncast`: ids of parameters that are not cast, and which module's call gathers each."""
+    """Mode that raises for products of mixed dtypes and for parameters that are read without being gathered.
+
+    `uncast` has, by id of a parameter that is not cast, the module whose call gathers it.
+    """
 
     def __init__(self, uncast: dict[int, str]) -> None:
         super().__init__()
@@ -282,7 +307,7 @@ class _Watch(WithoutValues):
 
     @property
     def innermost(self) -> str:
-        """The module that runs, or that was running when an exception was raised."""
+        """The innermost module that runs, or that was running when an exception was raised."""
         return max(self._running(), key=len, default="the model")
 
     def _running(self) -> list[str]:
@@ -291,7 +316,7 @@ class _Watch(WithoutValues):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs or {}))
         if func in _PRODUCTS:
-            # Tensors on meta may differ, which those with values may not.
+            # On meta, torch accepts a product of two dtypes; on a device it raises an error.
             dtypes = {str(leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)}
             if len(dtypes) > 1:
                 raise TypeError(f"a matrix product of {' and '.join(sorted(dtypes))}")
@@ -304,8 +329,11 @@ class _Watch(WithoutValues):
 
 
 def cast_in_forward(model: nn.Module, buffers: Sequence[str], routers: Sequence[str], dtype: torch.dtype) -> None:
-    """Let the modules `buffers` see their own buffers in `dtype` while they run (in files these keep theirs), and the
-    modules `routers` get inputs in fp32.
+    """Install the casts of buffers and of router inputs.
+
+    Args:
+        buffers: the modules whose direct buffers are in `dtype` while they run; files keep the buffers' dtype.
+        routers: the modules whose inputs are cast to fp32.
     """
     for name in buffers:
         module = model.get_submodule(name)

@@ -1,8 +1,9 @@
-"""Proves that experts without transformers' interface compute what our layer computes.
+"""Prove that experts without transformers' interface compute the same as `ExpertLayer`.
 
 Such experts are recognised by shapes and argument names alone (anatomy/structure.py), which is a guess. So each of them
-is copied at a tiny size, in fp64, and run both ways on random tokens: by the module's own forward, and by `ExpertLayer`
-on one rank. Outputs and every gradient have to agree, or the model is refused by name. No weights, no communication.
+is copied at a tiny size, in fp64, and run twice on random tokens: by the module's forward, and by `ExpertLayer` on one
+rank. Outputs and all gradients must agree, or the model is refused by name. The proof needs no weights and does not
+communicate.
 
     E experts, H hidden, I intermediate, T tokens, K top-k
 """
@@ -24,12 +25,12 @@ from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 10, 6, 7, 2
 TOLERANCE = 1e-9
-# Of mixtures with their routers, which may round weights to fp32; a wrong formula is off by far more.
+# For mixtures that contain their routers, which may round weights to fp32; a wrong formula is off by far more.
 _WITH_ROUTER = 1e-5
 
 
 def confirm_experts(model: nn.Module, anatomy: Anatomy) -> None:
-    """Raise `InputError`, naming the module, if experts without the interface do not compute what we would."""
+    """Raise `InputError`, naming the module, if experts without the interface differ from `ExpertLayer`."""
     for spec in anatomy.experts:
         if spec.call == "interface":
             continue
@@ -43,12 +44,13 @@ def confirm_experts(model: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _refusal(experts: nn.Module, spec: ExpertsSpec) -> str | None:
+    """Return the reason why experts are not supported, or None if they are proven."""
     try:
         error = _disagreement(experts, spec)
     except InputError:
         raise
     except Exception as cause:
-        # Another module's code, at a size it was not built for: any exception means that nothing is proven.
+        # Code of another project, at a size it was not written for: any exception means that nothing is proven.
         return f"cannot be run on a small copy ({cause}), so it is not known to be a sum of gated MLPs"
     if not error <= (_WITH_ROUTER if spec.call == "sorted" else TOLERANCE):
         return f"does not compute a weighted sum of gated MLPs (off by {error:.1e} on a small copy)"
@@ -56,11 +58,11 @@ def _refusal(experts: nn.Module, spec: ExpertsSpec) -> str | None:
 
 
 def _disagreement(experts: nn.Module, spec: ExpertsSpec) -> float:
-    """The worst relative error of output and gradients, own forward against ours."""
+    """Return the largest relative error of output and gradients between the module's forward and `ExpertLayer`."""
     generator = torch.Generator().manual_seed(0)
     small = small_copy(experts, _small_sizes(spec), generator)
     for part in small.modules():
-        drop_adapters(part)  # ours, which the module's own forward knows nothing of
+        drop_adapters(part)  # the module's forward does not use expertmesh's adapters
     small_spec = experts_spec(spec.name, small)
     mlp = mlp_spec_of(small, small_spec, per_expert=True)
     layer = ExpertLayer(small_spec, LocalDispatcher(small_spec.num_experts), mlp, torch.float64)
@@ -73,7 +75,7 @@ def _disagreement(experts: nn.Module, spec: ExpertsSpec) -> float:
         results = [_run(call, small, inputs) for call in (small.forward, ours)]
     else:
         index_TK = torch.stack([torch.randperm(_EXPERTS, generator=generator)[:_TOP_K] for _ in range(_TOKENS)])
-        index_TK[index_TK == 1] = 0  # an expert without tokens, and one chosen twice by a token
+        index_TK[index_TK == 1] = 0  # cover an expert without tokens, and a token that is sent to one expert twice
         inputs = [_random((_TOKENS, small_spec.hidden_size), generator), _random(tuple(index_TK.shape), generator)]
         calls: list[Callable[..., torch.Tensor]] = [
             lambda hidden, weight: small(hidden, index_TK, weight),
@@ -84,7 +86,7 @@ def _disagreement(experts: nn.Module, spec: ExpertsSpec) -> float:
 
 
 def _small_sizes(spec: ExpertsSpec) -> dict[int, int]:
-    """Small sizes in the place of the real ones; equal ones stay equal, and double ones double."""
+    """Map the real sizes to small ones; equal sizes stay equal, and double sizes stay double."""
     sizes = {spec.num_experts: _EXPERTS}
     hidden = sizes.setdefault(spec.hidden_size, _HIDDEN)
     half = spec.hidden_size == 2 * spec.intermediate_size
@@ -96,7 +98,7 @@ def _small_sizes(spec: ExpertsSpec) -> dict[int, int]:
 
 
 def _dense_tokens(spec: ExpertsSpec, generator: torch.Generator) -> torch.Tensor:
-    """One row per (expert, token), zeros where the token did not choose the expert; the last one gets no token."""
+    """Make rows `[E * T, H]`, one per (expert, token), zero for tokens not sent to the expert; the last gets none."""
     rows_ETH = _random((spec.num_experts, _TOKENS, spec.hidden_size), generator).detach()
     rows_ETH[:, ::2] = 0
     rows_ETH[-1] = 0
@@ -104,7 +106,7 @@ def _dense_tokens(spec: ExpertsSpec, generator: torch.Generator) -> torch.Tensor
 
 
 def _run(call: Callable[..., torch.Tensor], small: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Output, then the gradients of inputs and parameters, for one random direction."""
+    """Return the output, then the gradients of inputs and parameters, for one fixed direction."""
     out = call(*inputs).reshape(-1, inputs[0].shape[-1])
     direction = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
     wanted = [*inputs, *small.parameters()]

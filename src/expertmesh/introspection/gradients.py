@@ -1,7 +1,7 @@
-"""Which parameters of a decoder's blocks a loss on text never trains: one forward and backward on meta shows it.
+"""Find the parameters of a decoder's blocks that a loss on text never trains, by one forward and backward on meta.
 
-What only chooses (the indexer of sparse attention, a router of image tokens) gets no gradient. An adapter there would
-be told as trained and stay zero. Needs no weights; no communication.
+Modules that only select (the indexer of sparse attention, a router of image tokens) get no gradient. An adapter there
+would be reported as trained and stay zero. Nothing here needs weights or communicates.
 """
 
 import torch
@@ -21,16 +21,17 @@ from expertmesh.state.stage_view import meta_twin
 
 
 def without_gradient(model: nn.Module, anatomy: Anatomy) -> frozenset[str]:
-    """The names of parameters in `model`'s blocks that get no gradient in any of them; what routed experts hold is not
-    asked about. Empty where that cannot be known, as the model's code does not run without values: an adapter that got
-    none is told of when it is saved.
+    """Return the names of the parameters that get no gradient in any block; parameters of routed experts are left out.
+
+    The result is empty if the model's code does not run without values. An adapter without gradients is then reported
+    when it is saved.
     """
     blocks = decoder_blocks(anatomy)
 
     def find() -> list[str]:
         try:
             return _found(meta_twin(model), anatomy)
-        except Exception:  # the family's code on tensors without values: nothing is known
+        except Exception:  # the family's code may fail in any way on tensors without values: nothing is known then
             return []
 
     names = look_up("gradients", proof_key(model), find)
@@ -38,10 +39,10 @@ def without_gradient(model: nn.Module, anatomy: Anatomy) -> frozenset[str]:
 
 
 def _found(twin: nn.Module, anatomy: Anatomy) -> list[str]:
-    """Names within their block, of one block of each kind."""
+    """Return the untrained parameters by their names in a block, from one block of each kind."""
     blocks = decoder_blocks(anatomy)
     firsts = [names[0] for names in alike(twin, blocks, lambda name: settings(twin.get_submodule(name)))]
-    twin.eval()  # dropout wants to know which tokens these are
+    twin.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
     for parameter in twin.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")

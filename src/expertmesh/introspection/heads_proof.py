@@ -1,8 +1,9 @@
-"""Proves that an attention is the sum of what its heads give, where its family has no plan for it.
+"""Prove that the output of an attention is the sum over its heads, if its family has no plan for it.
 
-A small copy of the module, the family's own code with few heads and a narrow hidden state, is run whole and once for
-each rank's heads alone; the outputs of the shares have to add up to the whole. What cannot be run so, or does not add
-up (heads that choose together what to look at), is not split. Needs no weights; no communication.
+A small copy of the module, the family's code with few heads and a narrow hidden state, runs with all heads and once
+with the heads of each rank. The outputs of the shares must add up to the full output. An attention that cannot run so,
+or does not add up (heads that select positions together), is not split. The proof needs no weights and does not
+communicate.
 """
 
 import inspect
@@ -24,10 +25,13 @@ TOLERANCE = 1e-5
 def why_not_split(
     module: nn.Module, heads: Mapping[str, int], rows: str, dims: Mapping[str, int], norms: Sequence[str], tp: int
 ) -> str | None:
-    """Why `tp` ranks cannot share an attention's heads, or None.
+    """Return the reason why `tp` ranks cannot share the heads of an attention, or None.
 
-    `heads`: how many each split layer or parameter has; `rows` is the last layer, `dims` the dim of each split
-    parameter. `norms` of all heads are left out: ranks that share heads compute them together.
+    Args:
+        heads: the number of heads of each split layer or parameter.
+        rows: name of the last layer.
+        dims: the split dim of each split parameter.
+        norms: norms over all heads, which are left out: the ranks compute them together.
     """
     generator = torch.Generator().manual_seed(0)
     last: Any = module.get_submodule(rows)
@@ -40,7 +44,7 @@ def why_not_split(
         try:
             whole = _run(copy, inputs)
             parts = [_run(share, inputs) for share in shares]
-        except Exception as cause:  # another project's code: nothing is proven
+        except Exception as cause:  # code of another project may fail in any way: nothing is proven then
             failure = f"it cannot be run on a small copy ({type(cause).__name__}: {cause})"
             continue
         error = relative_error([whole], [torch.stack(parts).sum(dim=0)])
@@ -51,7 +55,7 @@ def why_not_split(
 def _few_heads(
     module: nn.Module, heads: Mapping[str, int], hidden: int, rows: str, tp: int, generator: torch.Generator
 ) -> nn.Module:
-    """A copy in fp64 on the CPU with random values, as few heads as `tp` ranks can share, and a narrow hidden state."""
+    """Make a copy in fp64 on the CPU with random values, the fewest heads for `tp` ranks, and a narrow hidden state."""
     common = math.gcd(*heads.values())
     memo: dict[int, object] = {}
     for name, parameter in module.named_parameters():
@@ -60,7 +64,7 @@ def _few_heads(
         count = heads.get(owner, heads.get(name))
         if count is not None and (dim := _dim_of_heads(leaf, owner == rows)) is not None:
             shape[dim] = shape[dim] // common * tp
-        # A layer takes hidden states, the last one gives them.
+        # The hidden size is the input dim of a layer, but the output dim of the last one.
         narrow = {"weight": 0, "bias": 0, "lora_B": 0} if owner == rows else {"weight": 1, "lora_A": 1}
         if (dim := narrow.get(leaf)) is not None and dim < len(shape) and parameter.shape[dim] == hidden:
             shape[dim] = _HIDDEN
@@ -81,7 +85,7 @@ def _dim_of_heads(leaf: str, is_last: bool) -> int | None:
 
 
 def _share(copy: nn.Module, dims: Mapping[str, int], rows: str, rank: int, tp: int) -> nn.Module:
-    """One rank's heads. The last layer's bias belongs to the first."""
+    """Make a copy with the heads of one rank; rank 0 alone has the bias of the last layer."""
     share = deepcopy(copy)
     for name, dim in dims.items():
         parameter = share.get_parameter(name)
@@ -93,7 +97,7 @@ def _share(copy: nn.Module, dims: Mapping[str, int], rows: str, rank: int, tp: i
 
 
 def _inputs(module: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-    """What to call an attention with, for each width that its rotary tables may have."""
+    """Yield the arguments to call an attention with, for each width that its rotary tables may have."""
     config = getattr(module, "config", None)
     head_dim = getattr(module, "head_dim", None) or getattr(module, "qk_head_dim", None) or 0
     partial = getattr(config, "partial_rotary_factor", None) or 1.0

@@ -1,10 +1,10 @@
-"""Answers about transformers' own code that were found before: what was proven for a family need not be proven again.
+"""Look up facts about transformers' code that were proven before, so that they need not be proven again.
 
-known_families.json has them by version of transformers, question and key. `python -m tests.families.known` writes it,
-by asking every question of every family on tiny models; tests ask some of them again. A key names the class of
-transformers that the answer is about, and every argument that could change it. Refusals by proof are never written, so
-they are always found anew, with their reason. Whatever is not in the table is proven on the spot: another version,
-another configuration, code that is not transformers' own.
+known_families.json has the answers by version of transformers, question and key. `python -m tests.families.known`
+writes it from tiny models of every family; tests check some answers again. A key names the class of transformers and
+every argument that could change the answer. Refusals are never stored, so they are always found again, with their
+reason. Anything that is not in the table is proven at run time: another version, another configuration, code that is
+not part of transformers.
 """
 
 import functools
@@ -24,7 +24,7 @@ FILE = "known_families.json"
 Answers = dict[str, dict[str, Any]]  # by question and key, as JSON has them
 _Answer = TypeVar("_Answer")
 
-# Of what every configuration has, only these can change what a model's code does.
+# The settings of every configuration, without those two that can change what a model's code does.
 _OF_EVERY_CONFIG = frozenset(PreTrainedConfig().to_dict()) - {"tie_word_embeddings", "is_encoder_decoder"}
 _recorded: ContextVar[Answers | None] = ContextVar("expertmesh_recorded_answers", default=None)
 
@@ -32,8 +32,14 @@ _recorded: ContextVar[Answers | None] = ContextVar("expertmesh_recorded_answers"
 def look_up(
     question: str, key: str | None, find: Callable[[], Any], keep: Callable[[Any], bool] = lambda answer: True
 ) -> Any:
-    """The table's answer, or what `find` answers (a JSON value) where the table has none; None is no key. `keep`: which
-    answers hold for other sizes as well; those are found once in a process.
+    """Return the answer from the table, or from `find` if the table has none.
+
+    Args:
+        question: a section of the table.
+        key: the key in this section; None always calls `find`.
+        find: returns the answer, a JSON value.
+        keep: returns whether an answer also holds for other sizes; only such answers are recorded, and found once in a
+            process.
     """
     recorded = _recorded.get()
     if recorded is None and key is not None:
@@ -52,14 +58,16 @@ def look_up(
 
 
 def refusal_by_proof(question: str, key: str | None, prove: Callable[[], str | None]) -> str | None:
-    """Why `prove` refuses, or None; None without asking where the table says that this was proven."""
+    """Return the reason why `prove` refuses, or None; `prove` is not called if the table has the proof."""
     reason: str | None = look_up(question, key, prove, keep=lambda reason: reason is None)
     return reason
 
 
 def known_by_class(question: str) -> Callable[[Callable[[Any], _Answer]], Callable[[Any], _Answer]]:
-    """Make a function that answers a question about a class, or a function, look it up first, and answer once. It may
-    then be called with a module, for its class.
+    """Decorate a function that answers a question about a class or a function.
+
+    The answer comes from the table if it is there, and is cached otherwise. The decorated function also accepts a
+    module, for its class.
     """
 
     def decorate(find: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
@@ -77,7 +85,7 @@ def known_by_class(question: str) -> Callable[[Callable[[Any], _Answer]], Callab
 
 @contextmanager
 def recording() -> Iterator[Answers]:
-    """Answer nothing from the table, and note every answer that is found."""
+    """Record every answer that is found, and ignore the table, while the context is open."""
     answers: Answers = {}
     token = _recorded.set(answers)
     try:
@@ -87,19 +95,22 @@ def recording() -> Iterator[Answers]:
 
 
 def class_key(kind: Any) -> str | None:
-    """Module and name of a class or function of transformers, without what FSDP2 or we put in front; None for other
-    code.
+    """Return module and name of a class or function of transformers; None for other code.
+
+    Classes that FSDP2 or expertmesh put in front of it are skipped.
     """
     own = own_class(kind)
     return f"{own.__module__} {own.__qualname__}" if own.__module__.startswith("transformers.") else None
 
 
 def proof_key(module: nn.Module, *others: object) -> str | None:
-    """The module's class and, hashed, whatever else of it could change what a proof finds; None where anything in it
-    runs code that is not transformers' or torch's own.
+    """Return the key of a proof about a module: its class, and a hash of everything that could change the result.
 
-    That is: its settings and its configuration's, without sizes (of numbers, whether they are 0, 1 or more), the
+    The hash covers the settings of the module and of its configuration without sizes (a number is 0, 1 or "more"), the
     classes of all modules in it, and `others`, the arguments of the proof.
+
+    Returns:
+        The key; None if any module in it runs code that is not part of transformers or torch.
     """
     name = class_key(type(module))
     kinds = {own_class(type(part)) for part in module.modules()}
@@ -116,20 +127,22 @@ def proof_key(module: nn.Module, *others: object) -> str | None:
 
 
 def own_class(kind: Any) -> Any:
-    """Without the classes that FSDP2 and adapters put in front."""
+    """Return a class without those that FSDP2 and expertmesh put in front of it."""
     in_front = ("torch.distributed.", "expertmesh.")
     return next((each for each in getattr(kind, "__mro__", ()) if not each.__module__.startswith(in_front)), kind)
 
 
 def _runs_published_code(kind: Any) -> bool:
-    """Whether a class and its forward are torch's or transformers': other libraries replace forwards of classes."""
+    """Return whether a class and its forward are part of torch or transformers."""
+    # The forward is checked too: other libraries replace forwards of classes.
     modules = (kind.__module__, getattr(kind.forward, "__module__", ""))
     return all(module.startswith(("torch.", "transformers.")) for module in modules)
 
 
 @functools.cache
 def _table() -> Answers:
-    """The file has for each question its answers, and for each of those its keys, whose last words are joined."""
+    """Read the answers for the installed version of transformers, by question and key."""
+    # The file lists the keys under each answer; keys with an equal start share an entry, their last words are joined.
     content = json.loads(files(__package__).joinpath(FILE).read_text()).get(transformers.__version__, {})
     return {
         question: {
@@ -143,11 +156,12 @@ def _table() -> Answers:
 
 
 def matters(key: str) -> bool:
-    """Whether a setting can change what a model's code does: not names, tokens, or what a forward returns beside."""
+    """Return whether a setting can change what a model's code computes: not names, token ids or extra outputs."""
     return key not in _OF_EVERY_CONFIG and not key.startswith(("_", "layer_i")) and not key.endswith("_token_id")
 
 
 def _settings(value: Any) -> Any:
+    """Reduce settings to what can change the code that runs: a number to 0, 1 or "more", a list to its set."""
     if isinstance(value, dict):
         return {key: _settings(each) for key, each in value.items() if matters(str(key))}
     if isinstance(value, list | tuple):

@@ -1,5 +1,7 @@
-"""Which shared experts a model's own code runs behind the routed ones, on the same tokens: these can compute while rows
-of the others travel. Found by running each Mixture-of-Experts module on meta, once, with calls recorded.
+"""Find the shared experts that a model's code runs after the routed ones, on the same tokens.
+
+They can compute while the rows of the routed experts are sent. Each Mixture-of-Experts module runs once on meta, with
+its calls recorded; nothing here reads weights or communicates.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,10 @@ _LENGTH = 4
 
 
 def shared_behind_routed(model: nn.Module, anatomy: Anatomy) -> dict[str, str]:
-    """For each experts module of `model`, on meta, the shared expert that runs behind it, where there is one such."""
+    """Return the shared expert that runs after the routed ones, by experts module of a `model` on meta.
+
+    Experts modules with none or several such shared experts are left out.
+    """
     found: dict[str, str] = {}
     for spec in anatomy.experts:
         parent = spec.name.rpartition(".")[0]
@@ -28,7 +33,7 @@ def shared_behind_routed(model: nn.Module, anatomy: Anatomy) -> dict[str, str]:
 
 
 def _runs_behind(model: nn.Module, parent: str, experts: str, shared: str, hidden_size: int) -> bool:
-    """Whether it is called once, behind the routed experts, with what they got, and returns as much."""
+    """Return whether a shared expert is called once, after the routed experts, on their input, and keeps its shape."""
     calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def recorded(name: str, own: Callable[..., torch.Tensor], hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -42,7 +47,7 @@ def _runs_behind(model: nn.Module, parent: str, experts: str, shared: str, hidde
     try:
         with forwards_replaced(forwards), torch.no_grad():
             model.get_submodule(parent)(torch.empty(1, _LENGTH, hidden_size, dtype=dtype, device="meta"))
-    except Exception:  # of all kinds: code that needs more than hidden states, or values; its order stays as it is
+    except Exception:  # code that needs other arguments, or values; its order is then not changed
         return False
     if [name for name, *_ in calls] != [experts, shared]:
         return False

@@ -1,7 +1,7 @@
-"""Facts about a class that only its Python source tells: how it calls attention, what looks along the sequence.
+"""Read facts about a class from its Python source: how it calls attention, what looks along the sequence.
 
 transformers declares none of them. Source is read for classes that known_families.py does not have: other versions of
-transformers, models that bring their own code.
+transformers, and models with custom code. The code is parsed, never run.
 """
 
 import ast
@@ -18,12 +18,12 @@ from torch import nn
 
 from expertmesh.introspection.known_families import known_by_class, own_class
 
-# What code needs to see where in the sequence a token is, or its neighbours; norms, routers, projections and MLPs do
-# without. A product of two activations is attention, or may be.
+# Calls and operators that code needs to see the position of a token, or its neighbours; norms, routers, projections and
+# MLPs do not use them. A product of two activations may be attention.
 _ALONG_THE_SEQUENCE = {"arange", "linspace", "cumsum", "cumprod", "roll", "flip", "unfold", "conv1d", "pad", "diff"}
 _ALONG_THE_SEQUENCE |= {"matmul", "bmm", "baddbmm", "einsum", "@", "[:, a:b]"}
 _ALONG_THE_SEQUENCE |= {"scaled_dot_product_attention", "flex_attention", "flash_attn_func", "flash_attn_varlen_func"}
-# An attention that counts its heads itself, instead of letting `view` do it, cannot have fewer.
+# An attention whose code uses the number of heads, instead of `view` with -1, cannot run with fewer heads.
 _COUNTS_HEADS = re.compile(r"self\.(config\.)?(num_(attention_|key_value_|kv_)?heads|n_heads?|hidden_size|embed_dim)\b")
 _TAKES_MASKS = re.compile(r"isinstance\((\w+ := )?attention_mask, dict\)")
 _TEXT_POSITIONS = re.compile(r"position_ids\.shape\[0\] == 4\b")
@@ -32,24 +32,24 @@ _CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 @dataclass(frozen=True, slots=True)
 class RegistryCall:
-    """How the code of an attention class calls transformers' registry.
-
-    `mapping` and `default`: names in the Python module `module` for the registry and for the eager function.
-    `keywords`: what is passed by name.
-    """
+    """A call of transformers' attention registry in the code of a class."""
 
     module: str
+    """The Python module with the code."""
     mapping: str
+    """Name of the registry in `module`."""
     default: str
+    """Name of the eager function in `module`."""
     keywords: list[str]
+    """Names of the keyword arguments that are passed to the attention function."""
 
     def global_of(self, name: str) -> Any:
-        """What a name means where the class was written."""
+        """Return the value of a global name in `module`."""
         return vars(sys.modules[self.module])[name]
 
 
 def registry_call(module: nn.Module) -> RegistryCall | None:
-    """The call of transformers' attention registry in the code of a module, or None if there is none.
+    """Return the call of transformers' attention registry in the code of a module, or None if there is none.
 
     The pattern is the same in all of transformers 5: `interface = REGISTRY.get_interface(implementation, eager)`, then
     `interface(self, query, key, value, mask, ...)`.
@@ -62,7 +62,7 @@ def registry_call(module: nn.Module) -> RegistryCall | None:
 def _registry_call(kind: Any) -> dict[str, Any] | None:
     for owner in _owners(kind):
         if owner.__module__ == "transformers.modeling_utils":
-            continue  # what all models have in common, thousands of lines without attention
+            continue  # the base class of all models: thousands of lines without attention
         calls = list(_calls(_tree(owner)))
         for call in calls:
             if _called(call) == "get_interface" and len(call.args) == 2 and isinstance(call.args[1], ast.Name):
@@ -77,7 +77,7 @@ def _registry_call(kind: Any) -> dict[str, Any] | None:
 
 @known_by_class("along_the_sequence")
 def along_the_sequence(kind: Any) -> str | None:
-    """What the code of a module's class uses that may look along the sequence, or None."""
+    """Return the first call or operator in a class that may look along the sequence, or None."""
     for tree in map(_tree, _owners(kind)):
         used = {_called(call) for call in _calls(tree)} | {_operator(node) for node in ast.walk(tree)}
         if found := sorted(used & _ALONG_THE_SEQUENCE):
@@ -86,21 +86,21 @@ def along_the_sequence(kind: Any) -> str | None:
 
 
 def only_multiplies(kind: Any) -> bool:
-    """Whether matrix products are all in the code of a class that may look along the sequence."""
+    """Return whether `matmul` is the only call in a class that may look along the sequence."""
     used = {name for tree in map(_tree, _owners(kind)) for name in map(_called, _calls(tree))}
     return used & _ALONG_THE_SEQUENCE <= {"matmul"} and along_the_sequence(kind) == "matmul"
 
 
 @known_by_class("attributes_read")
 def attributes_read(function: Any) -> list[str]:
-    """Which attributes of its argument `module` a function of Python reads."""
+    """Return the attributes of its argument `module` that a Python function reads."""
     nodes = (node for node in ast.walk(_tree(function)) if isinstance(node, ast.Attribute))
     return sorted({n.attr for n in nodes if isinstance(n.value, ast.Name) and n.value.id == "module"})
 
 
 @known_by_class("counts_heads")
 def counts_heads(kind: Any) -> str | None:
-    """What in the code of a module's class depends on how many heads there are in all, if anything."""
+    """Return the first expression in a class that depends on the total number of heads, or None."""
     for owner in kind.__mro__:
         if owner is nn.Module:
             break
@@ -114,7 +114,7 @@ def counts_heads(kind: Any) -> str | None:
 
 @known_by_class("masks")
 def mask_refusal(kind: Any) -> str | None:
-    """Why the masks that a decoder's class makes may not keep packed samples apart, or None."""
+    """Return the reason why the masks that a decoder builds may not separate packed samples, or None."""
     source = inspect.getsource(own_class(kind))
     if not _CAUSAL_MASK.search(source):
         return "builds attention masks by code of its own, which may not separate packed samples"
@@ -125,20 +125,18 @@ def mask_refusal(kind: Any) -> str | None:
 
 @known_by_class("takes_masks")
 def takes_masks(kind: Any) -> bool:
-    """Whether a decoder computes with the masks that it is given, one for each kind of layer in a dict."""
+    """Return whether a decoder accepts masks as a dict with one for each kind of layer."""
     return _TAKES_MASKS.search(inspect.getsource(own_class(kind))) is not None
 
 
 def takes_text_positions(kind: Any) -> bool:
-    """Whether a decoder with several position axes takes `[4, B, S]`, of which it masks by the first."""
+    """Return whether a decoder with several position axes accepts `[4, B, S]` and builds masks from the first."""
     return _TEXT_POSITIONS.search(inspect.getsource(own_class(kind))) is not None
 
 
 def _masks_see_positions(source: str) -> bool:
-    """Whether every call of a transformers mask function gets `position_ids`, itself or in the dict it unpacks.
-
-    Some families' code forgets them; its masks are then causal over the whole row whatever the positions say.
-    """
+    """Return whether every call of a transformers mask function gets `position_ids`, by name or in an unpacked dict."""
+    # Some families omit them; their masks are then causal over the full row, whatever the positions are.
     tree = ast.parse(source)
     unpacked = {
         target.id
@@ -160,7 +158,7 @@ def _masks_see_positions(source: str) -> bool:
 
 
 def _owners(kind: type) -> Iterator[type]:
-    """The module classes that a class is made of, but for torch's (FSDP2 puts one of those first) and ours."""
+    """Yield the module classes in the MRO of a class, without those of torch (FSDP2 adds one) and expertmesh."""
     own = (each for each in kind.__mro__ if issubclass(each, nn.Module))
     yield from (each for each in own if not each.__module__.startswith(("torch.", "expertmesh.")))
 
@@ -170,7 +168,7 @@ def _tree(owner: Any) -> ast.AST:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(owner)))
     except (OSError, TypeError):
-        return ast.Module([], [])  # made at run time, so without code of its own
+        return ast.Module([], [])  # a class made at run time has no source
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
@@ -178,7 +176,7 @@ def _calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def _operator(node: ast.AST) -> str:
-    """A matrix product, or a part of the second dim taken from all of the first; else nothing."""
+    """Return "@" for a matrix product, "[:, a:b]" for a slice of the second dim of all rows, else an empty string."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         return "@"
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) > 1:

@@ -1,11 +1,11 @@
-"""Shows where a decoder can be cut between its blocks: one forward on meta, watched operation by operation.
+"""Find where a decoder can be cut between its blocks, by one forward on meta with every operation observed.
 
-Between stages travels the hidden state and nothing else; what else a block gets (masks, rotary tables) each stage
-computes again from the batch. So where a block reads what an earlier one has made, other than through its hidden state
-(in its call, in a container that blocks write to, kept in a module), there is no cut between the two; what the
-embedding has made can be read by no block. Values are followed through every operation, integers included. The same run
-tells which parameters around the blocks are used before them and which behind, and what the hidden state looks like.
-Needs no weights; no communication.
+Stages send the hidden state and nothing else; each stage computes other inputs of blocks (masks, rotary tables) again
+from the batch. So if a block reads a value of an earlier block other than the hidden state (as an argument, in a
+container that blocks write to, or stored in a module), there is no cut between the two. No block may read a value that
+the embedding computed. Values are followed through every operation, integers included. The same run shows which
+parameters around the blocks are used before and after them, and the shape of the hidden state. Nothing here needs
+weights or communicates.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ from expertmesh.experts.layer import sorted_forward
 from expertmesh.state.patching import forwards_replaced
 
 ROWS, LENGTH = 2, 8  # of a forward of text
-_BEFORE = -1  # where a value comes from: before the blocks, block number n, or behind the last
-# What takes shape and dtype of a tensor and none of its values.
+_BEFORE = -1  # the origin of a value is before the blocks (-1), block number n, or after the last (number of blocks)
+# Operations that read the shape and dtype of a tensor and none of its values.
 _LIKE = frozenset(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full")) | frozenset(
     f"new_{kind}" for kind in ("empty", "zeros", "ones", "full")
 )
@@ -35,34 +35,45 @@ _LIKE = frozenset(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full"))
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What the run has shown: parameters outside of the blocks, by name, that are used before them (those that text
-    never uses are among them) and behind them, and what the hidden state between blocks has beside
-    rows and positions (its last dim and maybe others). `items`: how many things a block returns, the hidden state
-    first; 0 where it is returned alone. `joined`: the numbers of blocks that belong to the stage of the block before,
-    with what each reads, in words. `unused`: what text never uses and belongs to a module around the blocks.
-    """
+    """The findings of the run."""
 
     before: frozenset[str]
+    """Names of the parameters outside of the blocks that are used before them, or that text never uses."""
     behind: frozenset[str]
+    """Names of the parameters outside of the blocks that are used after them."""
     hidden: tuple[int, ...]
+    """The dims of the hidden state between blocks after `[B, S]`."""
     unused: frozenset[str] = frozenset()
+    """Names of the parameters in `before` that text never uses, of modules that contain the blocks."""
     items: int = 0
+    """How many values a block returns, the hidden state first; 0 if it returns the hidden state without a tuple."""
     joined: Mapping[int, str] = field(default_factory=dict)
+    """The blocks that must be on the stage of the block before them, by number, and the reason."""
 
     @property
     def hands_on_hidden_alone(self) -> bool:
-        """Whether every block gives the next one its hidden state and nothing else."""
+        """True if every block passes its hidden state to the next one and nothing else."""
         return self.items == 0 and not self.joined
 
 
 class _Carried(Exception):
-    """A block read what the embedding has made, or does not hand on its hidden state as it is; or there is no cut."""
+    """Error for a decoder that cannot be cut.
+
+    A block read a value of the embedding, the hidden state is not passed on unchanged, or no place for a cut is left.
+    """
 
 
 def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]) -> Decoder:
-    """Run `twin`, a model on meta, watched; it is left as it was. `blocks` are its decoder's, in order.
+    """Run a model on meta and find where it can be cut.
 
-    Raises `InputError` naming the block that needs more than its hidden state, or why that cannot be known.
+    Args:
+        twin: a model on meta; its state is restored.
+        blocks: names of its decoder's blocks, in order.
+        experts: all of its experts modules.
+
+    Raises:
+        InputError: the decoder cannot be cut, or cannot run without values; names the block that needs more than the
+            hidden state.
     """
     family = twin.config.model_type  # type: ignore[union-attr]
     watch = _Watch(twin, blocks)
@@ -77,7 +88,7 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
             key="layout.pp-carries-more-than-hidden-state",
         ) from None
     except Exception as cause:
-        # The family's code on tensors without values: any exception means that nothing is known.
+        # The family's code may fail in any way on tensors without values; nothing is known then.
         raise InputError(
             f"parallel.pp: {family} cannot be run without values ({type(cause).__name__}: {str(cause)[:160]}), so it "
             "is not known whether its blocks need more than the hidden state; set parallel.pp to 1",
@@ -87,15 +98,21 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
 
 
 def rehearse(twin: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None:
-    """Run a model on meta that has placeholders wherever a stage has them, or may have them. Raises `InputError` if it
-    cannot. `experts` are those that are no placeholders.
+    """Run a model on meta with the placeholders of a stage.
+
+    Args:
+        twin: a model on meta, with placeholders in it.
+        experts: the experts modules that are not inside placeholders.
+
+    Raises:
+        InputError: the forward does not run.
     """
     family = twin.config.model_type  # type: ignore[union-attr]
     try:
         with stand_ins_for_experts(twin, experts), WithoutValues():
             forward_of_text(twin)
     except Exception as cause:
-        # The family's own forward asks a module for more than to be called.
+        # The family's forward uses more of a module than its call, which a placeholder does not have.
         raise InputError(
             f"parallel.pp: {family} cannot be cut into stages: its forward does not run without the modules of another "
             f"stage ({type(cause).__name__}: {str(cause)[:160]}); set parallel.pp to 1",
@@ -105,14 +122,18 @@ def rehearse(twin: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None:
 
 @contextmanager
 def stand_ins_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> Iterator[None]:
-    """What they compute is no question on meta, and tokens cannot be sorted without values."""
+    """Replace the forwards of experts on meta while the context is open."""
+    # Tokens cannot be sorted without values, and the result of experts does not matter on meta.
     with forwards_replaced(forwards_of_experts(twin, experts, lambda module: _weighted, _one_row)):
         yield
 
 
 @contextmanager
 def handed_on(twin: nn.Module, blocks: Sequence[str], repeated: Collection[str]) -> Iterator[None]:
-    """Those of `blocks` that are `repeated` hand on their hidden state as it is; they run where blocks return more."""
+    """Make the `repeated` blocks return their hidden state unchanged while the context is open.
+
+    They run if a block before them returned more than a hidden state.
+    """
     returns_more = False
 
     def run(forward: Callable[..., Any], is_repeated: bool, *args: Any, **kwargs: Any) -> Any:
@@ -134,8 +155,12 @@ def forwards_of_experts(
     pairs: Callable[[nn.Module], Callable[..., Any]],
     dense: Callable[..., Any] | None = None,
 ) -> dict[nn.Module, Callable[..., Any]]:
-    """By experts module, another forward: what `pairs` gives for the module, called with tokens, choices and weights,
-    or `dense`, called with rows. The router of a mixture that sorts its rows runs as ever.
+    """Return a replacement forward by experts module.
+
+    Args:
+        pairs: returns the forward of a module, which is called with tokens, expert ids and weights. For a mixture that
+            contains its router, the router still runs.
+        dense: the forward of modules that are called with one row per (expert, token); None uses `pairs` for them.
     """
     found: dict[nn.Module, Callable[..., Any]] = {}
     for spec in experts:
@@ -146,9 +171,9 @@ def forwards_of_experts(
 
 
 def forward_of_text(twin: nn.Module) -> None:
-    """A few rows through a model on meta. Within `WithoutValues`."""
+    """Run a few rows through a model on meta; call it within `WithoutValues`."""
     training = twin.training
-    twin.eval()  # dropout wants to know which tokens these are
+    twin.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
     try:
         with torch.no_grad(), EvenCounts():
             twin(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
@@ -165,7 +190,7 @@ def _one_row(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 class EvenCounts(TorchFunctionMode):
-    """On meta, tells a router that asks how many pairs its last choice has for each expert: as even as can be."""
+    """Mode that gives a router on meta the number of pairs of its last `topk` for each expert, as even as possible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +209,7 @@ class EvenCounts(TorchFunctionMode):
 
 
 class WithoutValues(TorchDispatchMode):
-    """Answers the few questions about values that are asked on the way to a mask, or to the tokens that one shows."""
+    """Mode that answers the few operations on meta that read values: those for masks, and for indexing by a mask."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -197,7 +222,7 @@ class WithoutValues(TorchDispatchMode):
 
 
 def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """A mask as the indices of what it keeps: all."""
+    """Return an index in a list; a mask becomes the indices of all its places, as its values are unknown."""
     return _all_places(index).unbind(1) if index is not None and index.dtype == torch.bool else [index]
 
 
@@ -206,7 +231,7 @@ def _all_places(mask: torch.Tensor) -> torch.Tensor:
 
 
 class _Watch(WithoutValues):
-    """Labels every value with where it comes from, and notes what an operation in a block reads of another's."""
+    """Mode that labels every value with its origin, and records what operations read from other blocks."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__()
@@ -227,13 +252,14 @@ class _Watch(WithoutValues):
                     )
                 self.labels[parameter] = number
                 inside.add(id(parameter))
-        # Under each of their names: a tied weight is used on both sides.
+        # List parameters under each of their names: a tied weight is used before and after the blocks.
         self.outside = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
         self.used: dict[int, set[int]] = {id(parameter): set() for parameter in self.outside.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # The result of these operations has no value of the input, so it gets no label.
         if func is torch.ops.aten._local_scalar_dense.default or func.__name__.partition(".")[0] in _LIKE:
             return super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in inputs:
@@ -244,6 +270,7 @@ class _Watch(WithoutValues):
         self._join(labels, func.__name__)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if labels:
+            # An operation in place also changes its first input.
             changed = inputs[:1] if func._schema.is_mutable else []
             for leaf in [*tree_leaves(out), *changed]:
                 if isinstance(leaf, torch.Tensor):
@@ -252,6 +279,7 @@ class _Watch(WithoutValues):
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
+        """Register hooks at the boundaries of blocks while the context is open."""
         with ExitStack() as stack:
             for number, name in enumerate(self.blocks):
                 block = self.model.get_submodule(name)
@@ -261,6 +289,11 @@ class _Watch(WithoutValues):
             yield
 
     def decoder(self) -> Decoder:
+        """Return the findings after a forward.
+
+        Raises:
+            InputError: the decoder cannot be cut.
+        """
         behind = len(self.blocks)
         if self.at != behind:
             raise self._refusal(f"{self.blocks[self.at + 1]} was not run in a forward of text")
@@ -275,11 +308,11 @@ class _Watch(WithoutValues):
             if not uses <= {_BEFORE, behind}:
                 raise self._refusal(f"{name} is used between blocks")
             if len(uses) == 2:
-                # Tied: which of its modules is which is known of embedding and head alone.
+                # A tied weight: only for the embedding and the head is it known on which side its module is.
                 if (parent := name.rpartition(".")[0]) not in (embedding, head):
                     raise self._refusal(f"{name} is used before the blocks and behind them")
                 uses = {_BEFORE} if parent == embedding else {behind}
-            # What text never uses (a vision tower) stays with the embedding.
+            # Parameters that text never uses (a vision tower) stay with the embedding.
             names[min(uses, default=_BEFORE)].add(name)
         around = {name for name, _ in model.named_modules() if is_inside(self.blocks[0], name)} | {""}
         unused = frozenset(
@@ -295,7 +328,12 @@ class _Watch(WithoutValues):
         )
 
     def _join(self, labels: set[int], how: str) -> None:
-        """What runs now reads values with `labels`: it belongs to the stage of the blocks that made them."""
+        """Join the running block to the stage of the blocks whose values it reads.
+
+        Args:
+            labels: the origins of the values.
+            how: name of the operation that reads them.
+        """
         foreign = sorted(labels - {self.at})
         if self.at == _BEFORE or not foreign:
             return
@@ -313,6 +351,7 @@ class _Watch(WithoutValues):
         if number and hidden is not self.handed_on:
             raise _Carried(f"{self.blocks[number]} does not get the hidden state as {self.blocks[self.at]} returns it")
         self.at = number
+        # Labelled with this block, so that reading the hidden state joins no blocks.
         fresh = self._fresh(hidden)
         return ((fresh, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": fresh})
 
@@ -331,6 +370,7 @@ class _Watch(WithoutValues):
         return type(output)([self.handed_on, *items[1:]]) if items else self.handed_on
 
     def _fresh(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor like the hidden state, labelled with the running block."""
         fresh = torch.empty_like(hidden)
         self.labels[fresh] = self.at
         return fresh

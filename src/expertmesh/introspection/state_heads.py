@@ -1,10 +1,10 @@
-"""Where the heads of a layer that carries state along the sequence lie in its tensors, so that ranks can share them.
+"""Find the heads in the tensors of a layer that carries state along the sequence, so that ranks can share them.
 
 Gated delta nets, Kimi's delta attention, lightning attention and short convolutions compute each head (of a
-convolution, each channel) from its own rows of the projections before it, and their last layer sums over the heads.
-The layout is read off the module's names and sizes, and holds only if a small copy of the module, run whole and once
-for each rank's share, adds up. Whatever is not known, or does not add up, has no layout. Needs no weights; no
-communication.
+convolution, each channel) from separate rows of the projections before it, and their last layer sums over the heads.
+The layout follows from the module's names and sizes. It is used only if a small copy of the module adds up: run once
+with all heads, and once with the share of each rank. A module that is not known, or does not add up, has no layout.
+Nothing here needs weights or communicates.
 """
 
 import inspect
@@ -31,13 +31,15 @@ _SHORT_CONVOLUTION = {"conv", "in_proj", "out_proj"}
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a tensor is cut: on `dim` into equal parts, or each of the sections of these `sizes` into equal parts."""
+    """The cut of a tensor into one part for each rank."""
 
     dim: int
+    """The dim that is cut."""
     sizes: tuple[int, ...] = ()
+    """The sizes of the sections on `dim`, each cut into equal parts; empty cuts the full dim into equal parts."""
 
     def of(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        """What `rank` of `ranks` has of it; a view where there is one section."""
+        """Return the part of `rank` out of `ranks`; a view if there are no sections."""
         if not self.sizes:
             return tensor.chunk(ranks, self.dim)[rank]
         sections = tensor.split(list(self.sizes), self.dim)
@@ -46,21 +48,22 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class StateHeads:
-    """The heads of one module. Names are relative to it.
-
-    `shares` are its tensors that are cut, `counts` its attributes that count heads or features of all of them, `rows`
-    the last layer, `norms` those that see all heads.
-    """
+    """The heads of one module. Names are relative to it."""
 
     heads: int
+    """The number of heads that can be shared."""
     shares: Mapping[str, Share]
+    """The tensors that are cut, by name."""
     counts: tuple[str, ...]
+    """Attributes with the number of heads, or of features of all heads."""
     rows: str
+    """Name of the last layer, which sums over the heads."""
     norms: tuple[str, ...] = field(default=())
+    """Names of the norms over all heads."""
 
 
 def state_heads(module: nn.Module, ranks: int) -> StateHeads | str:
-    """How `ranks` share the heads of a module, or why they do not."""
+    """Return how `ranks` share the heads of a module, or the reason why they do not."""
     found = _by_names(module)
     if found is None:
         return "its layers are not known"
@@ -71,6 +74,7 @@ def state_heads(module: nn.Module, ranks: int) -> StateHeads | str:
 
 
 def _by_names(module: Any) -> StateHeads | None:
+    """Return the heads of a module of a known kind, recognised by the names of its children; else None."""
     children = {name for name, _ in module.named_children()}
     shares: dict[str, Share]
     counts: tuple[str, ...]
@@ -113,7 +117,7 @@ def _features(child: nn.Module) -> int | None:
 
 
 def _with_biases_and_adapters(module: nn.Module, shares: Mapping[str, Share], rows: str) -> dict[str, Share]:
-    """A layer's bias and the outputs of its adapter are cut as its weight is; of the last layer it is the inputs."""
+    """Add the cuts of biases and adapters: like the weight's outputs, but for the last layer on its inputs."""
     known = {name for name, _ in module.named_parameters()}
     alike = {
         f"{name.rpartition('.')[0]}.{leaf}": share
@@ -126,6 +130,7 @@ def _with_biases_and_adapters(module: nn.Module, shares: Mapping[str, Share], ro
 
 
 def _why_not(module: nn.Module, found: StateHeads, ranks: int) -> str | None:
+    """Return the reason why the shares of `ranks` do not add up on a small copy, or None if they do."""
     generator = torch.Generator().manual_seed(0)
     copy = _narrow(module, found.rows, generator)
     for name in found.norms:
@@ -134,14 +139,14 @@ def _why_not(module: nn.Module, found: StateHeads, ranks: int) -> str | None:
     try:
         whole = _run(copy, hidden)
         parts = [_run(_share(copy, found, rank, ranks), hidden) for rank in range(ranks)]
-    except Exception as cause:  # another project's code: nothing is proven
+    except Exception as cause:  # code of another project may fail in any way: nothing is proven then
         return f"it cannot be run on a small copy ({type(cause).__name__}: {cause})"
     error = relative_error([whole], [torch.stack(parts).sum(dim=0)])
     return None if error <= TOLERANCE else f"its heads see each other (off by {error:.1e} on a small copy)"
 
 
 def _narrow(module: nn.Module, rows: str, generator: torch.Generator) -> nn.Module:
-    """A copy in fp64 on the CPU with random values and a narrow hidden state."""
+    """Make a copy in fp64 on the CPU with random values and a narrow hidden state."""
     hidden = int(module.get_submodule(rows).out_features)  # type: ignore[arg-type]
     memo: dict[int, object] = {}
     for name, parameter in module.named_parameters():
@@ -158,7 +163,7 @@ def _narrow(module: nn.Module, rows: str, generator: torch.Generator) -> nn.Modu
 
 
 def _share(copy: nn.Module, found: StateHeads, rank: int, ranks: int) -> nn.Module:
-    """One rank's heads. The last layer's bias belongs to the first."""
+    """Make a copy with the heads of one rank; rank 0 alone has the bias of the last layer."""
     share = deepcopy(copy)
     for name, how in found.shares.items():
         owner, _, leaf = name.rpartition(".")

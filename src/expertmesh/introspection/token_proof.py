@@ -1,9 +1,9 @@
-"""Proves that a module computes each token by itself, where its code may look along the sequence.
+"""Prove that a module computes each token separately, if its code may look along the sequence.
 
-Some code multiplies matrices over experts or residual states, or takes parts of a dim, and no token sees another. One
-forward of the model on meta shows what such a module is called with. A small copy of it, the family's own code, is then
-called with random tokens all at once and with each alone: what it gives has to be the same. What cannot be run so, or
-is not the same, may look along the sequence. Needs no weights; no communication.
+Some code multiplies matrices over experts or residual streams, or slices a dim, and no token sees another. One forward
+of the model on meta shows the arguments of such a module. A small copy with the family's code is then called with all
+of several random tokens and with each of them alone; the results must be equal. A module that cannot run so, or whose
+results differ, may look along the sequence. The proof needs no weights and does not communicate.
 """
 
 from contextlib import ExitStack
@@ -26,7 +26,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class TokenProof:
-    """Asked of the modules of one model; runs it on meta once, if anything has to be proven on the spot."""
+    """The proofs for the modules of one model; the model runs on meta once, if the table of families lacks a proof."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         self._model: Any = model
@@ -34,7 +34,7 @@ class TokenProof:
         self._calls: dict[str, _Call] | None = None
 
     def holds(self, name: str) -> bool:
-        """Whether the module `name` of a decoder's block computes each token by itself. Experts are not asked about."""
+        """Return whether the module `name` of a block computes each token separately; one with experts never is."""
         module, caller = self._model.get_submodule(name), self._model.get_submodule(name.rpartition(".")[0])
         key = proof_key(module, own_class(type(caller)).__qualname__)
         return refusal_by_proof("tokens", key, partial(self._why_not, name)) is None
@@ -47,13 +47,14 @@ class TokenProof:
                 self._calls = _calls(meta_twin(self._model), self._anatomy)
             module = self._model.get_submodule(name)
             error = _error(module, self._calls[name], self._model.config.get_text_config().hidden_size)
-        except Exception as cause:  # the family's code on tensors without values, or at another size: nothing is proven
+        # The family's code may fail in any way without values, or at another size; nothing is proven then.
+        except Exception as cause:
             return f"it cannot be run on a small copy ({type(cause).__name__}: {cause})"
         return None if error <= TOLERANCE else f"its tokens see each other (off by {error:.1e} on a small copy)"
 
 
 def _calls(twin: nn.Module, anatomy: Anatomy) -> dict[str, _Call]:
-    """What each module is called with in a forward of text. On meta."""
+    """Record the arguments of each module in a forward of text on meta."""
     calls: dict[str, _Call] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,7 +71,7 @@ def _calls(twin: nn.Module, anatomy: Anatomy) -> dict[str, _Call]:
 
 @torch.no_grad()
 def _error(module: nn.Module, call: _Call, hidden: int) -> float:
-    """How far off what a module gives for all tokens is from what it gives for each alone."""
+    """Return the relative error between the outputs of a small copy for all tokens at once and for each token alone."""
     generator = torch.Generator().manual_seed(0)
     copy = small_copy(module, {hidden: _HIDDEN}, generator).eval()
     args, kwargs = tree_map_only(torch.Tensor, partial(_random, hidden, generator), call)
@@ -94,7 +95,11 @@ def _of_token(token: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def _token_dims(x: torch.Tensor) -> int:
-    """How many dims number the tokens: two of `[B, S, ...]`, one of `[B * S, ...]`."""
+    """Return how many dims number the tokens: two for `[B, S, ...]`, one for `[B * S, ...]`.
+
+    Raises:
+        ValueError: a tensor of another shape, or of integers.
+    """
     if x.is_floating_point() and x.shape[:2] == (ROWS, LENGTH):
         return 2
     if x.is_floating_point() and x.shape[:1] == (_TOKENS,):

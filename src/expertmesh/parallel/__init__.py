@@ -1,3 +1,5 @@
-"""The shard plan and what carries it out: shard_plan.py decides, apply.py does. One file per way of spreading a model:
-fsdp.py (experts over ep, everything over FSDP2), tensor.py (tp), context.py (cp), pipeline.py (pp).
+"""Plan how a model is sharded and carry the plan out: shard_plan.py decides, apply.py executes.
+
+There is one file per way to spread a model: fsdp.py (experts over ep, everything over FSDP2), tensor.py (tp),
+context/ (cp), pipeline.py (pp). packing/ keeps the samples of packed rows apart.
 """

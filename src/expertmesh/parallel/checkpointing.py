@@ -1,8 +1,8 @@
-"""Activation checkpointing of whole blocks: `full` recomputes all of a block in backward, `selective` all but dispatch,
-experts, combine and fused attention.
+"""Checkpoint the activations of complete blocks, which are then recomputed in backward.
 
-Uses transformers' own hook (`gradient_checkpointing_enable`, non-reentrant), so every family that declares itself
-checkpointable works. What both runs of a block share is in experts/activation_checkpointing.py.
+`full` recomputes all of a block, `selective` all but dispatch, experts, combine and fused attention. It uses
+transformers' hook (`gradient_checkpointing_enable`, non-reentrant), so every family that declares itself checkpointable
+works. The data that both runs of a block share is in experts/activation_checkpointing.py.
 """
 
 import inspect
@@ -24,16 +24,21 @@ CheckpointedLayers = Literal["all"] | int | Sequence[int]
 
 
 def checkpointing_mode(mode: CheckpointingMode | bool) -> CheckpointingMode:
-    """`True` is "full" and `False` "none"."""
+    """Return the mode by name; `True` is "full" and `False` is "none"."""
     return mode if isinstance(mode, str) else ("full" if mode else "none")
 
 
 def checkpointed_blocks(
     model: nn.Module, anatomy: Anatomy, mode: CheckpointingMode, layers: CheckpointedLayers
 ) -> tuple[str, ...]:
-    """The names of the blocks that are recomputed. Raises `InputError` for a model that cannot do it.
+    """Return the names of the blocks that are recomputed in backward.
 
-    `layers` says which, numbered from 0 as they run: "all", N for every Nth from the first on, or their numbers.
+    Args:
+        layers: the blocks, numbered from 0 in execution order: "all", N for every Nth block from the first on, or a
+            list of numbers.
+
+    Raises:
+        InputError: a wrong value, or a model whose blocks cannot be recomputed.
     """
     if mode not in get_args(CheckpointingMode):
         raise InputError(
@@ -51,12 +56,18 @@ def checkpointed_blocks(
 
 
 def recompute_blocks(model: nn.Module, mode: CheckpointingMode, anatomy: Anatomy, blocks: Sequence[str]) -> None:
-    """Carry out what `checkpointed_blocks` has decided; `anatomy` is the whole model's. Every rank calls it alike: a
-    block that is recomputed in full repeats its dispatch, which is collective.
+    """Enable recomputation of `blocks`, the result of `checkpointed_blocks`.
+
+    Args:
+        anatomy: the anatomy of the full model, not of one pipeline stage.
+
+    Collectives: every rank calls it with equal arguments and it issues none, but a block that is recomputed in full
+    repeats its dispatch in backward, which is collective.
     """
     if mode == "none":
         return
     state = adapter_state(model)
+    # The second run needs the state of the adapters only to draw the same dropout masks.
     adapters = state if state is not None and state.dropout > 0.0 else None
     context_fn = partial(block_contexts, selective=mode == "selective", adapters=adapters)
     enable_checkpointing(model, {"use_reentrant": False, "context_fn": context_fn})
@@ -66,7 +77,11 @@ def recompute_blocks(model: nn.Module, mode: CheckpointingMode, anatomy: Anatomy
 
 
 def checkpointed_layers(layers: CheckpointedLayers, blocks: int) -> list[int]:
-    """The numbers of the blocks that `layers` means in a model of `blocks` blocks, or `InputError`."""
+    """Return the block numbers that `layers` means in a model of `blocks` blocks.
+
+    Raises:
+        InputError: N is below 2, or a block does not exist.
+    """
     if layers == "all":
         return list(range(blocks))
     if isinstance(layers, int):
@@ -86,14 +101,14 @@ def checkpointed_layers(layers: CheckpointedLayers, blocks: int) -> list[int]:
 
 
 def refuse_checkpointing(model: nn.Module, anatomy: Anatomy, layers: CheckpointedLayers) -> None:
-    """Raise `InputError` for a model whose blocks cannot be recomputed, or not each by itself as `layers` asks."""
+    """Raise `InputError` for a model whose blocks cannot be recomputed, or not one by one if `layers` requires it."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise InputError(
             f"train.activation_checkpointing is not supported by {type(model).__name__}; set it to none",
             key="train.activation-checkpointing-unsupported",
         )
     if "value" in inspect.signature(model._set_gradient_checkpointing).parameters:  # type: ignore[arg-type]
-        # transformers drops the options then, and with them what makes routing be decided once.
+        # transformers drops the options then, and with them the context that reuses the routing of the first run.
         raise InputError(
             f"train.activation_checkpointing: the code of {type(model).__name__} has the switch in an old form, which "
             "takes no options; set it to none",

@@ -1,10 +1,10 @@
-"""torch.compile of the dense parts of each block: attention, norms, dense MLPs, shared experts (`train.compile`).
+"""Compile the dense parts of each block with torch.compile: attention, norms, dense MLPs, shared experts.
 
-Compiled in place, so that names, state dict and FSDP2's groups stay as they are; parts of one class share their code.
-Routers and routed experts run as they are: what a router chooses must not depend on a compiler, and dispatch waits for
-counts. So do linear attention, state spaces and convolutions along the sequence, whose compiled recurrences differ from
-eager ones by more than rounding. A part is one graph, with the exchanges of cp and tp, or is refused by name: nothing
-falls back to eager silently. Evaluation is eager.
+This is `train.compile`. Parts are compiled in place, so names, state dict and FSDP2 groups do not change; parts of one
+class share their code. Routers and routed experts stay eager: the experts that a router selects must not depend on a
+compiler, and dispatch waits for counts. Linear attention, state spaces and convolutions along the sequence stay eager
+too: their compiled recurrences differ from eager ones by more than rounding. A part is one graph, with the collectives
+of cp and tp, or it is refused by name: nothing falls back to eager silently. Evaluation is eager.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,10 +27,16 @@ _VARIANTS = 64
 
 
 def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) -> None:
-    """Make the `compiled_parts` of a sharded `model` (which may be on meta) compile when they first run.
+    """Make the parts of a sharded `model` (which may be on meta) compile at their first forward.
 
-    Every rank calls it; no communication. Raises `InputError` where torch.compile does not work at all: a part of a
-    line is compiled to find out. Parts that do not compile are refused when they first run.
+    Args:
+        parts: names from `compiled_parts`, of the full model.
+
+    Raises:
+        InputError: torch.compile does not work here; a function of one line is compiled to find out. A part that does
+            not compile raises at its first forward.
+
+    Collectives: every rank calls it; none is issued.
     """
     _probe(device)
     allow_recompiles(_VARIANTS)
@@ -38,13 +44,14 @@ def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) 
     for name in stage_names(model, list(parts)):
         part: Any = model.get_submodule(name)
         kind = type(part)
+        # One compiled function for a class, so that its instances share code.
         if kind not in compiled:
             compiled[kind] = torch.compile(kind.forward, fullgraph=True)
         replace_forward(part, partial(_forward, part, name, compiled[kind]))
 
 
 def refuse_compile(model: nn.Module, frozen: str | None) -> None:
-    """Raise `InputError` for what `train.compile` is not proven for; `frozen` is that of precision."""
+    """Raise `InputError` for settings that `train.compile` is not proven for; `frozen` is `precision.frozen`."""
     if frozen is not None:
         raise InputError(
             f"train.compile: precision.frozen is {frozen}, and weights dequantised for each use are not proven "
@@ -61,11 +68,12 @@ def refuse_compile(model: nn.Module, frozen: str | None) -> None:
 
 
 def compiled_parts(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
-    """Names of the outermost modules inside the blocks that have parameters and neither routers nor routed experts nor
-    what carries a state along the sequence.
+    """Yield the names of the parts to compile: the outermost modules in the blocks that have parameters.
+
+    A part holds no router, no routed experts and no module that carries a state along the sequence.
     """
     apart = {spec.name for spec in anatomy.experts} | set(anatomy.routers) | set(recurrent_mixers(model, anatomy))
-    # What is beside a router that sorts rows is called with counts, which compiled code would take for constants.
+    # Modules beside a router that sorts rows are called with counts, which compiled code would treat as constants.
     apart |= {router.rpartition(".")[0] for router in anatomy.sorting_routers}
     # Their recurrences run in fp32 in every dtype and differ by more than rounding (Qwen3-Next: 1.2e-5; 6e-5 in fp64).
     apart |= {name for name, module in model.named_modules() if carries_state(module)}
@@ -100,10 +108,10 @@ def _forward(part: nn.Module, name: str, compiled: Callable[..., Any], *args: An
 
 
 def _probe(device: torch.device) -> None:
-    """Compile and run something: whether there is a compiler that works is not known otherwise."""
+    """Compile and run one line of code; raise `InputError` if no compiler works on `device`."""
     try:
         torch.compile(lambda x: x * 2, fullgraph=True)(torch.ones(2, device=device))
-    except Exception as error:  # whatever torch, a C++ compiler or Triton raise: it does not work here
+    except Exception as error:  # torch, a C++ compiler or Triton may raise any class; torch.compile does not work here
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise InputError(
             f"train.compile: torch.compile does not work on {device.type} here: {reason}; install a C++ compiler (and "

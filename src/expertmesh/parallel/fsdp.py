@@ -1,9 +1,9 @@
-"""Carry out a shard plan: routed experts over ep and efsdp, everything else over fsdp, by FSDP2.
+"""Carry out a shard plan with FSDP2: routed experts over ep and efsdp, all other parameters over fsdp.
 
-Every parameter becomes a DTensor with one global identity, so that no tool can take one rank's experts for all of
-them. Works on a model on meta (the usual way: `load_model` then fills the shards) and on a model in memory. All
-reductions are sums: the loss is divided by the target tokens of the whole step, so gradients are right for every
-layout and every accumulation count by construction. What goes where is decided in shard_plan.py.
+Every parameter becomes a DTensor with one global identity, so no tool can mistake the experts of one rank for all
+experts. It works on a model on meta (the usual way: `load_model` then fills the shards) and on a model in memory. All
+reductions are sums: the loss is divided by the target tokens of the full step, so gradients are right for every layout
+and every accumulation count by construction. shard_plan.py makes all decisions.
 """
 
 import itertools
@@ -31,9 +31,13 @@ from expertmesh.state.sharded_model import attach
 
 
 def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
-    """Shard `model` in place over `mesh` as `plan`, made of it for the mesh's layout, says. Every rank calls it.
+    """Shard `model` in place over `mesh` as `plan` says.
 
-    Of a model in memory each rank keeps its own slices. No weights travel.
+    Args:
+        model: on meta or in memory; of a model in memory each rank keeps its local slices.
+        plan: the plan of this model for the layout of `mesh`.
+
+    Collectives: every rank calls it; no weights are sent.
     """
     assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
     for name in plan.frozen:
@@ -41,6 +45,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     anatomy, compute = plan.anatomy, getattr(torch, plan.options.precision.compute)
     if plan.cut is not None:
         twin = plan.twin.module
+        # The meta copy answers for the other stages, so the same routers are frozen there.
         for name in plan.frozen:
             twin.get_submodule(name).requires_grad_(False)
         anatomy = cut(model, plan.cut, anatomy, mesh, compute, plan.uncast, twin)
@@ -55,10 +60,12 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         shared=plan.shared_beside,
         dtype=compute,
     )
+    # Linear layers are quantised before tp cuts them, experts after ep has left this rank its part.
     packed = {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)}
     pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh)
     pack_experts(model, packed, on_host=plan.layout.offload == "experts")
+    # Before split_parts, whose mixins go in front of BySamples and check for it.
     separate_samples(model, plan.anatomy, mesh.device, compute)
     split_parts(model, tensor.parts, context.whole, mesh)
     buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))
@@ -66,6 +73,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     _shard_groups(model, plan, mesh)
     model.register_forward_hook(_reshard_without_backward)
     _prefetch(model, anatomy, [part.name for part in tensor.parts if part.is_split])
+    # With more efsdp ranks, FSDP2 gathers experts and prefetches them itself.
     if mesh.layout.efsdp == 1:
         pipeline = pipeline_of(model)
         link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
@@ -75,7 +83,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
 
 
 def _is_here(name: str, plan: ShardPlan, mesh: Mesh) -> bool:
-    """Whether this rank's pipeline stages hold a module or parameter."""
+    """Return whether this rank's pipeline stages hold a module or parameter."""
     gone = plan.cut.gone(mesh.coordinate("pp")) if plan.cut is not None else []
     return not any(name == part or is_inside(name, part) for part in gone)
 
@@ -85,7 +93,7 @@ def _all_here(names: Sequence[str], plan: ShardPlan, mesh: Mesh) -> list[str]:
 
 
 def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
-    """Make each parameter that ep or tp splits, adapters' too, a DTensor over that axis: this rank's slice of it."""
+    """Replace each parameter that ep or tp splits, adapters included, by a DTensor of this rank's slice."""
     axes = {"ep": mesh.expert, "tp": mesh.dense_tp_mesh}
     for name, split in plan.splits.items():
         if not _is_here(name, plan, mesh):
@@ -93,15 +101,17 @@ def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         parent, _, leaf = name.rpartition(".")
         module, axis = model.get_submodule(parent), axes[split.axis][split.axis]
         whole = module.get_parameter(leaf)
+        # A copy, so that the full tensor can be freed.
         local = whole.detach().chunk(axis.size(), split.dim)[axis.get_local_rank()].clone()
-        # Only the slice goes to the device; FSDP2 moves the rest group by group.
+        # Copy only the slice to the device; FSDP2 moves the remaining parameters group by group.
         local = local if local.is_meta else local.to(mesh.device)
+        # Without run_check, which would communicate for every parameter.
         own = DTensor.from_local(local, axis, [Shard(split.dim)], run_check=False)
         setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))
 
 
 def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
-    """One `fully_shard` for each group of this rank's stages, in the plan's order."""
+    """Call `fully_shard` for each group of this rank's stages, in the order of the plan."""
     views = {"dense": mesh.dense_shard, "dense_tp": mesh.dense_tp_shard, "expert": mesh.expert_shard}
     for group in plan.groups:
         if not all(_is_here(name, plan, mesh) for name in group.modules):
@@ -113,13 +123,14 @@ def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
             mesh=views[group.view],
             mp_policy=_policy(plan, group),
             shard_placement_fn=partial(_placement, dims) if dims else None,
+            # FSDP2 would manage all parameters in the modules, also those with another mesh or dtype policy.
             ignored_params=_of_other_groups(model, plan, group),
         )
         _sum_gradients(modules[0])
 
 
 def _of_other_groups(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.Parameter]:
-    """The parameters in the group's modules that are sharded over other ranks than the group's, or cast otherwise."""
+    """Return the parameters in the modules of a group with another mesh or dtype policy than the group."""
     uncast = {name for other in plan.groups if not other.casts for name in other.parameters}
     return {
         parameter
@@ -131,11 +142,11 @@ def _of_other_groups(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.
 
 def _policy(plan: ShardPlan, group: Group) -> MixedPrecisionPolicy:
     master, compute, reduce = plan.dtypes
-    narrow = compute if compute != master else None  # a frozen base is in it already
+    narrow = compute if compute != master else None  # a frozen base is in the compute dtype already
     return MixedPrecisionPolicy(
         param_dtype=narrow if group.casts else torch.float32,
         reduce_dtype=None if reduce == compute else reduce,
-        cast_forward_inputs=False,  # the model's own code decides what runs in fp32, as it does unsharded
+        cast_forward_inputs=False,  # the model's code decides what runs in fp32, as in an unsharded model
     )
 
 
@@ -144,15 +155,16 @@ def _placement(dims: dict[nn.Parameter, int], parameter: nn.Parameter) -> Shard:
 
 
 def _reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:
-    """FSDP2 keeps the root's parameters gathered until backward. Without one (evaluation, generation) they would stay
-    plain tensors in the compute dtype, and an optimizer built or stepped then would miss the head.
-    """
+    """Reshard the root after a forward without gradients (evaluation, generation); a forward hook."""
+    # FSDP2 keeps the root's parameters gathered until backward. Without one they would stay plain tensors in the
+    # compute dtype, and an optimizer built or stepped then would miss the head.
     if not torch.is_grad_enabled():
         cast(FSDPModule, model).reshard()
 
 
 def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str]) -> None:
-    """Gather the next block while this one computes; the dispatch's host wait defeats FSDP2's implicit prefetch."""
+    """Make FSDP2 gather the next block while this one computes, in forward and in backward."""
+    # The host wait in dispatch defeats FSDP2's implicit prefetch, so it is set explicitly.
     units = []
     for block in anatomy.blocks:
         inside = [name for name in split_names if is_inside(name, block)]
@@ -168,9 +180,9 @@ def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str]) ->
 
 
 def _sum_gradients(module: nn.Module) -> None:
-    """Reduce by sums only. Factor 1 is safe on every backend: gloo has no PREMUL_SUM, NCCL zeroes bf16 with it
-    (pytorch/pytorch#190747), and with a single rank any other factor is applied twice.
-    """
+    """Make a group reduce its gradients by sums only."""
+    # Factor 1 is safe on every backend: gloo has no PREMUL_SUM, NCCL zeroes bf16 with it (pytorch/pytorch#190747), and
+    # with a single rank any other factor is applied twice.
     unit = cast(FSDPModule, module)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)

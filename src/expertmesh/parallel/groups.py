@@ -1,7 +1,8 @@
-"""How each parameter is split, sharded and kept: what ep or tp splits, which FSDP2 groups there are, and which frozen
-weights stay packed (`precision.frozen`).
+"""Decide for each parameter how it is split, sharded and stored.
 
-`plan_groups` and `plan_frozen` decide, for `plan_shards`; `fsdp.shard` makes the groups. Nothing here communicates.
+A parameter may be split over ep or tp, belongs to at most one FSDP2 group, and, if frozen, may stay packed in 8 or
+4 bits (`precision.frozen`). `plan_groups` and `plan_frozen` decide, for `plan_shards`; `fsdp.shard` makes the groups
+and calls `pack_linears` and `pack_experts`. Nothing here communicates.
 """
 
 import itertools
@@ -29,29 +30,36 @@ View = Literal["dense", "dense_tp", "expert"]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a parameter is split before FSDP2 shards it: into equal parts of `dim` over `axis`."""
+    """The split of a parameter before FSDP2 shards it."""
 
     axis: Literal["ep", "tp"]
+    """The mesh axis over which it is split."""
     dim: int
+    """The dim that is split into equal parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One FSDP2 group: the modules of one `fully_shard` call and the parameters that it manages, by name.
-
-    `view` is the mesh that it is sharded over (`Mesh.dense_shard` and so on); `casts`: whether parameters are cast to
-    the compute dtype; `dims`: what is not sharded on dim 0, by parameter.
-    """
+    """One FSDP2 group: the modules of one `fully_shard` call and the parameters that it manages."""
 
     modules: tuple[str, ...]
+    """Names of the modules; "" is the root."""
     view: View
+    """The mesh that it is sharded over: `Mesh.dense_shard`, `Mesh.dense_tp_shard` or `Mesh.expert_shard`."""
     casts: bool = True
+    """True if its parameters are cast to the compute dtype, False if they are used in float32."""
     dims: Mapping[str, int] = field(default_factory=dict)
+    """The dim that is sharded, by parameter; dim 0 for parameters that are not listed."""
     parameters: tuple[str, ...] = ()
+    """Names of the parameters that it manages."""
 
 
 def plan_expert_dims(model: nn.Module, anatomy: Anatomy, layout: Layout) -> dict[str, int]:
-    """The dim of each expert parameter, adapters' too, that efsdp shards. Raises `InputError` where there is none."""
+    """Return the dim that efsdp shards, by expert parameter, adapters included.
+
+    Raises:
+        InputError: efsdp or ep divides no dim of a parameter.
+    """
     dims: dict[str, int] = {}
     for spec in anatomy.experts:
         dims |= dict.fromkeys((f"{spec.name}.{name}" for name in spec.parameters), expert_shard_dim(spec, layout))
@@ -70,10 +78,14 @@ def plan_groups(
     expert_dims: Mapping[str, int],
     uncast: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, Split], tuple[Group, ...]]:
-    """(splits by parameter, groups in the order of their `fully_shard` calls, the root last).
+    """Plan the splits over ep and tp, and the FSDP2 groups.
 
-    `expert_dims` are those of `plan_expert_dims`; `uncast` has the parameters that are never cast, by the module whose
-    call gathers them.
+    Args:
+        expert_dims: the result of `plan_expert_dims`.
+        uncast: the parameters that are never cast, by the module whose call gathers them.
+
+    Returns:
+        (the split by parameter, the groups in the order of their `fully_shard` calls, the root last).
     """
     splits = dict.fromkeys(expert_dims, Split("ep", 0))
     for part in tensor.parts:
@@ -86,7 +98,7 @@ def plan_groups(
 
 
 def view_of(split: Split | None) -> View:
-    """Over which mesh FSDP2 shards a parameter that is split so, or not at all."""
+    """Return the mesh over which FSDP2 shards a parameter with this split; None is a parameter that is not split."""
     if split is None:
         return "dense"
     return "expert" if split.axis == "ep" else "dense_tp"
@@ -100,10 +112,12 @@ def _groups(
     expert_dims: Mapping[str, int],
     uncast: Sequence[str],
 ) -> Iterator[Group]:
-    """Experts; each block; the input embedding; parts that tp splits; what is never cast, by block; what is left.
+    """Yield the groups in the order of their `fully_shard` calls, without their parameters.
 
-    Parts that tp splits, mixtures with routers of their own, and modules with parameters that are not cast, come behind
-    their blocks: those have the other parameters in them, and FSDP2 would not look into a module that has a group.
+    The order is: experts; each block; the input embedding; the parts that tp splits; parameters that are never cast, by
+    block; the remainder. Parts that tp splits, mixtures that contain their routers, and modules with parameters that
+    are not cast come after their blocks: those modules also hold other parameters, which belong to the group of the
+    block, and FSDP2 does not look into a module that has a group already.
     """
     for spec in anatomy.experts:
         if spec.post_norm:
@@ -136,9 +150,9 @@ def _groups(
 
 
 def _expert_groups(spec: ExpertsSpec, layout: Layout, expert_dims: Mapping[str, int]) -> Iterator[Group]:
-    """With one rank there is nothing to gather or reduce; FSDP2 would copy parameters and gradients all the same. From
-    host memory it has to copy.
-    """
+    """Yield the group of one experts module, if it needs one."""
+    # With one rank there is nothing to gather or reduce, but FSDP2 would still copy parameters and gradients. Weights
+    # in host memory need the copy.
     if layout.replicate * layout.efsdp > 1 or layout.offload == "experts":
         dims = {name: dim for name, dim in expert_dims.items() if is_inside(name, spec.name)}
         yield Group((spec.name,), "expert", dims=dims)
@@ -147,12 +161,12 @@ def _expert_groups(spec: ExpertsSpec, layout: Layout, expert_dims: Mapping[str, 
 def _with_parameters(
     model: nn.Module, groups: Sequence[Group], splits: Mapping[str, Split], uncast: Container[str]
 ) -> Iterator[Group]:
-    """Each parameter belongs to the innermost group around it that is of its view, and casts it or does not."""
+    """Yield the groups with their parameters: each belongs to the innermost group with its view and dtype policy."""
     by_place = {
         (group.view, group.casts, module): number for number, group in enumerate(groups) for module in group.modules
     }
     members: list[list[str]] = [[] for _ in groups]
-    # A tied parameter under both of its names: pipeline stages have one of the two.
+    # List a tied parameter under both of its names: a pipeline stage may hold only one of the two.
     for name, _ in model.named_parameters(remove_duplicate=False):
         (view, casts), module = (view_of(splits.get(name)), name not in uncast), name
         while module and (view, casts, module) not in by_place:
@@ -171,10 +185,15 @@ def plan_frozen(
     expert_dims: Mapping[str, int],
     frozen: str | None,
 ) -> dict[str, PackedFormat]:
-    """The format of each parameter that is kept packed, by name. Raises `InputError` for what cannot be.
+    """Return the format of each parameter that stays packed, by name.
 
-    `expert_dims`: the dim that efsdp shards, by parameter. Those that are `as_published` have been found in the files'
-    headers before (weights/quantised/resident.py).
+    Args:
+        expert_dims: the dim that efsdp shards, by parameter.
+        frozen: the value of `precision.frozen`. Formats for `as_published` were read from the headers of the files
+            before (weights/quantised/resident.py).
+
+    Raises:
+        InputError: a parameter cannot stay packed, or `parallel.offload` is set without packed experts.
     """
     if frozen is None:
         if layout.offload != "none":
@@ -202,9 +221,10 @@ def plan_frozen(
 def _refuse_cut_rows(
     frozen: str, name: str, shape: torch.Size, kind: PackedFormat, layout: Layout, split: Split | None
 ) -> None:
-    """Raise `InputError` unless each rank gets as many whole rows as the others, and tp whole blocks of them."""
+    """Raise `InputError` unless all ranks get equally many complete rows, and tp cuts no quantisation block."""
     rows, columns = shape
     rows = rows // layout.tp if split is not None and split.dim == 0 else rows
+    # FSDP2 shards parameters that tp does not split over the tp ranks too.
     ranks = layout.fsdp * layout.cp * (1 if split is not None else layout.tp)
     if rows % ranks:
         raise _refused(frozen, f"{ranks} ranks cannot share the {rows} rows of {name} evenly; choose other sizes")
@@ -218,14 +238,14 @@ def _refuse_cut_rows(
 
 
 def attach_formats(model: nn.Module, frozen: str) -> None:
-    """Remember on a model, maybe on meta, which of its weights training has quantised to `frozen`."""
+    """Record on a model, which may be on meta, the weights that training has quantised to `frozen`."""
     attach(model, frozen_formats=quantised_formats(model, describe(model), frozen))
 
 
 def pack_linears(model: nn.Module, formats: Mapping[str, PackedFormat], device: torch.device) -> None:
-    """Put packed tensors on `device` in the place of those parameters in `formats` whose units are rows.
+    """Replace the parameters in `formats` whose units are rows by packed tensors on `device`.
 
-    Values are quantised before tp splits them; on meta nothing is computed.
+    Values are quantised before tp splits them; nothing is computed on meta.
     """
     for name, kind in formats.items():
         if kind.by_rows:
@@ -235,10 +255,12 @@ def pack_linears(model: nn.Module, formats: Mapping[str, PackedFormat], device: 
 
 
 def pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat], on_host: bool) -> None:
-    """Put packed tensors in the place of the experts in `formats`, of which ep has left this rank its own; `on_host`:
-    in host memory.
+    """Replace the local experts in `formats` by packed tensors, after ep has split them.
 
-    Values are quantised expert by expert; on meta nothing is computed.
+    Values are quantised expert by expert; nothing is computed on meta.
+
+    Args:
+        on_host: True stores the packed tensors in host memory.
     """
     for name, kind in formats.items():
         if not kind.by_rows:
@@ -251,9 +273,13 @@ def pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat], on_host:
 
 
 def link_copies(model: nn.Module, anatomy: Anatomy, stage_starts: Callable[[str], bool]) -> None:
-    """Let experts be copied from host memory one layer ahead where FSDP2 does not: a group of one rank gathers nothing.
+    """Link the host copies of consecutive layers, so that experts are copied from host memory one layer ahead.
 
-    The blocks are this rank's; nothing is ahead of the one where a pipeline stage starts.
+    This is for experts that FSDP2 does not prefetch: a group of one rank gathers nothing.
+
+    Args:
+        anatomy: the anatomy of this rank's blocks.
+        stage_starts: returns whether a block is the first of a pipeline stage; it is not linked to the block before.
     """
     before: dict[str, HostCopies] = {}
     for block in anatomy.blocks:
@@ -275,7 +301,11 @@ def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def packed_formats(model: nn.Module, anatomy: Anatomy, frozen: str | None) -> dict[str, PackedFormat]:
-    """The format of each weight that `precision.frozen` keeps packed, by name. `InputError` for experts it cannot."""
+    """Return the format of each weight that `precision.frozen` keeps packed, by name.
+
+    Raises:
+        InputError: the experts of the model cannot be packed.
+    """
     if frozen is None:
         return {}
     if frozen != "as_published":
@@ -287,9 +317,10 @@ def packed_formats(model: nn.Module, anatomy: Anatomy, frozen: str | None) -> di
 
 
 def quantised_formats(model: nn.Module, anatomy: Anatomy, frozen: str) -> dict[str, PackedFormat]:
-    """Those of the weights that are quantised to `frozen`: routed experts, and linear layers of the blocks.
+    """Return the format of each weight that is quantised to `frozen`: routed experts, and linear layers of the blocks.
 
-    Raises `InputError` for experts that cannot be.
+    Raises:
+        InputError: experts that cannot be quantised.
     """
     formats = {}
     for spec in anatomy.experts:
@@ -306,6 +337,7 @@ def quantised_formats(model: nn.Module, anatomy: Anatomy, frozen: str) -> dict[s
             formats[name] = quantised_format(frozen, rows, columns, transposed=spec.transposed)
     for layer in packable_linears(model, anatomy):
         rows, columns = model.get_parameter(f"{layer}.weight").shape
+        # In 4-bit formats a byte holds two columns; a linear layer with an odd number of columns stays unpacked.
         if columns % 2 == 0:
             formats[f"{layer}.weight"] = quantised_format(frozen, rows, columns, by_rows=True)
     return formats

@@ -1,11 +1,11 @@
-"""Pipeline parallelism: each pp rank keeps the blocks of its stages; the rest of the model becomes placeholders.
+"""Cut a model into pipeline stages: each pp rank keeps the blocks of its stages, the others become placeholders.
 
-Blocks of other stages are replaced by modules without parameters that keep the places, so that the names of what stays
-do not depend on the cut. The family's own forward still runs from end to end on every stage, on the whole batch: it
-computes masks, rotary tables and whatever else blocks get, from token and position ids. Only the hidden state comes
-from elsewhere: it enters where the placeholder before the first block of a stage would give it, and leaves where the
-one behind the last block gets it. What stands before the blocks (embedding) is on the first stage, what stands behind
-them (final norm, head) on the last; a weight that is tied between the two is on both.
+Placeholders are modules without parameters in the same places, so the names of the local parameters do not depend on
+the cut. The family's forward still runs from end to end on every stage, on the full batch: it computes masks, rotary
+tables and other inputs of blocks from token and position ids. Only the hidden state comes from another stage: the
+placeholder before the first block of a stage returns it, and the placeholder after the last block receives the
+result. Modules before the blocks (embedding) are on the first stage, modules after them (final norm, head) on the
+last; a weight that is tied between the two is on both.
 """
 
 from collections import Counter
@@ -30,23 +30,27 @@ from expertmesh.state.patching import exchanged
 from expertmesh.state.sharded_model import StageView, attach, sharded
 from expertmesh.state.stage_view import full_state, meta_twin
 
-_HIDDEN_SIZE = "hidden_size"  # in a known answer: whatever the configuration has under this name
+_HIDDEN_SIZE = "hidden_size"  # in a cached answer, stands for the value of this name in the configuration
 
 
 @dataclass(slots=True, eq=False)
 class Pipeline:
-    """How a model was cut. `blocks` are the whole decoder's, `stages` the numbers of each stage's blocks. `hidden` and
-    `dtype`: what the hidden state between stages is, beside rows and positions. `running`: the stage that runs now.
-    """
+    """The pipeline stages of a cut model."""
 
     mesh: Mesh
+    """The mesh of the model."""
     blocks: tuple[str, ...]
+    """Names of the blocks of the full decoder."""
     stages: tuple[range, ...]
+    """The block numbers of each stage."""
     hidden: tuple[int, ...]
+    """The dims of the hidden state between stages after `[B, S]`."""
     dtype: torch.dtype
-    # Stand in for blocks of this rank's other stages while one of them runs.
+    """The dtype of the hidden state between stages."""
     idle: dict[int, "Placeholder"] = field(default_factory=dict)
+    """Placeholders for the local blocks, by number, used while another stage of this rank runs."""
     running: int | None = None
+    """The stage that runs now; None outside of `running`."""
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -55,53 +59,65 @@ class Pipeline:
 
     @property
     def own_blocks(self) -> list[int]:
+        """The numbers of this rank's blocks."""
         return [block for stage in self.own_stages for block in self.stages[stage]]
 
     def stage_starts(self, block: str) -> bool:
-        """Whether `block` is the first of a stage."""
+        """Return whether `block` is the first of a stage."""
         return any(self.blocks[numbers.start] == block for numbers in self.stages)
 
     def is_last(self, stage: int) -> bool:
+        """Return whether `stage` is the last, which holds the head."""
         return stage == len(self.stages) - 1
 
 
 def stages_of(layout: Layout, pp_rank: int) -> tuple[int, ...]:
-    """Which stages one pp rank holds."""
+    """Return the stages that one pp rank holds."""
     return tuple(range(pp_rank, layout.pp * layout.pp_virtual_stages, layout.pp))
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """How `model` was cut; None for one that is whole on every rank."""
+    """Return the pipeline stages of `model`; None if it is not cut."""
     pipeline: Pipeline | None = sharded(model).pipeline
     return pipeline
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a model is going to be cut: the blocks of each stage; the modules that not every pp rank holds, by name, and
-    the pp ranks that do; the hidden state's dims beside rows and positions; how many things a block returns (0: the
-    hidden state alone); the blocks that had to stay with the one before. A parameter that text never uses may be a part
-    like a module.
-    """
+    """The plan to cut a model into pipeline stages."""
 
     blocks: tuple[str, ...]
+    """Names of the blocks of the full decoder."""
     stages: tuple[range, ...]
+    """The block numbers of each stage."""
     parts: dict[str, frozenset[int]]
+    """The pp ranks that hold a module, for modules that not every pp rank holds.
+
+    A parameter that text never uses may be a part too.
+    """
     hidden: tuple[int, ...]
+    """The dims of the hidden state between stages after `[B, S]`."""
     items: int
+    """How many values a block returns; 0 if it returns the hidden state without a tuple."""
     joined: Mapping[int, str]
+    """The blocks that must be on the stage of the block before them, by number, and the reason."""
 
     def gone(self, pp_rank: int) -> list[str]:
-        """The modules that one pp rank does not hold."""
+        """Return the parts that one pp rank does not hold."""
         return [name for name, ranks in self.parts.items() if pp_rank not in ranks]
 
 
 def plan_cut(
     model: nn.Module, anatomy: Anatomy, layout: Layout, twin: nn.Module | None = None, frozen: Sequence[str] = ()
 ) -> Cut:
-    """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same.
+    """Plan the pipeline stages of `model`, which is not changed; every rank makes the same plan.
 
-    `twin` is the model's on meta, if there is one, and is left as it was. `frozen` modules are going to be frozen.
+    Args:
+        twin: the meta copy of the model, if there is one; its state is restored.
+        frozen: names of the modules that will be frozen.
+
+    Raises:
+        InputError: the model cannot be cut, or a rank would train nothing; names the module.
     """
     blocks = decoder_blocks(anatomy)
     refuse_few_blocks(len(blocks), layout)
@@ -110,6 +126,7 @@ def plan_cut(
     parts = _parts(model, decoder, blocks, layout, stages)
     if not decoder.hands_on_hidden_alone:
         _rehearse_each(meta_twin(model) if twin is None else twin, anatomy, blocks, decoder, stages)
+    # Under all names: a tied weight is trained on the stage of each of its names.
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     trained = [name for name in trained if not any(is_inside(name, module) for module in frozen)]
     for rank in range(layout.pp):
@@ -129,11 +146,15 @@ def plan_cut(
 
 
 def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin: nn.Module | None) -> Decoder:
-    """What the blocks hand on, and what stands before and behind them; that placeholders do in their place."""
+    """Find the values that blocks pass on, and the parameters before and after them.
+
+    The answer is cached by the family's code and configuration. To prove it, the model runs on meta with placeholders.
+    """
 
     def prove() -> dict[str, Any]:
         bare = meta_twin(model) if twin is None else twin
         decoder = probe(bare, blocks, anatomy.experts)
+        # Replace every part at once: no stage can lack more than that.
         everything = _parts(model, decoder, blocks, Layout(), (range(len(blocks)),))
         with placeholders_for(bare, everything, blocks, decoder.items):
             rehearse(bare)
@@ -147,10 +168,10 @@ def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin
     parameters = dict(model.named_parameters(remove_duplicate=False))
     outside = [name for name in parameters if not any(is_inside(name, block) for block in blocks)]
     uses = Counter(map(id, parameters.values()))
-    # What a block shares with another one, or with what is around it, is in no configuration.
+    # The configuration does not show whether a block shares parameters with other modules, so the answer is not cached.
     shared = any(uses[id(parameter)] > 1 for name, parameter in parameters.items() if name not in outside)
     key = None if shared else proof_key(model, *outside)
-    # Which layers read what others have made is another question for each number of layers.
+    # The layers that read results of others depend on the number of layers, so such an answer is not cached either.
     found = look_up(
         "stages", key, prove, keep=lambda answer: answer["hidden"] == [_HIDDEN_SIZE] and "joined" not in answer
     )
@@ -163,8 +184,10 @@ def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin
 def _rehearse_each(
     bare: Any, anatomy: Anatomy, blocks: Sequence[str], decoder: Decoder, stages: tuple[range, ...]
 ) -> None:
-    """Run each stage on meta, with placeholders for all others and without what their blocks have made. Raises
-    `InputError` if it does not run.
+    """Run each stage on meta with placeholders for all other blocks, and so without their results.
+
+    Raises:
+        InputError: a stage does not run.
     """
     for numbers in stages:
         others = [block for number, block in enumerate(blocks) if number not in numbers]
@@ -185,14 +208,22 @@ def cut(
     uncast: Collection[str],
     twin: nn.Module,
 ) -> Anatomy:
-    """Keep what this rank's stages hold of `model`, in place; returns the anatomy of that. No communication.
+    """Replace the parts of other pp ranks in `model` by placeholders, in place.
 
-    `dtype` is the compute dtype, and `uncast` are the parameters that are used in float32 all the same. Questions about
-    the whole model go to its `twin` on meta, by state/stage_view.py, from now on.
+    Args:
+        dtype: the compute dtype.
+        uncast: the parameters that are used in float32.
+        twin: the meta copy of the full model; state/stage_view.py reads names and shapes of other stages from it.
+
+    Returns:
+        The anatomy of this rank's stages.
+
+    Collectives: none.
     """
     blocks = plan.blocks
     pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
-    # The state of adapters too: it is found also where no module of the stage is adapted.
+    # Attach the adapter state too: no module of this stage may be adapted, and it must be found all the same.
+    # The view is made before any part is replaced: it needs the tensors and ties of the full model.
     view = _stage_view(model, plan.parts, mesh, twin)
     attach(model, stage_view=view, pipeline=pipeline, lora_state=adapter_state(model))
     gone = plan.gone(mesh.coordinate("pp"))
@@ -207,8 +238,14 @@ def cut(
 
 @contextmanager
 def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iterator[Leaving]:
-    """While the model's forward runs one stage: only its blocks compute, the first of them on `received`, the hidden
-    state `[B, S, ...]` of this rank's positions (None on the first stage).
+    """Make the model's forward run one stage while the context is open: only its blocks compute.
+
+    Args:
+        received: the input of its first block: the hidden state `[B, S, ...]` of this rank's positions; None on the
+            first stage.
+
+    Yields:
+        The output of the stage, filled by the forward.
     """
     pipeline = pipeline_of(model)
     assert pipeline is not None
@@ -221,6 +258,7 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
     with ExitStack() as stack:
         stack.callback(setattr, pipeline, "running", None)
         stack.enter_context(exchanged(blocks, idle))
+        # After the placeholders are in place: the neighbouring block may be one of this rank's other stages.
         if active.start:
             stack.enter_context(exchanged(vars(blocks[keys[active.start - 1]]), {"gives": received}))
         if active.stop < len(keys):
@@ -229,7 +267,8 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
 
 
 def _refuse_alone(model: nn.Module, args: Any) -> None:
-    """Called as a whole (`model(...)`, `generate`), one stage would give nonsense and say nothing."""
+    """Raise `InputError` if a cut model is called directly; a forward pre-hook."""
+    # `model(...)` or `generate` on one stage would silently return wrong values.
     pipeline = pipeline_of(model)
     if pipeline is not None and pipeline.running is None:
         raise InputError(
@@ -242,7 +281,7 @@ def _refuse_alone(model: nn.Module, args: Any) -> None:
 def _parts(
     model: nn.Module, decoder: Decoder, blocks: Sequence[str], layout: Layout, stages: tuple[range, ...]
 ) -> dict[str, frozenset[int]]:
-    """`Cut.parts`."""
+    """Return `Cut.parts`."""
     parts: dict[str, frozenset[int]] = {}
     for stage, numbers in enumerate(stages):
         parts |= {blocks[number]: frozenset([stage % layout.pp]) for number in numbers}
@@ -257,8 +296,17 @@ def _parts(
 def _outermost(
     model: nn.Module, parameter: str, among: frozenset[str], unused: frozenset[str], blocks: Sequence[str]
 ) -> str:
-    """The largest module around `parameter` all of whose parameters are `among` those of the same end; if there is none
-    and text does not use it, itself.
+    """Find the largest module around `parameter` that can be on one stage.
+
+    Args:
+        among: the parameters on the same side of the blocks; the module must hold no others.
+        unused: the parameters that text does not use.
+
+    Returns:
+        The name of the module; `parameter` if there is none and text does not use it.
+
+    Raises:
+        InputError: there is no such module and text uses the parameter.
     """
     steps = parameter.split(".")[:-1]
     for depth in range(1, len(steps) + 1):
@@ -277,10 +325,11 @@ def _outermost(
 
 
 def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, twin: nn.Module) -> StageView:
-    """What is in several stages, and who answers for it: the first of them."""
+    """Record the tensors that several stages hold; the first pp rank of them owns each, the others have replicas."""
     everywhere = frozenset(range(mesh.layout.pp))
     holders: dict[int, frozenset[int]] = {}
     state = full_state(model)
+    # By identity: tied names share one tensor, which is on the stages of all its names.
     for name, tensor in state.items():
         of_name = next((ranks for part, ranks in parts.items() if name == part or is_inside(name, part)), everywhere)
         holders[id(tensor)] = holders.get(id(tensor), frozenset()) | of_name
@@ -295,6 +344,8 @@ def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, 
 
 
 def _without(anatomy: Anatomy, gone: Sequence[str]) -> Anatomy:
+    """Return the anatomy without the modules in `gone`."""
+
     def stays(name: str) -> bool:
         return not any(name == part or is_inside(name, part) for part in gone)
 

@@ -1,7 +1,7 @@
-"""What stands in a pipeline stage's model for what is on other stages: no parameters, the same places and names.
+"""Replace the modules that are on other pipeline stages by placeholders: no parameters, the same places and names.
 
-A block's placeholder gives the hidden state on, or the one that it is told to give; the embedding's gives zeros that
-nobody sees; any other module's gives its argument back. pipeline.py says which part of a model gets one.
+The placeholder of a block returns its input, or a hidden state that was set on it. That of the embedding returns zeros
+that no block uses; that of any other module returns its first argument. pipeline.py decides which parts get one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from torch import nn
 
 @contextmanager
 def placeholders_for(bare: nn.Module, names: Iterable[str], blocks: Sequence[str], items: int) -> Iterator[None]:
-    """While in it, a model on meta has placeholders for `names`."""
+    """Put placeholders for `names` into a model on meta while the context is open."""
     dtype = next(iter(bare.parameters())).dtype
     replaced = put_placeholders(bare, names, blocks, items, lambda name: dtype, torch.device("meta"))
     try:
@@ -33,8 +33,16 @@ def put_placeholders(
     dtype_of: Callable[[str], torch.dtype],
     device: torch.device,
 ) -> dict[str, nn.Module | nn.Parameter]:
-    """Replace the parts `names`, in place; returns what was there, the last replaced first. A parameter, which no text
-    uses, becomes None. `dtype_of` says in which dtype a parameter is used.
+    """Replace the parts `names` by placeholders, in place.
+
+    Args:
+        names: modules, or parameters that text does not use; these become None.
+        blocks: names of all decoder blocks.
+        items: how many values a block returns; 0 if it returns the hidden state without a tuple.
+        dtype_of: returns the dtype in which a parameter is used, by name.
+
+    Returns:
+        The replaced parts by name, the last replaced first.
     """
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     replaced: dict[str, nn.Module | nn.Parameter] = {}
@@ -66,14 +74,16 @@ def _put(model: nn.Module, name: str, part: nn.Module | nn.Parameter | None) -> 
 
 @dataclass(slots=True)
 class Leaving:
-    """The hidden state behind a stage's last block, once it has run; None on the last stage, whose base gives it."""
+    """The output of a stage."""
 
     hidden: torch.Tensor | None = None
+    """The hidden state after the stage's last block, once it has run; None on the last stage: its model returns it."""
 
 
 class Placeholder(nn.Module):
-    """In the place of a block that does not compute here: gives its input on, and has the block's plain attributes. A
-    block that returns `items` things, the hidden state first, has None for the others.
+    """Placeholder of a block that does not compute here: returns its input and has the block's plain attributes.
+
+    If the block returns `items` values, the hidden state first, the others are None.
     """
 
     def __init__(self, block: nn.Module, items: int) -> None:
@@ -82,7 +92,8 @@ class Placeholder(nn.Module):
             if not name.startswith("_") and not isinstance(value, torch.Tensor | nn.Module) and name != "training":
                 setattr(self, name, value)
         if isinstance(getattr(block, "gradient_checkpointing", None), bool):
-            self.gradient_checkpointing = False  # of the class in some families; every block has to have the switch
+            # A class attribute in some families; transformers requires the switch on every block.
+            self.gradient_checkpointing = False
         self.gives: torch.Tensor | None = None
         self.catches: Leaving | None = None
         self.others = None if items == 0 else (None,) * (items - 1)
@@ -95,15 +106,18 @@ class Placeholder(nn.Module):
 
 
 def idle(block: nn.Module, items: int) -> Placeholder:
+    """Return a placeholder for a block of this rank while another of its stages runs; it holds the block as a child."""
     placeholder = Placeholder(block, items)
-    # A child, so that whoever walks through the model while another stage runs (FSDP2, transformers) finds it.
+    # A child, so that code that walks the model while another stage runs (FSDP2, transformers) finds the block.
     placeholder.block = block
     return placeholder
 
 
 class _PassThrough(nn.Module):
-    """In the place of a module around the blocks that is on another stage: gives its first argument back. A family may
-    ask it for the dtype of its weight, which takes no memory; nobody may use the values (stage_probe.py sees to that).
+    """Placeholder of a module around the blocks that is on another stage: returns its first argument.
+
+    A family may read the dtype of its weight, which takes no memory; stage_probe.py ensures that no code uses the
+    values.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -115,12 +129,12 @@ class _PassThrough(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else next(iter(kwargs.values()))
-        # FSDP2 wants no view from the root, and a head is asked about no token.
+        # FSDP2 accepts no view as output of the root, and the head gets no token here, so its output is empty.
         return given.clone() if isinstance(given, torch.Tensor) and given.numel() == 0 else given
 
 
 class _NoEmbedding(nn.Module):
-    """In the place of the embedding: zeros of its shape and dtype, which take no memory and which no block sees."""
+    """Placeholder of the embedding: returns zeros of its shape and dtype, which take no memory and no block uses."""
 
     def __init__(self, embedding: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -128,7 +142,7 @@ class _NoEmbedding(nn.Module):
         assert isinstance(weight, torch.Tensor)
         self.num_embeddings, self.embedding_dim = weight.shape[0], weight.shape[-1]
         self.padding_idx = getattr(embedding, "padding_idx", None)
-        # No parameter: for families that ask it for dtype or device.
+        # An empty tensor, not a parameter, for families that read its dtype or device.
         self.weight = torch.empty(0, dtype=dtype, device=device)
 
     def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

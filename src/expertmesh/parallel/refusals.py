@@ -1,6 +1,7 @@
-"""What cannot be trained exactly is refused here by name, from the model and the settings alone.
+"""Refuse by name whatever cannot be trained exactly, from the model and the settings alone.
 
-Called by `plan_shards` (shard_plan.py) for every way into the product.
+`plan_shards` (shard_plan.py) calls these functions, so every command and the Python interface refuse the same cases.
+Nothing here reads weights or communicates.
 """
 
 import math
@@ -24,9 +25,10 @@ from expertmesh.state.stage_view import MetaTwin
 
 
 def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
-    """Raise `InputError` for a model whose loss or routing would silently not be what was asked for.
+    """Raise `InputError` for a model whose loss or routing would silently differ from the settings.
 
-    Returns how its routing is balanced.
+    Returns:
+        How its routing is balanced.
     """
     balance = balance_of(model, anatomy, moe)
     if moe.router == "frozen":
@@ -49,7 +51,11 @@ def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
 
 
 def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
-    """What `moe.dispatch` means in `layout`; refuses the hierarchical one where ep is not of several nodes."""
+    """Return the dispatcher that `moe.dispatch` means in `layout`.
+
+    Raises:
+        InputError: `hierarchical`, and ep does not consist of several full nodes.
+    """
     if moe.dispatch == "hierarchical" and nodes_of_ep(layout) == 1:
         raise InputError(
             f"moe.dispatch: hierarchical sends rows once to each node, and ep {layout.ep} is not several whole nodes "
@@ -60,7 +66,12 @@ def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
 
 
 def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:
-    """Raise `InputError` where `moe.dispatch` names a library that is absent, or cannot carry these rows."""
+    """Refuse a `moe.dispatch` that cannot be used here.
+
+    Raises:
+        MissingHereError: the library is absent.
+        InputError: the library cannot send these rows.
+    """
     if moe.dispatch == "deepep" and (refusal := deepep.refusal(layout, anatomy.experts, compute)) is not None:
         error = MissingHereError if deepep.without_kernels(layout, anatomy.experts, compute) is None else InputError
         raise error(
@@ -72,9 +83,16 @@ def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: t
 def shared_beside_rows(
     twin: MetaTwin, anatomy: Anatomy, layout: Layout, moe: MoeConfig, gathered: Sequence[str]
 ) -> dict[str, str]:
-    """By experts module, the shared expert that computes while rows travel. Not under tp, which splits its tokens, nor
-    where FSDP2 gathers it alone, among the modules `gathered`. The caller leaves out compiled ones, and selective
-    checkpointing, where a block's second run has the routed experts' result but not its own.
+    """Find the shared experts that can compute while rows are sent.
+
+    There are none under tp, which splits their tokens. The caller excludes compiled models, and selective
+    checkpointing, where the second run of a block has the result of the routed experts but not of the shared one.
+
+    Args:
+        gathered: the modules of all FSDP2 groups; a shared expert that FSDP2 gathers separately is left out.
+
+    Returns:
+        The shared expert by experts module.
     """
     if layout.ep == 1 or layout.tp > 1 or choose_dispatch(moe, layout) != "all_to_all":
         return {}
@@ -84,9 +102,13 @@ def shared_beside_rows(
 
 
 def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
-    """The dim over which efsdp shards a rank's experts: 0 if it divides them, else a later one, else refused."""
+    """Return the dim over which efsdp shards a rank's experts: 0 if it divides their number, else 1 or 2.
+
+    Raises:
+        InputError: ep does not divide the experts, or efsdp divides no dim.
+    """
     if spec.num_experts % layout.ep:
-        # A mesh may have been made without a model in sight (`init_mesh`).
+        # Checked here again: a mesh may have been made without a model (`init_mesh`).
         both = math.gcd(spec.num_experts, layout.efsdp * layout.ep)
         valid = ", ".join(str(size) for size in range(1, both + 1) if both % size == 0)
         raise InputError(
@@ -101,6 +123,7 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
     rows = here * spec.intermediate_size if spec.flat_gate is not None else here
     if rows % efsdp == 0:
         return 0
+    # All parameters of the module are sharded on one dim, so efsdp must divide it in both projections.
     for dim in (1, 2):
         if not spec.biased and spec.flat_gate is None and dims[dim - 1] % efsdp == 0 and down[dim - 1] % efsdp == 0:
             return dim
@@ -112,7 +135,11 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
 
 
 def adapter_shard_dim(name: str, adapter: torch.Tensor, layout: Layout) -> int:
-    """Over which dim efsdp shards an adapter `[E, r, in]` or `[E, out, r]` of a rank's experts: never over r."""
+    """Return the dim over which efsdp shards an adapter `[E, r, in]` or `[E, out, r]`; never r.
+
+    Raises:
+        InputError: efsdp divides no other dim.
+    """
     here, wide = adapter.shape[0] // layout.ep, 2 if name.endswith("A") else 1
     for dim, size in ((0, here), (wide, adapter.shape[wide])):
         if size % layout.efsdp == 0:
@@ -144,7 +171,15 @@ def refuse_dtypes(
     twin: MetaTwin,
     router_dtype: str,
 ) -> Casts:
-    """Raise `InputError` for dtypes that a model does not have, or cannot be computed in. Returns how it is."""
+    """Raise `InputError` for dtypes that a model does not have, or cannot compute in.
+
+    Args:
+        kept_in_fp32: returns by name whether the family computes with a parameter in fp32.
+        router_dtype: the value of `moe.router_dtype`.
+
+    Returns:
+        The dtype policy: the parameters, buffers and router inputs that are cast or not.
+    """
     master, compute = (getattr(torch, name) for name in (precision.params, precision.compute))
     # What adapters have frozen is in the compute dtype; of a model in memory it may be as wide as the masters.
     wide = adapter_state(model) is None or all(parameter.dtype == master for parameter in model.parameters())
@@ -158,9 +193,11 @@ def refuse_dtypes(
 def _refuse_mixed_dtypes(
     model: nn.Module, master: torch.dtype, base: torch.dtype, kept_in_fp32: Callable[[str], bool]
 ) -> None:
-    """What trains must have the master dtype, or a conversion nobody asked for would hide somewhere.
+    """Raise `InputError` unless trained parameters have the master dtype; otherwise a conversion would happen silently.
 
-    `base` is the dtype of a base that adapters have frozen (but for what the family keeps in fp32), else the master's.
+    Args:
+        base: the dtype of a base that adapters have frozen, except for parameters that the family keeps in fp32;
+            without adapters, the master dtype.
     """
     frozen = base != master
     for name, parameter in model.named_parameters():

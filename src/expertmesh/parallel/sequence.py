@@ -1,13 +1,12 @@
-"""Which positions of a row a rank holds: cp and tp ranks share rows and split their positions between them.
+"""Split the positions of a row between the cp and tp ranks that share it.
 
-A model's own forward runs on whole rows up to its first block: embedding, masks and rotary tables are the family's
-code and see every position. `split_blocks` then lets each rank keep its own positions, so that norms, routers and
-dispatch see each token on one rank only; what needs more (attention) fetches it. Positions are cut into cp equal
-parts, each of them into tp, both in order; rows are padded on the right until that comes out even.
+The model's forward runs on full rows up to its first block: embedding, masks and rotary tables are the family's code
+and see every position. `split_blocks` then leaves each rank its local positions, so norms, routers and dispatch see
+each token on one rank only; attention gathers more. Positions are cut into cp equal parts and each of them into tp,
+both in order; rows are padded on the right until the parts are equal. So every gradient is a partial sum over cp and
+tp, and FSDP2 sums them over the same ranks as the batch.
 
-Every gradient is then a partial sum over cp and tp, and FSDP2 adds them up over the same ranks as over the batch.
-
-    B rows, S positions of a whole row, a rank holds S / (cp * tp) of them
+    B rows, S positions of a full row, a rank holds S / (cp * tp) of them
 """
 
 import inspect
@@ -31,20 +30,20 @@ from expertmesh.parallel.packing.by_samples import kinds_of_masks, masks_of
 from expertmesh.state.sharded_model import sharded
 
 Batch = Mapping[str, torch.Tensor]
-# Values for padded positions; position ids restart there, so that packed rows do not reach into the padding.
+# Values for padded positions. Position ids restart there, so that the padding is a separate sample of a packed row.
 _PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0, "real_tokens": 0}
-# What a block gets for each position, and which dim the positions are: for its attention, and beside it.
+# Arguments of a block with values per position, and the dim of the positions: for its attention, and for other code.
 _OF_ATTENTION = {"position_embeddings": -2, "attention_scaling": -2, "position_ids": -1, "cache_position": -1}
 _BESIDE_ATTENTION = {"per_layer_input": 1, "input_ids": 1}
-# What attention hands on to the attention of the next block, for the positions that it computes.
+# Results that attention passes to the attention of the next block, for the positions that it computes.
 _BETWEEN_ATTENTION = ("prev_topk_indices",)
-# What a decoder keeps of hidden states between its blocks: its own code then has to see this rank's positions alone.
+# Hidden states that a decoder stores between its blocks: the decoder itself must then see this rank's positions alone.
 _KEPT_BY_DECODER = "block_states"
-# What a decoder adds to hidden states of whole rows between its first blocks.
+# Values that a decoder adds to hidden states of full rows between its first blocks.
 _ADDED_BY_DECODER = "deepstack_visual_embeds"
-# What a block gets for its own positions, from the blocks before it.
+# Arguments of a block that earlier blocks computed for the local positions.
 _BETWEEN_BLOCKS = {"prev_router_hidden_states", _KEPT_BY_DECODER}
-# What it gets for whole rows, for its attention and whatever else gathers them.
+# Arguments of a block for full rows, which attention and other layers that gather rows need.
 _WHOLE = {"hidden_states", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _WHOLE |= {"conv_mask", "ple_input_ids"}
 
@@ -54,20 +53,25 @@ class SequenceShare:
     """This rank's part of the positions."""
 
     cp: int = 1
+    """The size of the cp axis."""
     tp: int = 1
+    """The size of the tp axis."""
     cp_rank: int = 0
+    """The coordinate on cp."""
     tp_rank: int = 0
+    """The coordinate on tp."""
 
     @property
     def parts(self) -> int:
+        """The number of ranks that share a row."""
         return self.cp * self.tp
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The positions that this rank holds between attention layers, of a tensor over all: a view."""
+        """Return a view of the positions of `x` that this rank holds between attention layers."""
         return self._cut(x, dim, self.parts, self.cp_rank * self.tp + self.tp_rank)
 
     def of_context(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The positions that this rank's tp group holds together: what its attention computes with. A view."""
+        """Return a view of the positions of `x` that this rank's tp group holds together, which attention computes."""
         return self._cut(x, dim, self.cp, self.cp_rank)
 
     def _cut(self, x: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:
@@ -77,7 +81,7 @@ class SequenceShare:
 
 
 def sequence_share(model: nn.Module) -> SequenceShare:
-    """Of a model; all positions where it is on neither cp nor tp."""
+    """Return this rank's part of the positions in a model; all positions if it uses neither cp nor tp."""
     mesh = sharded(model).mesh
     return SequenceShare() if mesh is None else _share(mesh)
 
@@ -88,22 +92,40 @@ def _share(mesh: Mesh) -> SequenceShare:
 
 
 def padded(batch: Batch, share: SequenceShare) -> Batch:
-    """`batch` with its rows padded on the right until each rank gets equally many positions; itself where they do.
+    """Pad the rows of `batch` on the right until all ranks get equally many positions.
 
-    Padding is behind every token that could attend to it, has no target and does not count as real.
+    Padding comes after all tokens, so none attends to it; it has no target and does not count as real.
+
+    Returns:
+        The padded batch; `batch` if it needs no padding.
+
+    Raises:
+        InputError: a key of the batch cannot be padded.
     """
     length = batch["input_ids"].shape[1]
     return lengthened(batch, length + -length % share.parts, f"cannot be cut into {share.parts} parts (cp × tp)")
 
 
 def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
-    """`batch` with its rows padded on the right to `to` positions. `refusal`: why a key that cannot be is refused."""
+    """Pad the rows of `batch` on the right.
+
+    Args:
+        to: the number of positions after padding.
+        refusal: the reason in the error message for a key that cannot be padded.
+
+    Returns:
+        The padded batch; `batch` if its rows have `to` positions.
+
+    Raises:
+        InputError: a key has another shape than input_ids, or cannot be padded.
+    """
     rows, length = batch["input_ids"].shape
     missing = to - length
     if not missing:
         return batch
     longer = dict(batch)
     if "attention_mask" not in batch and "real_tokens" not in batch:
+        # Without a mask, nothing else in the batch would mark the padding.
         longer["real_tokens"] = torch.ones_like(batch["input_ids"], dtype=torch.bool)
     for key, tensor in longer.items():
         if key == "position_ids":
@@ -124,9 +146,9 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
 
 
 def refuse_blocks(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
-    """Raise `InputError` for a model whose decoder keeps what cannot be cut for it.
+    """Raise `InputError` for a decoder that stores hidden states of all positions and builds its masks itself.
 
-    What is not known here is refused in the first forward.
+    Other inputs that cannot be split are refused in the first forward.
     """
     decoder: Any = decoder_of(model, anatomy)
     if layout.cp * layout.tp > 1 and _decoder_keeps(model, anatomy) and not takes_masks(decoder):
@@ -143,11 +165,16 @@ def _decoder_keeps(model: nn.Module, anatomy: Anatomy) -> bool:
 
 
 def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callable[[str], bool]) -> None:
-    """Let the decoder's blocks run on this rank's positions. Called by `parallelize`; no communication.
+    """Install hooks that make the decoder's blocks run on this rank's positions; `shard` calls it.
 
-    The first block gets whole rows and cuts them, or the decoder does if it keeps hidden states between blocks; all get
-    rotary tables for the positions that attention computes: those of a part of the row, or where the block's attention
-    `gathers` it over cp, of all of it.
+    The first block cuts full rows, or the decoder does if it stores hidden states between blocks. All blocks get rotary
+    tables for the positions that their attention computes: those of the tp group, or of the full row if it is gathered.
+
+    Args:
+        anatomy: the anatomy of the full model.
+        gathers: returns whether the attention of a block gathers full rows over cp.
+
+    Collectives: none.
     """
     share = _share(mesh)
     if share.parts == 1:
@@ -173,7 +200,7 @@ def _refuse_added(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
 
 
 def _enter_decoder(share: SequenceShare, decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A hook before a decoder: it gets embeddings of this rank's positions, masks and position ids of whole rows."""
+    """Give a decoder embeddings of this rank's positions and masks and position ids of full rows; a pre-hook."""
     given = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
     embeds, position_ids, masks = (given.get(key) for key in ("inputs_embeds", "position_ids", "attention_mask"))
     rows: torch.Tensor = given["input_ids"] if embeds is None else embeds
@@ -181,6 +208,7 @@ def _enter_decoder(share: SequenceShare, decoder: Any, args: Any, kwargs: dict[s
     if position_ids is None:
         position_ids = torch.arange(rows.shape[1], device=rows.device)[None]
     own = share.own(rows, 1)
+    # Only local positions are embedded. A clone, because a view would keep the full rows alive until backward.
     embeds = decoder.get_input_embeddings()(own) if embeds is None else own.clone()
     if not isinstance(masks, dict):
         like = embeds.new_empty(*rows.shape[:2], 0)
@@ -200,21 +228,24 @@ def _refuse_length(length: int, share: SequenceShare) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Entered:
-    """A block and what its arguments are called. `cuts`: it gets hidden states of whole rows, `attends_whole`: its
-    attention does.
-    """
+    """A decoder block, as its hook needs it."""
 
     share: SequenceShare
+    """This rank's part of the positions."""
     name: str
+    """Name of the block."""
     arguments: Sequence[str]
+    """Names of the arguments of its forward, in order."""
     cuts: bool
+    """True if it gets hidden states of full rows and cuts them."""
     attends_whole: bool
+    """True if its attention gathers full rows over cp."""
 
 
 def _enter_block(
     entered: _Entered, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook before a block: what it gets for whole rows becomes this rank's."""
+    """Cut the arguments of a block to the positions that it computes; a forward pre-hook."""
     share, names = entered.share, entered.arguments
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.get("past_key_values") is not None:
@@ -227,13 +258,17 @@ def _enter_block(
     _refuse_length(length, share)
     here = {key: _part(entered, key, value, length) for key, value in given.items()}
     if entered.cuts:
-        # A copy, not a view: the whole rows must not live until backward, nor see what a block does in place.
+        # A copy, not a view: the full rows must not live until backward, nor be changed by in-place code of a block.
         here["hidden_states"] = share.own(hidden, 1).clone()
     return tuple(here[key] for key in names[: len(args)]), {key: here[key] for key in kwargs}
 
 
 def _part(entered: _Entered, key: str, value: Any, length: int) -> Any:
-    """What a block gets of one of its arguments, which is for `length` positions."""
+    """Return the part of one argument that a block gets, out of `length` positions.
+
+    Raises:
+        InputError: a tensor that is not known to be per position or for full rows.
+    """
     share, whole = entered.share, entered.attends_whole
     if key in _OF_ATTENTION:
         # A tensor, or several in a tuple or dict (a table for each kind of layer).
@@ -251,12 +286,12 @@ def _part(entered: _Entered, key: str, value: Any, length: int) -> Any:
 
 
 def _joint(entered: _Entered) -> bool:
-    """Whether attention computes the same positions in every block."""
+    """Return whether the attention of a block computes the same positions as that of every other block."""
     return entered.share.cp == 1 or entered.attends_whole
 
 
 def _cut_positions(
     cut: Callable[[torch.Tensor, int], torch.Tensor], dim: int, length: int, x: torch.Tensor
 ) -> torch.Tensor:
-    # Tables may be shared by all positions.
+    # A table may be broadcast over the positions, with size 1.
     return cut(x, dim) if x.shape[dim] == length else x

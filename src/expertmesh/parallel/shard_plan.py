@@ -1,8 +1,8 @@
-"""The shard plan: all that is decided about a model in a layout, from the model on meta, before any weight is read.
+"""Make all decisions about a model in a layout, the shard plan, from the model on meta, before any weight is read.
 
-`plan_shards` decides and refuses; `fsdp.shard` carries a plan out and decides nothing. Whoever asks whether a model can
-be trained so (check, inspect, plan, train, verify, parallelize) asks here. Nothing communicates, and the model stays as
-it is: what has to be tried runs on its meta twin.
+`plan_shards` decides and refuses; `fsdp.shard` carries a plan out and decides nothing. All commands that need to know
+whether a model can be trained (check, inspect, plan, train, verify, parallelize) use this file. Nothing communicates,
+and the model does not change: trials run on its meta copy.
 """
 
 from collections import Counter
@@ -51,13 +51,18 @@ KeptInFp32 = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions:
-    """What a user says about sharding, beside the layout. `auto` is left in `moe` alone."""
+    """The user's settings for sharding, other than the layout."""
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """The section `precision`."""
     moe: MoeConfig = field(default_factory=MoeConfig)
+    """The section `moe`; the only one that may still contain `auto`."""
     activation_checkpointing: CheckpointingMode = "none"
+    """How much of a block is recomputed in backward."""
     checkpoint_layers: CheckpointedLayers = "all"
+    """The blocks that are recomputed."""
     compile: bool = False
+    """True to compile the dense parts of each block."""
 
     @classmethod
     def of(
@@ -68,47 +73,59 @@ class ShardOptions:
         checkpoint_layers: CheckpointedLayers,
         compile: bool,
     ) -> "ShardOptions":
-        """As the Python interface has them: True stands for "full", False for "none"."""
+        """Build options from the arguments of the Python interface, where True means "full" and False "none"."""
         mode = checkpointing_mode(activation_checkpointing)
         return cls(precision, moe or MoeConfig(), mode, checkpoint_layers, compile)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPlan:
-    """How one model is sharded in one layout. All names are of the whole model, of all pipeline stages.
-
-    `compute`: the backend of each experts module, `shared_beside` a shared expert that computes while its rows travel.
-    `frozen` are the routers that are not trained, `checkpointed` the blocks that are recomputed in backward, `compiled`
-    the parts that are compiled. `splits` are those parameters that ep or tp splits. `groups` are in the order of their
-    `fully_shard` calls, the root last. `cast_buffers` are modules whose buffers are in the compute dtype while they
-    run, `wide_routers` routers whose inputs are cast to fp32.
-    `packed` are the frozen parameters that stay in 8 or 4 bits.
-    """
+    """The sharding of one model in one layout. All names are those of the full model, with all pipeline stages."""
 
     layout: Layout
+    """The sizes of the mesh axes."""
     options: ShardOptions
+    """The user's settings."""
     anatomy: Anatomy
+    """The anatomy of the full model."""
     balance: "Balance"
+    """How the routing is balanced."""
     dispatch: str
+    """The dispatcher that `moe.dispatch` resolved to."""
     compute: Mapping[str, str]
+    """The compute backend of each experts module."""
     kernels: Kernels
+    """The kernels that `moe.kernels` resolved to."""
     shared_beside: Mapping[str, str]
+    """By experts module, the shared expert that computes during its dispatch."""
     frozen: tuple[str, ...]
+    """The routers that are not trained."""
     tensor: TensorPlan
+    """The work of tp."""
     context: ContextPlan
+    """The work of cp."""
     cut: Cut | None
+    """The pipeline stages; None if pp is 1."""
     splits: Mapping[str, Split]
+    """The split of each parameter that ep or tp splits."""
     groups: tuple[Group, ...]
+    """The FSDP2 groups in the order of their `fully_shard` calls, the root last."""
     cast_buffers: tuple[str, ...]
+    """The modules whose buffers are in the compute dtype while they run."""
     wide_routers: tuple[str, ...]
+    """The routers whose inputs are cast to fp32."""
     packed: "Mapping[str, PackedFormat]"
+    """The format of each frozen parameter that stays in 8 or 4 bits."""
     checkpointed: tuple[str, ...]
+    """The blocks that are recomputed in backward."""
     compiled: tuple[str, ...]
+    """The parts that are compiled."""
     twin: MetaTwin = field(repr=False)
+    """The meta copy of the full model."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """(of masters, of compute, of gradient reduction)."""
+        """The dtypes (of master parameters, of compute, of gradient reduction)."""
         precision = self.options.precision
         return getattr(torch, precision.params), getattr(torch, precision.compute), getattr(torch, precision.reduce)
 
@@ -119,7 +136,7 @@ class ShardPlan:
 
     @property
     def resolved(self) -> dict[str, str]:
-        """What moe.dispatch, moe.compute, moe.kernels and moe.router_dtype became, to be printed."""
+        """The resolved moe.dispatch, moe.compute, moe.kernels and moe.router_dtype, as printed."""
         backends = Counter(self.compute.values())
         dispatch = f"{self.dispatch} beside shared experts" if self.shared_beside else self.dispatch
         layers = ", ".join(f"{name} ({count} layers)" for name, count in backends.items())
@@ -144,10 +161,16 @@ class ShardPlan:
 
 
 def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept_in_fp32: KeptInFp32) -> ShardPlan:
-    """Decide how `model` (with its adapters; on meta or in memory) is sharded. Every rank comes to the same plan.
+    """Decide how `model` is sharded; every rank makes the same plan.
 
-    `kept_in_fp32` says by name which parameters the family computes with in fp32 whatever the compute dtype. Raises
-    `InputError`, naming the module or the key, for whatever cannot be trained exactly.
+    Args:
+        model: with its adapters, on meta or in memory.
+        kept_in_fp32: returns by name whether the family computes with a parameter in fp32 under any compute dtype.
+
+    Raises:
+        InputError: a setting or a model that cannot be trained exactly; names the module or the key.
+
+    Collectives: none.
     """
     anatomy, twin, precision = describe(model), MetaTwin(model), options.precision
     compute = getattr(torch, precision.compute)
@@ -163,6 +186,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     if options.compile:
         refuse_compile(model, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
+    # Under selective checkpointing a block's second run has the routed experts' result but not the shared expert's.
     overlaps = not options.compile and options.activation_checkpointing != "selective"
     gathered = [module for group in groups for module in group.modules]
     shared = shared_beside_rows(twin, anatomy, layout, options.moe, gathered) if overlaps else {}
@@ -199,7 +223,11 @@ def plan_axes(
     kept_in_fp32: KeptInFp32,
     frozen: Sequence[str] = (),
 ) -> tuple[TensorPlan, ContextPlan, Cut | None]:
-    """What tp and cp split, and where pp cuts. Raises `InputError` for tp, cp or pp that the model cannot have."""
+    """Plan tp, cp and pp.
+
+    Raises:
+        InputError: the model does not support tp, cp or pp of this size.
+    """
     refuse_axes(model, anatomy, layout)
     context = context_plan(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
@@ -207,10 +235,17 @@ def plan_axes(
 
 
 def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> ExpertTraffic | None:
-    """What `ep: auto` weighs for `model` (with its adapters; on meta or in memory) and micro-batches of `tokens`.
+    """Estimate the traffic of the first experts layer, from which `ep: auto` is chosen.
 
-    By its first layer of experts; None where the model does not say how many experts a token is sent to. `InputError`
-    for experts that `precision.frozen` cannot keep packed.
+    Args:
+        model: with its adapters, on meta or in memory.
+        tokens: the number of tokens in a micro-batch.
+
+    Returns:
+        The traffic; None if the model does not declare how many experts a token is sent to.
+
+    Raises:
+        InputError: experts that `precision.frozen` cannot keep packed.
     """
     anatomy, precision = describe(model), options.precision
     spec, formats = anatomy.experts[0], packed_formats(model, anatomy, precision.frozen)
@@ -223,6 +258,7 @@ def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> Expe
         if is_inside(name, spec.name):
             parameter, kind = model.get_parameter(name), formats.get(name)
             elements = parameter.numel() // spec.num_experts
+            # Gathered in forward and again in backward; gradients are reduced once.
             expert += 2 * (elements * compute if kind is None else kind.bytes)
             expert += elements * reduce if parameter.requires_grad else 0
 
@@ -233,16 +269,17 @@ def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> Expe
             dims, dispatch = plan_expert_dims(model, anatomy, layout), choose_dispatch(moe, layout)
         except InputError:
             return False
-        # What the user has asked for needs rows that are sent, some of it a kernel.
+        # A dispatcher that the user has set needs ep > 1, and DeepEP has kernels for some numbers of ranks alone.
         asked = (layout.ep > 1 or moe.dispatch == "auto") and (dispatch != "deepep" or layout.ep in deepep.RANKS)
         return asked and all(dims.get(name, 0) == 0 for name in formats)
 
+    # Forward and backward send each row twice; full recomputation repeats the dispatch.
     trips = 5 if options.activation_checkpointing == "full" else 4
     return ExpertTraffic(router, expert, spec.hidden_size * compute, tokens, trips, can_have)
 
 
 def top_k_router(model: nn.Module, spec: ExpertsSpec) -> TopKRouter | None:
-    """How many experts a token takes, and of how many groups; None where the model does not say."""
+    """Return how many experts a token is sent to, and from how many groups; None if the model does not declare it."""
     text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
     limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups

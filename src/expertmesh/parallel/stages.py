@@ -1,8 +1,9 @@
-"""Which blocks are on which pipeline stage: consecutive ones, so that the slowest stage has as little work as possible.
+"""Assign consecutive blocks to pipeline stages, so that the slowest stage has as little work as possible.
 
-A stage's work is counted in multiplications per token: the parameters that a token meets, so of routed experts the
-share that it chooses; the head counts, looking up an embedding does not. The number of blocks need not be a multiple of
-the number of stages. Stage s is on pp rank s mod pp. Plain arithmetic on a model that may be on meta.
+The work of a stage is the number of multiplications per token: the parameters that a token uses. Routed experts count
+by the fraction that a token is sent to; the head counts, an embedding look-up does not. The number of blocks need not
+be a multiple of the number of stages. Stage s is on pp rank s mod pp. This file does plain arithmetic on a model that
+may be on meta; it never communicates.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +20,14 @@ from expertmesh.distributed.layout import Layout
 def plan_stages(
     model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], layout: Layout, joined: Mapping[int, str]
 ) -> tuple[range, ...]:
-    """The numbers of each stage's blocks; those that are `joined` are on the stage of the block before, for a reason.
-    Raises `InputError` if there are fewer blocks, or fewer places to cut, than stages.
+    """Return the block numbers of each stage.
+
+    Args:
+        blocks: names of the decoder's blocks, in order.
+        joined: blocks that must be on the stage of the block before them, by number, and the reason.
+
+    Raises:
+        InputError: there are fewer blocks, or fewer places to cut, than stages.
     """
     stages = layout.pp * layout.pp_virtual_stages
     refuse_few_blocks(len(blocks), layout)
@@ -49,8 +56,14 @@ def refuse_few_blocks(blocks: int, layout: Layout) -> None:
 
 
 def balanced(work: Sequence[float], stages: int, joined: Collection[int] = ()) -> tuple[range, ...]:
-    """Cut `work` into so many consecutive parts, none empty and none beginning with one that is `joined`, whose largest
-    sum is as small as can be; of such cuts one whose parts are the most equal. There have to be that many places.
+    """Cut `work` into `stages` consecutive parts so that the largest sum is minimal.
+
+    No part is empty and none begins with an entry that is `joined`. Among the cuts with the smallest largest sum, the
+    sum of squares is minimal, so the parts are as equal as possible. The caller ensures that there are enough places
+    to cut.
+
+    Returns:
+        The range of indices of each part.
     """
 
     @cache
@@ -65,6 +78,7 @@ def balanced(work: Sequence[float], stages: int, joined: Collection[int] = ()) -
             own = sum(work[first:stop])
             largest, squares, stops = best(stop, left - 1)
             found.append((max(own, largest), squares + own**2, (stop, *stops)))
+        # Tuples compare by the largest sum first, then by the sum of squares.
         return min(found)
 
     stops = best(0, stages)[2]
@@ -72,6 +86,8 @@ def balanced(work: Sequence[float], stages: int, joined: Collection[int] = ()) -
 
 
 def _work(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str]) -> list[float]:
+    """Count the multiplications per token of each block; the last one includes the head."""
+    # A token meets top_k of num_experts experts.
     chosen = {
         f"{spec.name}.{name}": (spec.top_k or 1) / spec.num_experts
         for spec in anatomy.experts
@@ -81,6 +97,7 @@ def _work(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str]) -> list[flo
     for block in blocks:
         parameters = model.get_submodule(block).named_parameters(prefix=block)
         work.append(sum(parameter.numel() * chosen.get(name, 1.0) for name, parameter in parameters))
+    # The embedding is a look-up without multiplications; the head multiplies with all of its weights.
     head = model.get_output_embeddings()  # type: ignore[operator]
     work[-1] += 0 if head is None else sum(parameter.numel() for parameter in head.parameters())
     return work

@@ -1,14 +1,13 @@
-"""Layers that compute with more positions than the rank holds: what tp splits, and under cp what needs whole rows.
+"""Run layers that compute with more positions than the rank holds: parts split by tp, and parts of full rows under cp.
 
-Class mixins in front of the modules, and hooks around a part, carry out a `TensorPlan` and a `ContextPlan`. Activations
-are plain tensors. A part gathers its group's positions, over tp and then over cp as the plans say; its own code runs
-with fewer heads or features; what it gives is summed over the group, and each rank gets its own positions of it: behind
-the last layer where tp splits that, behind the whole part where cp alone does. tp has the parameters split (fsdp.py);
-cp cuts whole ones while the part runs. A part that is not split is computed whole by each rank, which keeps its own
-positions.
+Class mixins on the modules, and hooks around a part, carry out a `TensorPlan` and a `ContextPlan`; activations are
+plain tensors. A part gathers the positions of its group, over tp and then over cp. Its code runs with fewer heads or
+features. Its output is reduce-scattered over the group, after the last layer if tp splits that, after the full part if
+cp alone splits it. fsdp.py has split the parameters of tp before; cp cuts full ones while the part runs. Each rank
+computes an unsplit part in full and keeps its local positions.
 
-So what the part gives is a sum over the group of what each rank computes, every gradient in it is a partial sum as
-well, and FSDP2 completes those of whole parameters over fsdp·cp·tp and those of tp's over fsdp·cp.
+The output is a sum over the group, so every gradient in the part is a partial sum too. FSDP2 completes those of
+unsplit parameters over fsdp·cp·tp and those of parameters that tp splits over fsdp·cp.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,36 +33,47 @@ from expertmesh.state.sharded_model import attach_to_module, module_state
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """What one axis does with a part."""
+    """One mesh axis over which a part gathers."""
 
     part: TensorPart
+    """The plan of the part on this axis."""
     group: dist.ProcessGroup
+    """The ranks of the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """What a mixin knows of its module: the axes that gather for its part, tp before cp; and what cp cuts of it while
-    it runs: tensors, also of the convolutions in it, whose weights are read past their forwards, and counts of heads.
-    `by_samples`: inside of the part, rows are packed samples, of which no rank has its own positions.
-    """
+    """The data that a mixin needs about its module."""
 
     axes: tuple[_Axis, ...]
+    """The axes over which the part gathers, tp before cp."""
     leaf: str = ""
+    """Name of the module in the part; "" is the part."""
     shares: Mapping[str, Share] = field(default_factory=dict)
+    """The tensors that cp cuts while the module runs, by name.
+
+    Those of a convolution belong to the module around it, as its weights are read without calling its forward.
+    """
     counts: tuple[str, ...] = ()
+    """Attributes with a number of heads, which cp divides while the module runs."""
     by_samples: bool = False
+    """True if rows inside of the part are packed samples, so that the part cannot scatter positions inside."""
 
     @property
     def sums_inside(self) -> bool:
-        """Whether the part's last layer sums over the group, and leaves the rank its own positions: where tp splits it
-        and its rows are whole.
-        """
+        """True if the last layer of the part reduce-scatters over the group: tp splits it and rows are not packed."""
         return not self.by_samples and any(axis.part.is_split and not axis.part.shares for axis in self.axes)
 
 
 def split_parts(model: nn.Module, tensor: Sequence[TensorPart], context: Sequence[TensorPart], mesh: Mesh) -> None:
-    """Let the parts that tp splits, and those that need whole rows under cp, run so. Called by `shard`; no
-    communication.
+    """Install the mixins and hooks of the parts that tp splits and of those that need full rows under cp.
+
+    Args:
+        tensor: the parts of tp in this rank's blocks.
+        context: the parts of cp in this rank's blocks.
+
+    Collectives: every rank calls it, from `shard`; none here. Each forward of a part gathers and reduce-scatters over
+    the tp and cp groups, and backward does the reverse.
     """
     axes: dict[str, list[_Axis]] = {}
     for name, parts in (("tp", tensor), ("cp", context)):
@@ -78,6 +88,7 @@ def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
     owned: dict[str, dict[str, Share]] = {"": {}}
     for name, share in (each for axis in axes for each in axis.part.shares.items()):
         owner, _, leaf = name.rpartition(".")
+        # Kernels read the weights of a convolution without calling it, so its mixin would never run.
         is_called = bool(owner) and not isinstance(module.get_submodule(owner), nn.Conv1d)
         owned.setdefault(owner if is_called else "", {})[leaf if is_called else name] = share
     counted = [(name, *name.rpartition(".")) for axis in axes for name in axis.part.counts]
@@ -88,6 +99,7 @@ def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
     kinds = [(leaf, kind) for leaf, kind in kinds if not isinstance(module.get_submodule(leaf), nn.Conv1d)]
     kinds += [(leaf, _AllHeads) for leaf in dict.fromkeys(leaf for part in split for leaf in part.norms)]
     kinds += [(leaf, _Rows) for leaf in sorted({str(part.rows) for part in split})]
+    # The mixins of linear layers cut their tensors themselves.
     kinds += [(owner, _Cut) for owner in owned if owner and owner not in dict(kinds)]
     kinds.append(("", _Gathering))
     for name, kind in kinds:
@@ -98,7 +110,8 @@ def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
 
 
 def _unpacked(module: nn.Module, axis: _Axis) -> _Axis:
-    """Weights that stay packed are not cut while they are used: cp computes the part whole then."""
+    """Return `axis`, with the part unsplit if its weights stay packed."""
+    # A packed tensor cannot be cut by heads while it is used.
     if not any(isinstance(module.get_parameter(name), PackedTensor) for name in axis.part.shares if _has(module, name)):
         return axis
     return replace(axis, part=TensorPart(axis.part.name, True, why_whole="its weights stay packed"))
@@ -121,7 +134,7 @@ def _running(module: nn.Module) -> _Running:
 
 
 class _Gathering(nn.Module):
-    """In front of an attention or MLP: gives it all positions of the group, and its own positions back."""
+    """Mixin for an attention or MLP: gathers the positions of the group, and returns the local ones of the output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         running = _running(self)
@@ -135,7 +148,7 @@ class _Gathering(nn.Module):
 
 
 class _Columns(nn.Module):
-    """In front of a linear layer whose outputs are split, adapted or not."""
+    """Mixin for a linear layer whose outputs are split, with adapters or without."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         running = _running(self)
@@ -147,7 +160,7 @@ class _Columns(nn.Module):
 
 
 class _Cut(nn.Module):
-    """In front of a module of which cp cuts parameters, other than a linear layer."""
+    """Mixin for a module, other than a linear layer, of which cp cuts parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with _cut(self):
@@ -155,10 +168,11 @@ class _Cut(nn.Module):
 
 
 class _AllHeads(nn.Module):
-    """In front of a norm over all heads, of which the rank has some. It is computed by each rank of the group."""
+    """Mixin for a norm over all heads, of which the rank has some: gathers them and computes the full norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         axes = [axis for axis in _running(self).axes if axis.part.is_split]
+        # Features are cut by tp and then by cp, so cp is gathered first.
         for axis in reversed(axes):
             x = gather(x, x.dim() - 1, axis.group)
         normed: torch.Tensor = super().forward(x)
@@ -168,7 +182,7 @@ class _AllHeads(nn.Module):
 
 
 class _Rows(nn.Module):
-    """In front of a linear layer whose inputs are split, adapted or not. Its bias is added to the sum, once."""
+    """Mixin for a linear layer whose inputs are split, with adapters or without; its bias is added to the sum once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         running = _running(self)
@@ -181,29 +195,32 @@ class _Rows(nn.Module):
             number = number * axis.group.size() + axis.group.rank()
         adapters = adapter_state_of(self)
         if adapters is not None and adapters.dropout > 0.0:
-            # The mask depends on the column, so it has to know which ones these are.
+            # The dropout mask depends on the column number in the unsplit layer.
             attach_to_module(self, first_column=number * x.shape[-1])
         out: torch.Tensor
         bias = module_state(self).row_bias
         if not running.sums_inside:
             bias = self._parameters["bias"] if bias is None else bias
-            # Zeros of it on the others: FSDP2 reduces what has a gradient, and a rank without one would wait for them.
+            # Other ranks add 0 * bias: FSDP2 reduces parameters that have a gradient, and all ranks must reduce it.
             once = bias if number == 0 or bias is None else 0 * bias
             with exchanged(self._parameters, {"bias": once}), _cut(self):
                 out = super().forward(x)
             return out
         with _cut(self):
             out = super().forward(x)
+        # In the reverse order of the gathers: cp first, then tp.
         for axis in reversed(axes):
             out = (reduce_scatter if axis.part.is_split else own_part)(out, out.dim() - 2, axis.group)
         return out if bias is None else out + bias
 
 
 def _place_around(module: nn.Module) -> None:
-    """While a part computes, split parameters are this rank's plain tensors, with gradients to the DTensors; a last
-    layer that sums inside has no bias; and what is the part's own is cut. By hooks around the part, as torch.compile
-    traces what is inside.
+    """Add hooks that put this rank's plain tensors in place of the split parameters while a part computes.
+
+    Gradients flow to the DTensors. A last layer that sums inside has no bias meanwhile, and the tensors that the part
+    itself holds are cut.
     """
+    # Hooks around the part, because torch.compile traces the code inside.
     placed = ExitStack()
     module.register_forward_pre_hook(partial(_place, placed), with_kwargs=True)
     module.register_forward_hook(partial(_put_back, placed), always_call=True)
@@ -221,6 +238,7 @@ def _place(placed: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: 
         last = module.get_submodule(str(part.rows))
         attach_to_module(last, row_bias=last._parameters["bias"])
         placed.callback(attach_to_module, last, row_bias=None)
+        # Each rank would add the bias to its partial sum; _Rows adds it once, after the reduce-scatter.
         placed.enter_context(exchanged(last._parameters, {"bias": None}))
     placed.enter_context(_cut(module))
 
@@ -230,14 +248,14 @@ def _put_back(placed: ExitStack, module: nn.Module, args: Any, output: Any) -> N
 
 
 def _cut(module: nn.Module) -> AbstractContextManager[None]:
-    """While it computes, a module has of its tensors what cp leaves this rank, and counts its own heads."""
+    """Cut the tensors and head counts of a module to this rank's share of cp while the context is open."""
     running = _running(module)
     return _with_shares(module, running) if running.shares or running.counts else nullcontext()
 
 
 @contextmanager
 def _with_shares(module: nn.Module, running: _Running) -> Iterator[None]:
-    group = running.axes[-1].group
+    group = running.axes[-1].group  # only cp cuts tensors in forward, and it is the last axis
     with ExitStack() as stack:
         for name, share in running.shares.items():
             owner, _, leaf = name.rpartition(".")
@@ -252,7 +270,10 @@ def _with_shares(module: nn.Module, running: _Running) -> Iterator[None]:
 
 @contextmanager
 def _numbered(module: nn.Module, shape: torch.Size, axes: Sequence[_Axis]) -> Iterator[None]:
-    """While a part computes with all positions, adapters' dropout has their numbers: gathered where there is any."""
+    """Give adapters the numbers of all gathered positions, for their dropout, while the context is open.
+
+    Collectives: with dropout, one gather over each axis; every rank of the group calls it.
+    """
     state = adapter_state(module)
     own = None if state is None or state.dropout == 0.0 else state.number_T
     if state is None or own is None or own.numel() != shape.numel():
@@ -269,7 +290,12 @@ def _numbered(module: nn.Module, shape: torch.Size, axes: Sequence[_Axis]) -> It
 
 
 def _all_positions(value: Any, own: torch.Size, axes: Sequence[_Axis]) -> Any:
-    """Hidden states, of shape `own` or with other features, of all positions of the group; whatever else as it is."""
+    """Gather hidden states over `axes`; return any other value unchanged.
+
+    Args:
+        value: a tensor is gathered if it is floating point and its shape equals `own` but for the features.
+        own: shape `[B, positions, H]` of the local hidden states.
+    """
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == own[:-1]:
         for axis in axes:
             value = gather(value, value.dim() - 2, axis.group)
@@ -277,9 +303,12 @@ def _all_positions(value: Any, own: torch.Size, axes: Sequence[_Axis]) -> Any:
 
 
 def _own_positions(output: Any, whole: torch.Size, axes: Sequence[_Axis]) -> Any:
-    """Of what a part returns: one tensor or several, each with positions on dim 1; summed where ranks share heads.
+    """Return the local positions of the output of a part, summed over the axes that split it.
 
-    Indices are for the attention of the next block, which computes the same positions.
+    Args:
+        output: one tensor `[B, positions, X]` or a tuple. Integer tensors are indices for the attention of the next
+            block, which computes the same positions, so they are not cut.
+        whole: (B, positions) of the gathered rows; tensors of another shape are returned unchanged.
     """
     if isinstance(output, tuple):
         return tuple(_own_positions(value, whole, axes) for value in output)

@@ -1,11 +1,11 @@
-"""What tensor parallelism does with each part of a model's blocks: decided on meta, before any weight is read.
+"""Plan tensor parallelism for each part of a model's blocks; on meta, before any weight is read.
 
-Follows the family's own transformers plan (`model.tp_plan`); where that says nothing about an attention, its structure:
-linear layers of whole heads before and behind it. A part that is split gathers the positions of its tp group, computes
-with its share of heads or features, and its last layer sums over the group while it gives each rank its own positions
-back. What cannot be split runs unsplit: an MLP on the rank's own positions, a layer that mixes positions on all of the
-group's, on every rank of it, which is repeated work and said in the plan. Experts are never split: ep takes those
-ranks. Nothing here communicates.
+The plan follows transformers' plan of the family (`model.tp_plan`). If that has no entry for an attention, its
+structure decides: linear layers of complete heads before and after it. A split part gathers the positions of its tp
+group, computes with its share of heads or features, and its last layer reduce-scatters over the group. An MLP that
+cannot be split runs on the local positions. A layer that mixes positions and cannot be split runs on all positions of
+the group, on every rank; this repeats work, and the plan prints it. Experts are never split: ep uses those ranks.
+Nothing here communicates.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from expertmesh.introspection.source_code import counts_heads
 from expertmesh.introspection.state_heads import Share
 from expertmesh.state.sharded_model import sharded
 
-# A module of a block whose forward takes one of these lets positions see each other.
+# A module of a block whose forward takes one of these arguments mixes positions.
 _MIXES_POSITIONS = {
     "attention_mask",
     "cache_params",
@@ -40,9 +40,9 @@ _COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _ROWS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _CUT_INPUT = {"rowwise_split_input", "rowwise_rep"}
-# Parameters that stay whole. Their gradients are partial sums, as all gradients are: nothing to do.
+# Parameters that are not split. Their gradients are partial sums, like all others, so they need no extra reduction.
 _UNSPLIT = {"local_params", "mla_kv_a_proj", "replicate", "replicated_with_grad_allreduce"}
-# Attention by structure, for families whose plan leaves it out.
+# Names of layers in attention, for families whose plan has no entry for it.
 _HEADS_ONLY = {"q_proj", "k_proj", "v_proj", "gate_proj", "q_b_proj", "kv_b_proj"}
 _SHARED_BY_HEADS = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 _LAST = ("o_proj", "out_proj")
@@ -50,36 +50,42 @@ _LAST = ("o_proj", "out_proj")
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """One module that gathers positions: what its ranks split, or why they all compute the whole of it.
-
-    Names are relative to the module. `columns` are linear layers whose outputs are split, those of `gathered` put
-    together again; `rows` the last one, whose inputs are split (`cuts_input`: out of whole ones); `bare` parameters of
-    the module itself with one entry per head, `norms` those that normalise all heads of queries or of keys together.
-    `shares` and `counts` are of cp (introspection/state_heads.py): what is cut while the module runs.
-    """
+    """One module that gathers positions, with the layers that its ranks split; other names are relative to it."""
 
     name: str
+    """Name of the module in the model."""
     mixes_positions: bool
+    """True for attention and other layers that mix positions, False for an MLP."""
     columns: tuple[str, ...] = ()
+    """Linear layers whose outputs are split."""
     gathered: tuple[str, ...] = ()
+    """The `columns` whose outputs are gathered again."""
     rows: str | None = None
+    """The last linear layer, whose inputs are split; None if the part is unsplit."""
     cuts_input: bool = False
+    """True if `rows` gets full inputs and cuts the local ones."""
     bare: tuple[str, ...] = ()
+    """Parameters of the module with one entry per head."""
     norms: tuple[str, ...] = ()
+    """Norms over all heads of queries or of keys together."""
     why_whole: str = ""
+    """The reason why every rank computes the full module, for the printed plan."""
     shares: Mapping[str, Share] = field(default_factory=dict)
+    """Under cp, the tensors that are cut while the module runs (introspection/state_heads.py)."""
     counts: tuple[str, ...] = ()
+    """Under cp, the attributes with a number of heads, divided while the module runs."""
 
     @property
     def is_split(self) -> bool:
+        """True if the ranks share its heads or features."""
         return self.rows is not None
 
     def parameter_dims(self, module: nn.Module) -> dict[str, int]:
-        """Which parameters of the module tp splits, adapters' among them, and on which dim."""
+        """Return the dim that is split, by parameter of the module, adapters included."""
         dims = dict.fromkeys(self.bare, 0)
         for name in (*self.columns, self.rows or ""):
             linear = module.get_submodule(name)
-            # B gives what the layer's outputs are, A takes what its inputs are.
+            # Adapter B produces the layer's outputs and A consumes its inputs, so each is split like that side.
             split, dim = (("weight", "lora_A"), 1) if name == self.rows else (("weight", "bias", "lora_B"), 0)
             dims |= {f"{name}.{leaf}": dim for leaf in split if linear._parameters.get(leaf) is not None}
         return dims
@@ -87,20 +93,23 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """`parts` in module order. `kept` are modules that transformers' plan splits and this one does not, and why."""
+    """The work of tp in a model."""
 
     tp: int
+    """The size of the tp axis."""
     parts: tuple[TensorPart, ...]
+    """The parts that gather positions, in module order."""
     kept: tuple[tuple[str, str], ...]
+    """(name, reason) of the modules that transformers' plan splits and this plan does not."""
 
     def within(self, blocks: Sequence[str]) -> "TensorPlan":
-        """What of it happens in `blocks` (those of a pipeline stage)."""
+        """Return the plan with the parts in `blocks` alone, those of this rank's pipeline stages."""
         return replace(
             self, parts=tuple(part for part in self.parts if any(is_inside(part.name, block) for block in blocks))
         )
 
     def lines(self) -> Iterator[str]:
-        """What to print before training, alike parts of different blocks as one."""
+        """Yield the lines to print before training; equal parts of different blocks share a line."""
         if self.tp == 1:
             return
         texts = [said_of(part) for part in self.parts]
@@ -111,13 +120,17 @@ class TensorPlan:
 
 
 def attached_plan(model: nn.Module) -> TensorPlan:
-    """What `shard` has done with `model`; nothing where tp is 1."""
+    """Return the plan that `shard` carried out on `model`; it is empty if tp is 1."""
     plan: TensorPlan | None = sharded(model).tensor_plan
     return plan or TensorPlan(1, (), ())
 
 
 def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Callable[[str], bool]) -> TensorPlan:
-    """What `tp` ranks do with `model`. Raises `InputError`, naming the module, where heads do not fit the ranks."""
+    """Plan how `tp` ranks share `model`.
+
+    Raises:
+        InputError: tp does not divide the heads, or the model has no module that can be split safely; names the module.
+    """
     if tp == 1:
         return TensorPlan(1, (), ())
     family = str(model.config.model_type)  # type: ignore[union-attr]
@@ -163,7 +176,7 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
 
 
 def part_by_heads(model: nn.Module, anatomy: Anatomy, name: str, ranks: int) -> TensorPart:
-    """How `ranks` share an attention by heads, or why they do not."""
+    """Plan how `ranks` share an attention by heads; an unsplit part carries the reason."""
     module, styles = model.get_submodule(name), _styles(model, anatomy, decoder_blocks(anatomy))
     part = _mixer_part(module, name, _below(styles, name), ranks, {})
     if part.is_split and part.gathered:
@@ -175,7 +188,7 @@ def part_by_heads(model: nn.Module, anatomy: Anatomy, name: str, ranks: int) -> 
 
 
 def shared_by_heads(model: nn.Module, plan: TensorPlan) -> set[str]:
-    """The norms in split attention that each rank of a group computes whole: of latents, or of all heads together."""
+    """Return the norms in split attention that each rank computes in full: of latents, or of all heads together."""
     return {
         f"{part.name}.{leaf}"
         for part in plan.parts
@@ -186,7 +199,7 @@ def shared_by_heads(model: nn.Module, plan: TensorPlan) -> set[str]:
 
 
 def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, str]:
-    """The family's style for each module or parameter of the decoder's blocks, experts and routers left out."""
+    """Return the style in the family's plan for each module or parameter of the blocks, without experts and routers."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
     outside = [*(spec.name for spec in anatomy.experts), *anatomy.routers]
@@ -202,7 +215,7 @@ def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, 
 
 
 def mixers(model: nn.Module, block: str) -> list[str]:
-    """The outermost modules of a block that let positions see each other."""
+    """Return the outermost modules of a block that mix positions."""
     found: list[str] = []
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         inside = name != block and not any(is_inside(name, other) for other in found)
@@ -212,7 +225,8 @@ def mixers(model: nn.Module, block: str) -> list[str]:
 
 
 def _refuse_hidden_mixing(model: nn.Module, block: str, mixing: list[str], tp: int) -> None:
-    """A convolution over positions elsewhere would see this rank's alone."""
+    """Raise `InputError` for a convolution outside of the modules that are known to mix positions."""
+    # It would see this rank's positions alone.
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         if isinstance(module, nn.Conv1d) and not any(name == mixer or is_inside(name, mixer) for mixer in mixing):
             raise InputError(
@@ -225,13 +239,18 @@ def _refuse_hidden_mixing(model: nn.Module, block: str, mixing: list[str], tp: i
 def _mixer_part(
     module: nn.Module, name: str, own: dict[str, str], tp: int, confirmed: dict[Any, str | None]
 ) -> TensorPart:
-    """`confirmed`: what was found out about attention of the same kind, and why it is not split, if it is not."""
+    """Plan a module that mixes positions, by the family's plan or by its structure.
+
+    Args:
+        own: the styles of its submodules and parameters, by name relative to it.
+        confirmed: cache of proof results per kind of attention: the reason for refusing to split it, or None.
+    """
     if any(_named(own)):
         part = _part(module, name, own, mixes_positions=True)
         if part.is_split and (_HEADS_ONLY & module._modules.keys()) - {*part.columns}:
             return _proven_by_structure(module, name, tp, confirmed)  # the plan is for another configuration
         if part.gathered and (norms := _norms_of_all_heads(part, module)):
-            # The plan gathers for these norms; they alone need all heads.
+            # The family's plan gathers for the sake of these norms; the remaining code needs no other head.
             by_heads = replace(part, gathered=(), cuts_input=False, norms=norms)
             part = by_heads if _why_not_split(by_heads, module, tp, confirmed) is None else part
         return part
@@ -246,7 +265,7 @@ def _proven_by_structure(module: nn.Module, name: str, tp: int, confirmed: dict[
 
 
 def _why_not_split(part: TensorPart, module: nn.Module, tp: int, confirmed: dict[Any, str | None]) -> str | None:
-    """As heads_proof.py found out, once for each kind of attention."""
+    """Return the reason not to split an attention, from heads_proof.py, or None; one proof for each kind."""
     kind = (type(module), tuple((leaf, parameter.shape) for leaf, parameter in module.named_parameters()))
     if kind not in confirmed:
         heads, dims = dict(_heads(part, module)), part.parameter_dims(module)
@@ -258,12 +277,12 @@ def _why_not_split(part: TensorPart, module: nn.Module, tp: int, confirmed: dict
 
 
 def _named(styles: Mapping[str, str]) -> Iterator[str]:
-    """What the plan splits."""
+    """Return the names that the family's plan splits."""
     return (name for name, style in styles.items() if style in _COLUMNS | _ROWS)
 
 
 def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions: bool) -> TensorPart:
-    """By the family's plan, which has to be one that is understood: whole otherwise."""
+    """Plan a part by the family's plan; the part is unsplit if its styles are not understood."""
 
     def whole(why: str) -> TensorPart:
         return TensorPart(name, mixes_positions, why_whole=why)
@@ -289,7 +308,10 @@ def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions:
 
 
 def _by_structure(module: nn.Module, name: str) -> TensorPart:
-    """Split by heads what has linear layers of whole heads before and behind, and nothing beside that sees them all."""
+    """Plan a split by heads from the structure of an attention.
+
+    It needs linear layers of complete heads before and after it, and no other layer that may see all heads.
+    """
 
     def whole(why: str) -> TensorPart:
         return TensorPart(name, True, why_whole=f"transformers' plan leaves it out, and {why}")
@@ -305,6 +327,7 @@ def _by_structure(module: nn.Module, name: str) -> TensorPart:
         return whole("not all of its layers are linear")
     head_dim = getattr(module, "head_dim", None)
     for leaf, child in children.items():
+        # A norm over a single head works with any number of heads.
         norm = standard and all(tuple(p.shape) == (head_dim,) for p in child.parameters())
         if leaf not in (*columns, *rows) and not norm and not (latent and leaf in _SHARED_BY_HEADS):
             return whole(f"{leaf} may see all heads")
@@ -320,7 +343,7 @@ def _by_structure(module: nn.Module, name: str) -> TensorPart:
 
 
 def _norms_of_all_heads(part: TensorPart, module: nn.Module) -> tuple[str, ...]:
-    """The norms of queries and keys, where nothing else sees more than one head."""
+    """Return the norms over all heads of queries and keys; none if other code may see more than one head."""
     children = {leaf: child for leaf, child in module.named_children() if any(True for _ in child.parameters())}
     norms = tuple(leaf for leaf in children if leaf not in (*part.columns, part.rows))
     widths: dict[str, Any] = {f"{leaf[0]}_norm": module.get_submodule(leaf).out_features for leaf in part.columns}
@@ -330,9 +353,10 @@ def _norms_of_all_heads(part: TensorPart, module: nn.Module) -> tuple[str, ...]:
 
 
 def _refuse_heads(part: TensorPart, module: nn.Module, family: str, tp: int) -> None:
-    """Raise `InputError` unless each rank gets whole heads, of queries and of keys and values."""
+    """Raise `InputError` unless each rank gets complete heads of queries, keys and values."""
     if uneven := _uneven_heads(part, module, tp):
         leaf, heads = uneven
+        # Each layer that is split must have a multiple of tp heads.
         common = math.gcd(*(count for _, count in _heads(part, module)))
         choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise InputError(
@@ -347,7 +371,7 @@ def _uneven_heads(part: TensorPart, module: nn.Module, ranks: int) -> tuple[str,
 
 
 def _heads(part: TensorPart, module: Any) -> Iterator[tuple[str, int]]:
-    """How many heads there are in each layer that is split: its features over those of a head, where that is known."""
+    """Yield (layer, number of heads) for each split layer; the number of features if the size of a head is unknown."""
     head_dim = getattr(module, "head_dim", None) or getattr(module, "qk_head_dim", None)
     value_dim = getattr(module, "v_head_dim", None) or head_dim
     features = {leaf: module.get_submodule(leaf).out_features for leaf in part.columns}
@@ -373,7 +397,7 @@ def _unsplittable(part: TensorPart, module: nn.Module, tp: int, kept_in_fp32: Ca
 
 
 def _below(styles: dict[str, str], name: str) -> dict[str, str]:
-    """The styles of what is in a module, and of the module itself as ""."""
+    """Return the styles inside a module by relative name; "" is the module."""
     return {
         (leaf[len(name) + 1 :] if leaf != name else ""): style
         for leaf, style in styles.items()
@@ -382,7 +406,7 @@ def _below(styles: dict[str, str], name: str) -> dict[str, str]:
 
 
 def said_of(part: TensorPart) -> str:
-    """A part as the printed plan has it."""
+    """Return the text of a part for the printed plan."""
     short = _short(part.name)
     if not part.is_split:
         return f"{short} whole on each rank of the group, which repeats its work: {part.why_whole}"
@@ -395,5 +419,5 @@ def said_of(part: TensorPart) -> str:
 
 
 def _short(name: str) -> str:
-    """Without the block: what is alike in all of them."""
+    """Return a name without its block, so that the text is equal for all blocks."""
     return re.sub(r"^.*\.\d+\.", "", name)

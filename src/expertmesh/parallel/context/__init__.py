@@ -1,1 +1,1 @@
-"""cp: ranks share rows. plan.py decides how each layer sees whole rows; exchange.py trades positions for heads."""
+"""Context parallelism: ranks share rows. plan.py decides how each layer sees full rows; exchange.py runs Ulysses."""

@@ -1,15 +1,14 @@
-"""cp: each rank holds a part of every row, and attention sees whole rows with a part of the heads (Ulysses).
+"""Run attention under cp (Ulysses): a rank holds a part of every row and attends to full rows with a part of the heads.
 
-Between attention layers a rank computes with its own positions. Around each attention one all-to-all trades positions
-for heads: a rank gets whole rows of its share of the query heads (with the key and value heads that belong to them),
-runs the backend that the model was built with on them, and trades the result back. Masks, causality, sliding windows
-and packing are therefore the backend's own, exact for every one of them; and every rank has the same work.
+Between attention layers a rank computes with its local positions. Before each attention one all-to-all exchanges
+positions for heads: a rank gets full rows of its share of the query heads, with their key and value heads. It runs the
+backend that the model was built with, and a second all-to-all exchanges the result back. So the backend handles masks,
+causality, sliding windows and packing exactly, and every rank has the same work.
 
-Installed through transformers' public registries under names of its own ("expertmesh_context_sdpa" and so on). Which
-attention is exchanged is decided in plan.py, before weights are read; in each forward every one of them must have come
-here exactly once.
+The function is in transformers' public registries under separate names ("expertmesh_context_sdpa" and so on). plan.py
+decides which attention is exchanged; each of them must run here exactly once in every forward.
 
-    B rows, S positions of a whole row, s = S / cp of them here, N query heads, G key and value heads, D size of a head
+    B rows, S positions of a full row, s = S / cp of them here, N query heads, G key and value heads, D size of a head
 """
 
 import math
@@ -33,24 +32,33 @@ from expertmesh.parallel.context.plan import PREFIX, ContextPlan, backend_of, re
 from expertmesh.state.patching import register_function
 from expertmesh.state.sharded_model import attach_to_module, module_state
 
-# Tensors for whole rows, which the backend gets as they are (samples of a packed batch, for flash attention).
+# Tensors for full rows, passed to the backend unchanged (sample boundaries of a packed batch, for flash attention).
 _WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 @dataclass(slots=True, eq=False)
 class ContextAttention:
-    """What stands behind the attention of one module. `calls`: how often in the forward that its block is in."""
+    """The exchange of one attention module."""
 
     name: str
+    """Name of the module in the model."""
     group: dist.ProcessGroup
+    """The cp group."""
     backend: str
+    """The attention backend, by transformers' name."""
     function: Callable[..., Any]
+    """The function of the backend."""
     calls: int = 0
+    """The number of calls in the current forward of its block."""
 
 
 def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], mesh: Mesh) -> None:
-    """Let those attention layers of `blocks`, which are here, exchange positions for heads that the plan says. Called
-    by `shard`; no communication.
+    """Make the planned attention layers of `blocks` exchange positions for heads; `shard` calls it.
+
+    Args:
+        blocks: the decoder blocks that this rank holds.
+
+    Collectives: none here; each forward issues those of `_attention`.
     """
     if not plan.exchanged:
         return
@@ -78,15 +86,17 @@ def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], 
         backend = backend_of(config)
         register_function(ALL_ATTENTION_FUNCTIONS, PREFIX + backend, _attention)
         if backend in ALL_MASK_ATTENTION_FUNCTIONS:
+            # Attention sees full rows, so the backend's mask function serves unchanged.
             masks = ALL_MASK_ATTENTION_FUNCTIONS
             register_function(masks, PREFIX + backend, masks[backend])
-        # Its own alone: a dict leaves the configurations inside it (of a vision tower) as they are.
+        # A dict sets this configuration alone; a string would also change those inside it (of a vision tower).
         config._attn_implementation = {"": PREFIX + backend}
 
 
 def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
-    """Every attention of a block must have exchanged its positions exactly once when the block is done."""
+    """Add hooks that raise `InputError` unless every attention of a block exchanged its positions exactly once."""
 
+    # No call means that other code attended to local positions alone; two would exchange the positions twice.
     def begin(module: nn.Module, args: Any) -> None:
         for context in here:
             context.calls = 0
@@ -123,18 +133,32 @@ def _attention(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What stands in transformers' registry: query `[B, N, s, D]`, key and value `[B, G, s, D]`; `[B, s, N, D]` out.
+    """Exchange positions for heads, attend to full rows, and exchange back; the function in transformers' registry.
 
-    `attention_mask` is for whole rows. Collective over the cp group: two all-to-alls, and the same two in backward.
+    Args:
+        query: `[B, N, s, D]`.
+        key: `[B, G, s, D]`.
+        value: `[B, G, s, D]`.
+        attention_mask: the mask of full rows `[B, 1, S or 1, S]`, or whatever else the backend takes.
+
+    Returns:
+        (the result `[B, s, N, D]`, None).
+
+    Raises:
+        InputError: arguments, heads or a result that cp cannot split.
+
+    Collectives: every cp rank calls it; two all-to-alls, again in backward; for flash position ids, one all-gather.
     """
     context = _context_of(module)
     context.calls += 1
     cp, rank = context.group.size(), context.group.rank()
     heads, repeat, groups = _head_counts(context.name, module, query, key, value, cp)
+    # Before the exchange, as a rank's query heads may share a key head with those of another rank.
     key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
     whole = _positions_to_heads((query, key, value), context.group)
     rows, _, length, _ = whole[0].shape
     cut = partial(_own_heads, context.name, heads * cp, rank * heads, heads)
+    # The module's configuration names this exchange; the backend has to read its real name there.
     seen = _ModuleView(
         module, num_key_value_groups=groups, config=_ModuleView(module.config, _attn_implementation=context.backend)
     )
@@ -144,7 +168,7 @@ def _attention(
         if name == "s_aux" and option is not None:
             options[name] = cut(name, option)
         elif name == "position_ids" and option is not None:
-            # Only flash attention reads them, to find the samples of a packed row; those here are of a part of it.
+            # Only flash attention reads them, to find the samples of a packed row, so it needs those of the full row.
             options[name] = _whole_positions(option, context.group) if "flash" in context.backend else None
         elif isinstance(option, torch.Tensor) and name not in _WHOLE_ROWS:
             raise InputError(
@@ -166,10 +190,16 @@ def _attention(
 def _head_counts(
     name: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cp: int
 ) -> tuple[int, int, int]:
-    """(query heads of a rank, how often to repeat each key and value head, query heads for each of those on a rank).
+    """Count the heads of a rank.
 
-    Key and value heads are repeated as far as a rank's query heads need, in the same order, and no further: with
-    at least cp of them that cp divides, not at all.
+    Key and value heads are repeated, in order, only as often as the query heads of a rank need; not at all if cp
+    divides their number.
+
+    Returns:
+        (query heads of a rank, repeats of each key and value head, query heads for each repeated head on a rank).
+
+    Raises:
+        InputError: cp does not divide the query heads, or the heads do not form equal groups.
     """
     query_heads, key_heads = query.shape[1], key.shape[1]
     if query_heads % cp:
@@ -191,7 +221,7 @@ def _head_counts(
 
 
 class _ModuleView:
-    """A module or configuration as the backend of one rank has to see it: itself, but for what is in `changes`."""
+    """A view of a module or configuration with the attributes in `changes` replaced, for the backend of one rank."""
 
     def __init__(self, whole: Any, **changes: Any) -> None:
         self.whole, self.changes = whole, changes
@@ -202,7 +232,7 @@ class _ModuleView:
 
 
 def _own_heads(where: str, all_heads: int, first: int, heads: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A rank's part of one value for each query head."""
+    """Return the local part `[heads]` of a tensor with one value for each query head."""
     if tensor.numel() != all_heads:
         raise InputError(
             f"parallel.cp: {name} {tuple(tensor.shape)} of {where} is not one value for each query head",
@@ -223,12 +253,15 @@ def _check_mask(name: str, mask: torch.Tensor, length: int) -> None:
 
 
 def _whole_positions(position_ids: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`[..., s]` of every part of the row, together. Collective: one all-gather."""
+    """Gather `[..., s]` of all ranks to `[..., S]`.
+
+    Collectives: every rank of the group calls it; one all-gather.
+    """
     return all_gather(position_ids.movedim(-1, 0), group).movedim(0, -1).contiguous()
 
 
 class _Exchange(torch.autograd.Function):
-    """One all-to-all of equal blocks, and the same for their gradients. Keeps nothing for backward."""
+    """One all-to-all of equal blocks, and the same for their gradients; saves no tensor for backward."""
 
     @staticmethod
     def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -241,10 +274,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def _positions_to_heads(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """`[B, heads, s, D]` each to `[B, heads / cp, S, D]`, all in one exchange."""
+    """Exchange tensors `[B, heads, s, D]` for `[B, heads / cp, S, D]`, all of them in one all-to-all."""
     cp = group.size()
+    # Queries, keys and values are concatenated for a single all-to-all, so they need one dtype.
     assert len({tensor.dtype for tensor in tensors}) == 1, [tensor.dtype for tensor in tensors]
-    # Tensor.unflatten is a method in Python, which torch.compile cannot trace inside a block that is recomputed.
+    # torch.unflatten, not Tensor.unflatten: torch.compile cannot trace that Python method in a recomputed block.
     shares = [torch.unflatten(tensor, 1, (cp, -1)) for tensor in tensors]  # [B, cp, heads, s, D]
     blocks = torch.cat([share.permute(1, 0, 3, 2, 4).flatten(3) for share in shares], dim=-1)
     received = _Exchange.apply(blocks, group)  # [cp, B, s, heads * D of all]: block r is part r of the row
@@ -255,7 +289,7 @@ def _positions_to_heads(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGr
 
 
 def _heads_to_positions(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`[B, S, heads / cp, D]` to `[B, s, heads, D]`."""
+    """Exchange `[B, S, heads / cp, D]` for `[B, s, heads, D]` in one all-to-all."""
     blocks = torch.unflatten(out, 1, (group.size(), -1)).transpose(0, 1)
     received: torch.Tensor = _Exchange.apply(blocks, group)  # [cp, B, s, heads / cp, D]: block r has rank r's heads
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -1,10 +1,11 @@
-"""How each layer that mixes positions sees whole rows under cp: decided on meta, before any weight is read.
+"""Decide how each layer that mixes positions sees full rows under cp; on meta, before any weight is read.
 
-Attention that goes through transformers' registry exchanges positions for heads (exchange.py). Whatever else looks
-along the sequence gathers its rows (tensor.py): layers that carry state, attention that chooses positions by an index
-of its own, that compresses or numbers them. Where a small copy shows that the heads' shares add up, each rank computes
-its share of the heads and the sum is scattered back; else each rank computes the whole layer and keeps its positions,
-which is repeated work and said in the plan. What looks along the sequence outside of such layers is refused by name.
+Attention that goes through transformers' registry exchanges positions for heads (exchange.py). All other layers that
+look along the sequence gather their rows (tensor.py): layers that carry state, and attention that selects positions by
+an index, compresses or numbers them. If a small copy shows that the shares of the heads add up, each rank computes its
+share of the heads and the sum is scattered back. Otherwise each rank computes the full layer and keeps its positions;
+this repeats work, and the plan prints it. A module that looks along the sequence outside of such layers is refused by
+name.
 """
 
 import math
@@ -30,33 +31,37 @@ from expertmesh.introspection.token_proof import TokenProof
 from expertmesh.parallel.tensor_plan import TensorPart, mixers, part_by_heads, said_of
 
 PREFIX = "expertmesh_context_"
-# What attention classes may pass to the registry's function: each is a number, or cut in the exchange as it must be.
+# Arguments that attention classes may pass to the registry's function: numbers, or tensors that the exchange cuts.
 _KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "position_ids"}
-# What a family's eager function may read of its module: the same on every rank, or replaced in the exchange.
+# Attributes that a family's eager function may read of its module: equal on all ranks, or replaced in the exchange.
 _ATTRIBUTES = {"num_key_value_groups", "training", "sinks", "head_dim", "config", "scaling", "is_causal", "layer_idx"}
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """`exchanged` are the attention modules that trade positions for heads, `whole` the parts that gather rows."""
+    """The work of cp in a model."""
 
     cp: int = 1
+    """The number of ranks that share a row."""
     exchanged: tuple[str, ...] = ()
+    """Names of the attention modules that exchange positions for heads."""
     whole: tuple[TensorPart, ...] = ()
+    """The parts that gather full rows."""
     backends: tuple[str, ...] = field(default=())
+    """The attention backends of the modules, by transformers' names, for the printed plan."""
 
     def within(self, blocks: Sequence[str]) -> "ContextPlan":
-        """What of it happens in `blocks` (those of a pipeline stage)."""
+        """Return the plan restricted to `blocks`, those of this rank's pipeline stages."""
         here = tuple(name for name in self.exchanged if any(is_inside(name, block) for block in blocks))
         whole = tuple(part for part in self.whole if any(is_inside(part.name, block) for block in blocks))
         return replace(self, exchanged=here, whole=whole)
 
     def gathers(self, block: str) -> bool:
-        """Whether the attention of a block gets whole rows, and with them rotary tables of all positions."""
+        """Return whether the attention of a block gets full rows, and so rotary tables of all positions."""
         return any(is_inside(part.name, block) for part in self.whole)
 
     def lines(self) -> Iterator[str]:
-        """What to print before training, alike parts of different blocks as one."""
+        """Yield the lines to print before training; equal parts of different blocks share a line."""
         if self.cp > 1:
             shared = f"{self.cp} ranks share rows: each has 1/{self.cp} of the positions"
             heads = f", and for attention ({', '.join(self.backends)}) whole rows of 1/{self.cp} of the heads"
@@ -66,7 +71,13 @@ class ContextPlan:
 
 
 def context_plan(model: nn.Module, anatomy: Anatomy, layout: Layout) -> ContextPlan:
-    """What cp does with `model`. Raises `InputError` for rows that cannot be split exactly. No communication."""
+    """Plan cp for `model`.
+
+    Raises:
+        InputError: positions may be mixed in a place that is not recognised, or cp does not divide the heads.
+
+    Collectives: none.
+    """
     if layout.cp == 1:
         return ContextPlan()
     blocks, tokens = decoder_blocks(anatomy), TokenProof(model, anatomy)
@@ -82,7 +93,7 @@ def context_plan(model: nn.Module, anatomy: Anatomy, layout: Layout) -> ContextP
         if own := _outside(model, anatomy, tokens, block, names):
             _refuse(f"{where} may look along the sequence by itself in {own[0]} ({own[1]})", "layout.mixes-positions")
     attention = {name: calls for names in found.values() for name in names if (calls := _calls(model, name))}
-    # Where one attention cannot exchange, none does: they may share a configuration, which says how to attend.
+    # If one attention cannot exchange, none does: they may share a configuration, and that names the backend.
     exchanged = not any(_looks_by_itself(model, name) for name in attention) and all(
         _can_exchange(where, module, call) for calls in attention.values() for module, call in calls.values()
     )
@@ -102,7 +113,7 @@ def context_plan(model: nn.Module, anatomy: Anatomy, layout: Layout) -> ContextP
 
 
 def _is_feed_forward(model: Any, anatomy: Anatomy, block: str) -> bool:
-    """Whether a block without attention is meant to have none: one of experts, or that the configuration calls so."""
+    """Return whether the configuration declares a block without attention: it holds experts, or is a dense MLP."""
     kinds = getattr(model.config.get_text_config(), "layers_block_type", None) or ()
     number = int(block.rpartition(".")[2])
     holds_experts = any(is_inside(spec.name, block) for spec in anatomy.experts)
@@ -114,7 +125,7 @@ def _refuse(problem: str, key: str) -> NoReturn:
 
 
 def _calls(model: nn.Module, mixer: str) -> dict[str, tuple[Any, RegistryCall]]:
-    """The modules of a mixer whose code calls transformers' attention registry, by name."""
+    """Return the modules of a mixer whose code calls transformers' attention registry, by name."""
     named = model.get_submodule(mixer).named_modules(prefix=mixer)
     return {name: (module, call) for name, module in named if (call := registry_call(module)) is not None}
 
@@ -122,8 +133,10 @@ def _calls(model: nn.Module, mixer: str) -> dict[str, tuple[Any, RegistryCall]]:
 def _outside(
     model: Any, anatomy: Anatomy, tokens: TokenProof, block: str, names: Sequence[str]
 ) -> tuple[str, str] | None:
-    """The first module of a block, outside of its mixers and experts, that may look along the sequence, and how: one
-    that is not proven to compute each token by itself.
+    """Find the first module of a block, outside of its mixers and experts, that may look along the sequence.
+
+    Returns:
+        (its name, how it looks along the sequence); None if every module is proven to compute each token separately.
     """
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         if any(name == each or is_inside(name, each) for each in (*names, *(spec.name for spec in anatomy.experts))):
@@ -137,11 +150,16 @@ def _outside(
 
 
 def _looks_by_itself(model: nn.Module, mixer: str) -> bool:
-    """Whether an attention's own code looks along the sequence, beside the function of the registry."""
+    """Return whether the code of an attention looks along the sequence outside of the function of the registry."""
     return any(carries_state(part) or along_the_sequence(part) for part in model.get_submodule(mixer).modules())
 
 
 def _can_exchange(where: str, module: Any, call: RegistryCall) -> bool:
+    """Return whether cp can cut all that an attention passes to its backend.
+
+    Raises:
+        InputError: the backend is not in transformers' registry.
+    """
     backend = backend_of(module.config)
     if registered(call, backend) is None:
         raise InputError(
@@ -167,13 +185,16 @@ def _refuse_heads(where: str, modules: Sequence[Any], layout: Layout) -> None:
 
 
 def _query_heads(module: Any) -> int:
-    """By what modules and configurations call them; the exchange sees the real number and checks it again."""
+    """Return the number of query heads, by the names that modules and configurations use.
+
+    The exchange checks the real number again.
+    """
     own = (getattr(module, name, None) for name in ("num_heads", "num_attention_heads", "n_heads"))
     return int(next((heads for heads in own if isinstance(heads, int)), module.config.num_attention_heads))
 
 
 def _refuse_outside(where: str, model: nn.Module, blocks: Sequence[str], attention: Any) -> None:
-    """Raise `InputError` for an attention outside of the blocks that would be called with the same configuration."""
+    """Raise `InputError` if an attention outside of the blocks shares a configuration with one inside."""
     configs = {id(module.config) for calls in attention.values() for module, _ in calls.values()}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in blocks)
@@ -187,7 +208,11 @@ def _refuse_outside(where: str, model: nn.Module, blocks: Sequence[str], attenti
 def _gathered_part(
     model: nn.Module, anatomy: Anatomy, name: str, layout: Layout, known: dict[Any, TensorPart]
 ) -> TensorPart:
-    """A layer that gets whole rows: what each rank computes of it. `known`: what was found out about its kind."""
+    """Plan the share of each rank in a layer that gets full rows.
+
+    Args:
+        known: cache of results, by class and parameter shapes.
+    """
     module = model.get_submodule(name)
     kind = (type(module), tuple((leaf, parameter.shape) for leaf, parameter in module.named_parameters()))
     if kind not in known:
@@ -209,13 +234,13 @@ def _part_of(name: str, heads: StateHeads | str) -> TensorPart:
 
 
 def backend_of(config: Any) -> str:
-    """The attention that a configuration asks for, under transformers' name."""
+    """Return the attention backend of a configuration, by transformers' name."""
     name: str = config._attn_implementation or "eager"
     return name.removeprefix(PREFIX)
 
 
 def registered(call: RegistryCall, backend: str) -> Callable[..., Any] | None:
-    """The function for a backend, where the family's code looks it up; None if there is none."""
+    """Return the function of a backend from where the family's code looks it up; None if there is none."""
     mapping = call.global_of(call.mapping)
     if backend != "eager" and backend not in mapping:
         return None

@@ -1,1 +1,1 @@
-"""Packed rows: by_samples.py keeps their samples apart; varlen.py attends them without a dense mask."""
+"""Keep the samples of packed rows apart (by_samples.py) and attend to them without a dense mask (varlen.py)."""

@@ -1,11 +1,11 @@
-"""Packed rows: samples beside each other in one row must not see each other.
+"""Keep the samples of packed rows apart: samples in one row must not see each other.
 
-A row is packed where its position ids start again. `separate_samples` has modules that look along a row by a state of
-their own (linear attention, state spaces, short convolutions) run on each sample by itself, from an empty state,
-samples of about one length as one padded batch; and gives a decoder that would build its masks without position ids
-those that keep samples apart. A row of one sample is left as it is.
+A row is packed if its position ids restart. `separate_samples` makes modules that carry a state along a row (linear
+attention, state spaces, short convolutions) run on each sample separately, from an empty state; samples of similar
+length run as one padded batch. A decoder that would build its masks without position ids gets masks that separate the
+samples. A row of one sample is not changed.
 
-    B rows, S positions of a whole row; N samples of about one length, L positions of the longest of them
+    B rows, S positions of a full row; N samples of similar length, L positions of the longest of them
 """
 
 from collections.abc import Collection, Sequence
@@ -42,14 +42,19 @@ _MASKS = {
     "chunked_attention": create_chunked_causal_mask,
 }
 assert _MASKS.keys() == MASKED_KINDS
-_BORDERS = ("cu_seq", "max_length", "seq_idx")  # of whole rows, for kernels that a sample by itself does not need
+# Sample boundaries in full rows, for kernels of packed rows; a module that runs on single samples must not get them.
+_BORDERS = ("cu_seq", "max_length", "seq_idx")
 
 
 def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
-    """Let `model`, which computes in `dtype` on `device`, keep packed samples apart. Called by `shard`; no
-    communication.
+    """Install hooks, mixins and variable-length attention that keep packed samples apart; `shard` calls it.
 
-    `anatomy` is the whole model's: of pipeline stages, those blocks are changed that are here.
+    Args:
+        anatomy: the anatomy of the full model; only the blocks of this rank's pipeline stages are changed.
+        device: the device that the model computes on.
+        dtype: the compute dtype.
+
+    Collectives: none.
     """
     mixers, asks = recurrent_mixers(model, anatomy), needs_masks(model, anatomy)
     if by_samples := varlen_refusal(model, anatomy, device.type, dtype) is None:
@@ -66,7 +71,10 @@ def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, d
 
 
 def _enter(has_axes: bool, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A hook before the model. One that numbers positions along several axes gets them for each, the text's first."""
+    """Record the sample boundaries before the model runs; a forward pre-hook.
+
+    A model that numbers positions along several axes gets position ids `[4, B, S]`: the text's, then one for each axis.
+    """
     # As in transformers, rows with a mask of padding are not packed.
     borders = _borders(kwargs.get("position_ids")) if kwargs.get("attention_mask") is None else None
     packed_samples.set(None if borders is None else PackedSamples(borders))
@@ -76,13 +84,14 @@ def _enter(has_axes: bool, model: nn.Module, args: Any, kwargs: dict[str, Any]) 
 
 
 def _leave(model: nn.Module, args: Any, output: Any) -> None:
+    """Forget the sample boundaries after the model has run; a forward hook."""
     packed_samples.set(None)
 
 
 def _borders(position_BS: torch.Tensor | None) -> Borders | None:
-    """Where the samples of packed rows lie in them, one behind the other; None where each row is one sample.
+    """Return the (start, end) of each sample in the flattened rows `[B * S]`; None if each row is one sample.
 
-    Waits for the device if the position ids are there already.
+    The host waits for the device if the position ids are on it.
     """
     if position_BS is None or position_BS.dim() != 2:
         return None
@@ -96,10 +105,14 @@ def _borders(position_BS: torch.Tensor | None) -> Borders | None:
 
 
 def _give_masks(dtype: torch.dtype, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A hook before a decoder that would build its masks without position ids, but takes those that it is given."""
+    """Give a decoder masks that separate the samples of packed rows; a forward pre-hook.
+
+    It is for a decoder that would build its masks without position ids, but accepts masks.
+    """
     if packed_samples.get() is None or kwargs.get("attention_mask") is not None:
         return None
     like = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+    # transformers' mask functions read shape, dtype and device alone, so an empty tensor saves the embeddings' memory.
     embeds = torch.empty(*like.shape[:2], 0, dtype=dtype, device=like.device)
     masks = masks_of(decoder, mask_kinds(decoder.config), embeds, None, kwargs["position_ids"].to(like.device))
     return args, {**kwargs, "attention_mask": masks}
@@ -112,8 +125,12 @@ def masks_of(
     padding_BS: torch.Tensor | None,
     position_BS: torch.Tensor,
 ) -> dict[str, Any]:
-    """The masks of `kinds` of layers, by transformers' names, for a decoder that takes them. `embeds_BSX`: its shape,
-    dtype and device count.
+    """Build the attention masks for `kinds` of layers, by transformers' names, for a decoder that accepts them.
+
+    Args:
+        embeds_BSX: only its shape, dtype and device are read.
+        padding_BS: the padding mask, or None.
+        position_BS: position ids; they restart where a sample starts.
     """
     options = {
         "config": decoder.config,
@@ -127,15 +144,16 @@ def masks_of(
 
 
 def kinds_of_masks(config: Any) -> list[str]:
-    """All kinds that a decoder of this configuration may look up, whatever it calls its layers."""
+    """List all kinds of masks that a decoder with this configuration may look up."""
     settings = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     has_setting = [kind for kind, setting in settings.items() if getattr(config, setting, None) is not None]
     return ["full_attention", "linear_attention", *has_setting]
 
 
 class BySamples(nn.Module):
-    """In front of a module that carries state along its rows: runs it on each sample by itself."""
+    """Mixin for a module that carries state along its rows: runs it on each sample separately."""
 
+    # Sizes and number of the groups differ in every batch, so compiled code would be compiled again and again.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         packed = packed_samples.get()
@@ -144,9 +162,10 @@ class BySamples(nn.Module):
         hidden_BSH = args[0] if args else kwargs["hidden_states"]
         kwargs = {key: value for key, value in kwargs.items() if not key.startswith(_BORDERS)}
         (rows, length), device = hidden_BSH.shape[:2], hidden_BSH.device
+        # All layers share the groups, so they are built once in a forward.
         samples = packed.once((rows, length, device), partial(_Samples.of, (rows, length), device))
         outputs = []
-        token = packed_samples.set(None)  # for what is inside, each row is one sample
+        token = packed_samples.set(None)  # modules inside get rows of one sample each
         try:
             for group in samples.groups:
                 there_args, there_kwargs = tree_map_only(torch.Tensor, partial(_of_group, group), (args, kwargs))
@@ -159,7 +178,7 @@ class BySamples(nn.Module):
 
 
 def _alike(borders: Borders) -> list[Borders]:
-    """Samples of about one length together: padded to the longest of them they take at most twice the positions."""
+    """Group samples of similar length: padded to the longest, a group takes at most twice the positions."""
     by_size: dict[int, Borders] = {}
     for start, end in borders:
         by_size.setdefault((end - start - 1).bit_length(), []).append((start, end))
@@ -168,11 +187,14 @@ def _alike(borders: Borders) -> list[Borders]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Where the positions of samples of about one length lie in `shape` rows: flat, and which of them are real."""
+    """The places of samples of similar length in the rows."""
 
     shape: tuple[int, int]
+    """(B, S) of the rows."""
     place_NL: torch.Tensor
+    """Index of each position in the flattened rows; padding repeats the last position of its sample."""
     is_real_NL: torch.Tensor
+    """False for padding."""
 
     @classmethod
     def of(cls, shape: tuple[int, int], device: torch.device, borders: Borders) -> "_Group":
@@ -184,13 +206,14 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Samples:
-    """Packed samples in groups. `order_T`: which of the groups' positions, padding left out, each position of the rows
-    is; `real`: how many positions of each sample of each group.
-    """
+    """The packed samples of a batch, in groups of similar length."""
 
     groups: tuple[_Group, ...]
+    """The groups, each run as one padded batch."""
     real: tuple[tuple[int, ...], ...]
+    """The length of each sample of each group, without padding."""
     order_T: torch.Tensor
+    """For each position of the flattened rows, its index in the concatenated samples of all groups, without padding."""
 
     @classmethod
     def of(cls, shape: tuple[int, int], device: torch.device, borders: Borders) -> "_Samples":
@@ -201,7 +224,17 @@ class _Samples:
 
 
 def _of_group(group: _Group, x: torch.Tensor) -> torch.Tensor:
-    """What a module gets for whole rows, for samples as rows of their own; masks of all pairs too, but for padding."""
+    """Cut a tensor of full rows into the samples of a group, one sample a row.
+
+    Args:
+        x: `[B or 1, S, ...]`, or a mask of all pairs `[B or 1, heads, S, S]`.
+
+    Returns:
+        `[N, L, ...]`, or a mask `[N, heads, L, L]` in which padded keys are hidden.
+
+    Raises:
+        InputError: a tensor of another shape.
+    """
     rows, length = group.shape
     place_NL = group.place_NL
     if x.dim() == 4 and x.shape[0] in (1, rows) and x.shape[2:] == (length, length):
@@ -220,9 +253,14 @@ def _of_group(group: _Group, x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_rows(values: Sequence[Any], samples: _Samples) -> torch.Tensor | None:
-    """What a module gave for groups of samples, as whole rows: hidden states, or the indices of chosen positions, which
-    the attention of the next block reads sample by sample. What is not for each position (weights of attention) is left
-    out, as nothing reads it.
+    """Put the outputs for groups of samples together as full rows.
+
+    Args:
+        values: one output `[N, L, X]` for each group: hidden states, or the indices of selected positions, which the
+            attention of the next block reads sample by sample.
+
+    Returns:
+        `[B, S, X]`; None for an output that is not per position (attention weights), which nothing reads.
     """
     if not all(isinstance(value, torch.Tensor) and value.dim() == 3 for value in values):
         return None

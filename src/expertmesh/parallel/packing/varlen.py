@@ -1,10 +1,10 @@
-"""Packed rows on accelerators: variable-length flash attention, told where samples end, instead of a dense mask.
+"""Attend to packed rows on accelerators with variable-length flash attention instead of a dense mask.
 
-A mask of S × S keeps flash attention away, computes what it then hides, and repeats key and value heads. So sdpa is
-replaced by a function of its own in transformers' registries: for a packed row its mask is nothing, and attention runs
-on all samples at once, one behind the other, with their borders (`torch.nn.attention.varlen`, torch 2.11). Rows of one
-sample and padded ones go to sdpa as before. Families that flash attention does not support in transformers (sinks,
-indices, chunks) keep the dense mask, which is as exact, and the plan says why.
+A mask of S × S prevents flash attention, computes scores that it then hides, and repeats key and value heads. So this
+file registers a replacement of sdpa in transformers' registries: for packed rows it builds no mask, and attention runs
+on the concatenated samples with their boundaries (`torch.nn.attention.varlen`, torch 2.11). Rows of one sample and
+padded rows still use sdpa. Families that flash attention does not support in transformers (sinks, indices, chunks) keep
+the dense mask, which is equally exact, and the plan prints the reason.
 
     B rows, S positions, N query heads, G key and value heads, D size of a head; T = B * S
 """
@@ -26,14 +26,17 @@ from expertmesh.parallel.context.plan import backend_of
 from expertmesh.state.patching import register_function
 
 NAME = "expertmesh_varlen"
-# What the kernel takes; more would be ignored.
+# The arguments that the kernel supports. A family that passes others is refused, as they would be ignored silently.
 _KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "is_causal", "position_ids"}
 _LARGEST_HEAD = 256
 
 
 def varlen_refusal(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why packed rows of `model` are attended with a dense mask, or None. `device_type` may be one that this torch does
-    not know, `dtype` is the compute dtype.
+    """Return the reason to attend to packed rows of `model` with a dense mask, or None for variable-length attention.
+
+    Args:
+        device_type: may be a type that this torch does not know.
+        dtype: the compute dtype.
     """
     config: Any = decoder_of(model, anatomy).config
     if device_type != "cuda":
@@ -60,13 +63,13 @@ def varlen_refusal(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.
 
 
 def packed_attention_line(model: Any, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> str:
-    """How packed rows of a model are attended, for the printed plan; asked before or after it was sharded."""
+    """Describe for the printed plan how packed rows are attended; the model may be sharded or not."""
     reason = varlen_refusal(model, anatomy, device.type, dtype)
     return "by samples, without masks" if reason is None else f"with a mask of all pairs: {reason}"
 
 
 def attend_by_samples(decoder: nn.Module) -> None:
-    """Let the attention of `decoder`, built with sdpa, run on the samples of packed rows. No communication."""
+    """Switch the attention of `decoder`, built with sdpa, to the samples of packed rows. It does not communicate."""
     register_function(ALL_ATTENTION_FUNCTIONS, NAME, attention)
     register_function(ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask)
     config: Any = decoder.config
@@ -74,7 +77,8 @@ def attend_by_samples(decoder: nn.Module) -> None:
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """sdpa's, but for rows that are packed nothing. As in transformers, rows with a mask of padding are not packed."""
+    """Return sdpa's mask, or None for packed rows."""
+    # As in transformers, rows with a padding mask are not packed.
     is_packed = packed_samples.get() is not None and kwargs.get("attention_mask") is None
     return None if is_packed else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
@@ -91,17 +95,29 @@ def attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What stands in transformers' registry: `[B, S, N, D]` out."""
+    """Attend to packed rows sample by sample, to all others with sdpa; the function in transformers' registry.
+
+    Args:
+        query_BNSD: queries of full rows.
+        key_BGSD: keys; G divides N.
+        value_BGSD: values; their head size may be smaller than D.
+        attention_mask: None for packed rows.
+        sliding_window: how many positions a query sees, itself included.
+
+    Returns:
+        (the result `[B, S, N, D of values]`, None).
+    """
     samples = packed_samples.get()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if samples is None or attention_mask is not None or not causal:
         arguments = (module, query_BNSD, key_BGSD, value_BGSD, attention_mask)
         out_BSND, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](*arguments, scaling=scaling, is_causal=is_causal, **options)
         return out_BSND, None
+    # varlen_refusal has excluded attention with dropout.
     assert not options.get("dropout"), "the kernel has no dropout"
     rows, heads, positions, size = query_BNSD.shape
     value_size = value_BGSD.shape[-1]
-    # The kernel knows one size of a head; zeros behind a value stay zeros.
+    # The kernel supports one head size; zero columns of the values give zero columns of the result, which are cut off.
     value_BGSD = value_BGSD if value_size == size else F.pad(value_BGSD, (0, size - value_size))
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BNSD, key_BGSD, value_BGSD))
     borders = samples.cu_seqlens(query.device)
@@ -115,6 +131,7 @@ def attention(
         longest,
         longest,
         scale=scaling,
+        # transformers counts the query as part of the window, the kernel does not.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=heads != key.shape[1],
     )
@@ -122,6 +139,6 @@ def attention(
 
 
 def _head_size(module: Any) -> int:
-    """By what modules and configurations call it."""
+    """Return the size of a query head, by the names that modules use; 0 if it is unknown."""
     names = ("qk_head_dim", "head_dim")
     return int(next((size for name in names if isinstance(size := getattr(module, name, None), int)), 0))
