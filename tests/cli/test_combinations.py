@@ -130,14 +130,14 @@ def _rank(arguments: list[str], output: str, nodes: bool) -> int:
         log.setLevel(level)
 
 
-def _output(inputs: Path, option: str, place: tuple[int, str]) -> Path:
-    return inputs / re.sub(r"\W+", "-", f"{option} {place[1]}")
+def _output(inputs: Path, option: str, place: tuple[int, str], apart: bool = False) -> Path:
+    return inputs / re.sub(r"\W+", "-", f"{option} {place[1]}{' apart' * apart}")
 
 
-def _job(inputs: Path, option: str, place: tuple[int, str]) -> tuple[int, Callable[[], int]]:
-    """The number of ranks and what each runs."""
+def _job(inputs: Path, option: str, place: tuple[int, str], apart: bool = False) -> tuple[int, Callable[[], int]]:
+    """The number of ranks and what each runs; `apart` in a directory that no shared ranks use."""
     world, axes = place
-    output = _output(inputs, option, place)
+    output = _output(inputs, option, place, apart)
     return world, partial(_rank, _arguments(inputs, option, axes, output), str(output), "hierarchical" in option)
 
 
@@ -157,13 +157,13 @@ def _trace_once() -> None:
 @cache
 def _train(inputs: Path, option: str, place: tuple[int, str]) -> list[float]:
     """The losses of two steps, in ranks of their own."""
-    world, work = _job(inputs, option, place)
+    world, work = _job(inputs, option, place, apart=True)
     if "compile" in option:
         _trace_once()
     compiled = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
     with compiled, mock.patch.object(compiling, "_probe"):
         codes = run_ranks(work, world)
-    return _losses(_output(inputs, option, place), codes)
+    return _losses(_output(inputs, option, place, apart=True), codes)
 
 
 def _alone(option: str) -> str:

@@ -1,6 +1,7 @@
 """`doctor` finds what is wrong with a machine, says it in one sentence each, and shows no secret."""
 
 import datetime
+import fcntl
 import http.server
 import json
 import os
@@ -75,7 +76,7 @@ def test_a_device_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.Mo
     ("broken", "says"),
     [
         ("rename", "a directory cannot be renamed or synced there"),
-        ("link", "cannot be locked"),
+        ("flock", "cannot be locked"),
         ("clock", "its clock and this machine's are"),
         ("space", "less than any checkpoint"),
     ],
@@ -91,7 +92,7 @@ def test_a_disk_that_training_cannot_use(
     elif broken == "space":
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=5))
     else:
-        monkeypatch.setattr(os, broken, fail)
+        monkeypatch.setattr(fcntl if broken == "flock" else os, broken, fail)
     (fault,) = doctor.disk(tmp_path).faults
     assert says in fault
     monkeypatch.undo()

@@ -42,8 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (run / "config.yaml").write_text(f'"{EVIL.encode("unicode_escape").decode()}": 1\n')
     (run / "run.json").write_text(json.dumps({"schema_version": 1, EVIL: EVIL}))
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, "skipped": EVIL}) + "\n")
-    now = time.time()
-    held = Owner("ab", EVIL, EVIL, 1, "", None, now, now)
+    held = Owner(EVIL, 1, None, time.time())
     (run / NAME).write_text(json.dumps(asdict(held)))
     adapter = root / "adapter"
     adapter.mkdir()

@@ -25,7 +25,6 @@ from expertmesh.checkpoint.write import WRITING, CheckpointWriter
 from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.data.loader import TrainingBatches
-from expertmesh.training import lock
 from expertmesh.training.reporting.metrics_file import MetricsFile
 from expertmesh.training.run import train
 from tests.checkpoint.damage import Canary, flip_a_bit, replace_file
@@ -301,9 +300,8 @@ def _train_while_the_clock_jumps(config: Config) -> None:
 
 
 def test_a_wall_clock_that_jumps_changes_nothing(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
     options = (
         "parallel.ep=2",
         "train.max_steps=6",

@@ -5,6 +5,7 @@ what a lost host held once its lease is over. No rank communicates here, and no 
 locks is warned of: nothing keeps a second run out there.
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -30,6 +31,8 @@ LAUNCH_SECONDS = 60.0
 # How long anybody else's lock is tried again: readers hold it for a moment (`holder`).
 READER_SECONDS = 0.5
 _POLL_SECONDS = 0.05
+# What flock fails with where a file system has no locks.
+_UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
 _MAX_BYTES = 1 << 16
 _MAX_TIME = 1e11  # what `time.localtime` still knows
 
@@ -105,6 +108,9 @@ class RunLock:
                 os.close(self._descriptor)
                 return _read(self.path) or _UNKNOWN
             except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    os.close(self._descriptor)
+                    raise
                 log.warning(
                     f"{self.path}: this file system has no locks ({error.strerror}); nothing keeps a second run out of "
                     "the directory"
