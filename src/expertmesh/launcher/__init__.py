@@ -1,1 +1,1 @@
-"""Ranks of a local job: started, watched, ended together, and their failures told as one."""
+"""Start the ranks of a local job, watch them, end them together, and report their failures as one."""

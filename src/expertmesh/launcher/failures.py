@@ -1,8 +1,8 @@
-"""Which of many failing ranks is to blame, and the one error that a user sees for all of them.
+"""Choose the cause among many failing ranks, and make the one error that a user sees.
 
-When one rank fails, the others fail after it, with errors about lost connections. Each rank therefore writes
-down its own failure with the time; the launcher reads all of them, and the exit codes of ranks that it did not end
-itself, and picks the cause. A rank that hung is looked for first, in hangs.py.
+When one rank fails, the others fail after it, with errors about lost connections. Each rank therefore writes down its
+own failure with the time; the launcher reads all of them, and the exit codes of ranks that it did not end itself, and
+picks the cause. hangs.py looks for a rank that hung first.
 """
 
 import signal
@@ -22,12 +22,12 @@ TRACEBACK_FOLLOWS = "; the last lines of its traceback:"
 def root_cause(
     failures: Sequence[RankFailure], exit_codes: Mapping[int, int], statuses: Mapping[int, RankStatus]
 ) -> ExpertmeshError:
-    """The error to report. `failures` are sorted by time; `exit_codes` are by rank, negative for a signal.
+    """Return the error to report. `failures` are sorted by time; `exit_codes` are by rank, negative for a signal.
 
-    `statuses` are the last ones of all ranks of the job. In this order: what ranks have
-    found out together; the first sentence meant for the user; a rank
-    that a signal ended without a word; the first failure of any other kind (those after it may be lost connections);
-    and last a silent end, where SIGABRT (gloo aborts when its peer is gone) is the least telling.
+    `statuses` are the last ones of all ranks of the job. In this order: what ranks have found out together; the first
+    sentence meant for the user; a rank that a signal ended silently; the first failure of any other kind (later ones
+    may be lost connections); and last a silent end, where SIGABRT (gloo aborts when its peer is lost) is the least
+    telling.
     """
     for failure in failures:
         if failure.key in VERDICTS:
@@ -47,9 +47,9 @@ def root_cause(
 
 
 def stopped_sentence(number: int, at: RankStatus | None, output_dir: str | None) -> str:
-    """What is said of a job that signal `number` has ended while it was not in its loop, where it would have saved.
+    """Return the sentence for a job that signal `number` has ended outside of its loop, in which it would have saved.
 
-    `at`: where it was, None before there were ranks. `output_dir`: of a run, whose next start is told.
+    `at`: where it was, None before there were ranks. `output_dir`: of a run, for the sentence about its next start.
     """
     by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     sentence = f"stopped by {by} {at or 'before ranks were started'}: nothing was saved"

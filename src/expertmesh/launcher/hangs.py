@@ -1,7 +1,7 @@
-"""Which rank the others waited for in vain: named with its step, its phase and its Python stack.
+"""Find the rank that the others waited for in vain, with its step, its phase and its Python stack.
 
-A rank that stops moving shows only in the others, whose collectives time out. At the first timeout a snapshot is taken
-of every rank that still runs: is it stopped by a signal, does its heartbeat go on, is its stack inside a collective?
+A rank that hangs shows only in the others, whose collectives time out. At the first timeout a snapshot is taken of
+every rank that still runs: is it stopped by a signal, does its heartbeat go on, is its stack inside a collective?
 """
 
 import os
@@ -38,7 +38,7 @@ _DEVICE_WAITS = ("/torch/accelerator/", "/torch/cuda/", "/torch/autograd/graph.p
 
 @dataclass(frozen=True, slots=True)
 class RankSnapshot:
-    """One rank as it was found when another timed out. `stack` is faulthandler's, innermost line first.
+    """One rank at the time when another timed out. `stack` is faulthandler's, innermost line first.
 
     `still_running`: also after the others had had time to fail as well.
     """
@@ -56,7 +56,7 @@ class RankSnapshot:
 
     @property
     def outside_collectives(self) -> bool:
-        """Its stack shows that it does not wait for other ranks."""
+        """Return whether the stack shows that the rank does not wait for other ranks."""
         if not self.stack or any(name in self.stack[0] for name in _DEVICE_WAITS):
             return False
         return not any(name in line for line in self.stack[:2] for name in _COLLECTIVES)
@@ -74,14 +74,15 @@ class RankSnapshot:
 
 
 def timed_out(failure: RankFailure) -> bool:
-    """Whether this rank failed because it had waited too long for others."""
+    """Return whether this rank failed because it had waited too long for others."""
     return bool(_TIMEOUT.search(failure.message))
 
 
 def hang_error(
     snapshots: Sequence[RankSnapshot], first: RankFailure | None, first_status: RankStatus | None
 ) -> DistributedFailure | None:
-    """The error that names the rank which hung, or None if none did. `first` is the rank that timed out, and where.
+    """Return the error that names the rank which hung, or None if none did. `first`: the rank that timed out, and
+    where.
 
     A stopped rank goes on when it is asked for its stack, and a slow one by itself, so both may have failed since.
     Without `first` (a rank aborted, as NCCL's watchdog lets it) only a rank that clearly does not wait is blamed.
@@ -104,7 +105,7 @@ def hang_error(
 
 
 def _behind(snapshot: RankSnapshot, other: RankStatus) -> bool:
-    """Whether the rank is where the other has been before, since about the time that the other began to wait.
+    """Return whether the rank is where the other has been before, since about the time that the other began to wait.
 
     That shows a rank which went on, and failed, after the others had timed out.
     """
@@ -115,7 +116,7 @@ def _behind(snapshot: RankSnapshot, other: RankStatus) -> bool:
 
 
 def is_stopped(process: int, states: str = "Tt") -> bool:
-    """Whether a signal has stopped the process (states T and t; D: it waits for a disk). Only Linux tells."""
+    """Return whether a signal has stopped the process (states T and t; D: it waits for a disk). Only Linux shows it."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in states
     except OSError:
@@ -123,7 +124,7 @@ def is_stopped(process: int, states: str = "Tt") -> bool:
 
 
 def read_stack(file: Path, main_thread: int, seconds: float) -> tuple[str, ...]:
-    """The main thread's part of the stacks that a rank was asked to write, waiting at most `seconds` for it."""
+    """Return the main thread's part of the stacks that a rank was asked to write; wait at most `seconds` for it."""
     deadline = time.monotonic() + seconds
     while True:
         lines = _stack_of(file, main_thread)
@@ -133,7 +134,7 @@ def read_stack(file: Path, main_thread: int, seconds: float) -> tuple[str, ...]:
 
 
 def _stack_of(file: Path, main_thread: int) -> tuple[str, ...]:
-    """Empty until all of it is there: the rank may be in the middle of writing."""
+    """Return the stack, empty until it is complete: the rank may be in the middle of writing."""
     text = file.read_text(errors="replace") if file.exists() else ""
     stack: list[str] = []
     inside = False
@@ -148,7 +149,7 @@ def _stack_of(file: Path, main_thread: int) -> tuple[str, ...]:
 
 
 def shortened(stack: Sequence[str]) -> tuple[str, ...]:
-    """Both ends of a long stack, innermost line first, without what starts a rank."""
+    """Return both ends of a long stack, innermost line first, without the lines that start a rank."""
     kept = [line for line in stack if not any(name in line for name in _STARTERS)]
     if len(kept) > INNERMOST + OUTERMOST + 1:
         kept = [*kept[:INNERMOST], "  ...", *kept[-OUTERMOST:]]

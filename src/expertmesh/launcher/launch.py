@@ -1,8 +1,8 @@
-"""Where the ranks of a job come from: the job that started us, or N local processes of our own.
+"""Run a job's function on the ranks of the surrounding job, or on N local processes.
 
-Where whoever started this process (torchrun, srun, Ray) has made it one rank, it runs the job's function itself. Else
-it starts N ranks on this machine, passes their output through, starts all of them again after a failure if it may, and
-ends as they do: one error message for them all, its exit code, no process and no file left. Of a job on several
+If a launcher (torchrun, srun, Ray) has made this process one rank, it runs the job's function itself. Otherwise it
+starts N ranks on this machine, passes their output through, starts all of them again after a failure if it may, and
+ends as they do: with one error message for all of them, its exit code, and no process or file left. In a job on several
 machines (Kubeflow's pods) each machine has one such launcher, and the first of them holds the store where ranks meet.
 """
 
@@ -37,7 +37,7 @@ CPU_RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What is said beside the configuration: how to run, not what to compute. Not part of a run's identity.
+    """Options beside the configuration: how to run, not what to compute. Not part of a run's identity.
 
     `max_seconds` counts from the start of the command, over all restarts; None is no limit. `audit`: compare samples or
     all of the loaded weights with their files. `profile`, `arguments`: see `Control`. `elastic`: how many ranks of
@@ -53,7 +53,7 @@ class RunOptions:
     elastic: tuple[int, int] | None = None
 
     def told(self) -> dict[str, Any]:
-        """What ranks are told of it, for `Control`."""
+        """Return the options as ranks get them, for `Control`."""
         told = {"audit": self.audit, "profile": self.profile, "arguments": self.arguments}
         return told | {"elastic": self.elastic is not None}
 
@@ -66,9 +66,9 @@ def run(
 ) -> int:
     """Call `function` (`module:function`) on each rank of the surrounding job, or on local ranks.
 
-    `preflight` is called with the number of ranks and of those on this machine before they start, to refuse what cannot
-    work once and early. Prints what is being done. Returns the exit code; raises `ExpertmeshError` before ranks start,
-    or when they have ended by it.
+    `preflight` is called with the number of ranks and of those on this machine before they start, to refuse early and
+    once what cannot work. Prints what is being done. Returns the exit code; raises `ExpertmeshError` before ranks
+    start, or when they have ended by it.
     """
     print_log(config.log.level)
     with lasting_output():
@@ -105,9 +105,9 @@ def _run(
 
 
 def join_job(options: RunOptions) -> Rank | Node | None:
-    """This process's place in a job that somebody else has started; a rank's is written into its environment.
+    """Return this process's place in a job that a launcher has started; a rank's is written into its environment.
 
-    `InputError` if the environment makes no sense or an option contradicts it.
+    Raises `InputError` if the environment contradicts itself or an option.
     """
     place = find_place(options.nproc)
     if isinstance(place, Rank):
@@ -148,8 +148,9 @@ def _check_rank(options: RunOptions, place: Rank) -> None:
 
 
 def job_size(nproc: int | None = None) -> tuple[int, int | None]:
-    """How many ranks a job started here has, of the surrounding job or as many as `run` would start, and how many of
-    them are on this machine: None if nobody has said.
+    """Return how many ranks a job started here has, and how many of them are on this machine; None if it is unknown.
+
+    They are those of the surrounding job, or as many as `run` would start.
     """
     place = join_job(RunOptions(nproc=nproc))
     if isinstance(place, Rank):
@@ -160,7 +161,7 @@ def job_size(nproc: int | None = None) -> tuple[int, int | None]:
 
 
 def local_ranks(nproc: int | None) -> int:
-    """How many ranks to start here: `nproc`, else one per accelerator, else two on the CPU."""
+    """Return how many ranks to start here: `nproc`, else one per accelerator, else two on the CPU."""
     devices = _accelerators()
     if devices and nproc is not None and nproc > devices:
         raise InputError(
@@ -171,7 +172,7 @@ def local_ranks(nproc: int | None) -> int:
 
 
 def has_room_for(ranks: int) -> bool:
-    """Whether this machine has an accelerator, or without any a processor, for each of so many ranks."""
+    """Return whether this machine has an accelerator, or without any a processor, for each of that many ranks."""
     return ranks <= (_accelerators() or max(processors(), CPU_RANKS))
 
 
@@ -225,12 +226,12 @@ def launch(
 
 
 def _run_of(config: Config, options: RunOptions) -> str | None:
-    """The directory of a run; a verb that has more to tell its ranks than a configuration has none."""
+    """Return the directory of a run; a verb that passes its ranks more than a configuration has none."""
     return None if options.arguments else config.output_dir
 
 
 def _continued(config: Config) -> Config:
-    """For a restart: from the newest checkpoint of this run, if it has written one, whatever it started from."""
+    """Return the configuration of a restart: from the newest checkpoint of this run, if it has written one."""
     own = any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]"))
     if not own or config.checkpoint.resume_weights_only:  # which prefers them anyway
         return config

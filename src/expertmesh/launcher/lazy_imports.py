@@ -1,4 +1,4 @@
-"""Importing torch and transformers for a command line, in two thirds of the time."""
+"""Import torch and transformers for a command line, in two thirds of the time."""
 
 import gc
 import sys
@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def lazy_imports() -> Iterator[None]:
-    """Around imports that bring torch: a million objects that stay, which Python would search for garbage meanwhile
-    again and again, and later with every full collection.
+    """Speed up imports of torch inside the block.
+
+    They make a million objects that stay. Python would search them for garbage meanwhile again and again, and later
+    with every full collection.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

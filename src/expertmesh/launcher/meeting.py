@@ -1,7 +1,7 @@
-"""Where the ranks of a job meet: a store that a launcher holds, so that no rank's end disturbs the others' last words.
+"""Hold the rendezvous store of a job in a launcher, so that no rank's end disturbs the last messages of the others.
 
-On one machine its port is one that the system chose. On several the first machine's launcher holds it at the address
-that all have been told, and the launchers meet there first: none starts ranks before all are known to start alike.
+On one machine the system chooses its port. On several the first machine's launcher holds it at the address that all
+have, and the launchers meet there first: none starts ranks before all are known to start equally many.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ THIS_MACHINE = Node("expertmesh", 0, 1, None, LOCALHOST, 0)
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """`ranks` on each machine of a job, of which `node` is this one. The other launchers are waited for at most
-    `timeout_seconds`.
+    """The rendezvous of `ranks` on each machine of a job, of which `node` is this one. The other launchers are waited
+    for at most `timeout_seconds`.
     """
 
     ranks: int
@@ -33,7 +33,7 @@ class Meeting:
     timeout_seconds: float
 
     def places(self, port: int) -> list[Rank]:
-        """Of the ranks on this machine, which meet at `port`."""
+        """Return the places of the ranks on this machine, which meet at `port`."""
         node, world = self.node, self.ranks * self.node.count
         ranks = range(self.ranks * node.number, self.ranks * (node.number + 1))
         return [
@@ -41,7 +41,7 @@ class Meeting:
         ]
 
     def open(self, requests: StopRequests) -> "TCPStore | None":
-        """The store, once the launchers of all machines are there; None when asked to stop before.
+        """Return the store, once the launchers of all machines are there; None on a request to stop.
 
         Raises `InputError` if this machine cannot hold it or another machine starts another number of ranks, and
         `DistributedFailure` for a machine that does not come.
@@ -74,7 +74,9 @@ class Meeting:
             ) from error
 
     def _hold(self, node: Node) -> "TCPStore":
-        """The store, at this machine's own address if the job is on no other: nobody else then reaches it."""
+        """Open the store, at this machine's own address if the job is on no other machine: nobody else then
+        reaches it.
+        """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if node.count > 1:
@@ -84,7 +86,7 @@ class Meeting:
         return TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
     def _all_came(self, store: "TCPStore", deadline: float, requests: StopRequests) -> bool:
-        """Compare numbers of ranks with the other launchers; False when asked to stop before all are there."""
+        """Compare numbers of ranks with the other launchers; return False on a request to stop before all are there."""
         node = self.node
         keys = [f"expertmesh/node-{number}" for number in range(node.count)]
         store.set(keys[node.number], str(self.ranks))
@@ -117,8 +119,8 @@ class Meeting:
 
 
 def _reached(node: Node, deadline: float, requests: StopRequests) -> bool:
-    """Wait until the first machine's launcher listens; False when asked to stop before. torch's own wait does not end
-    by a signal.
+    """Wait until the first machine's launcher listens; return False on a request to stop. A signal does not end torch's
+    own wait.
     """
     while not (requests.requested or requests.forced):
         with contextlib.suppress(OSError), socket.create_connection((node.address, node.port), timeout=1):

@@ -1,4 +1,4 @@
-"""The files through which local ranks and their launcher know of each other, one directory for each attempt.
+"""Exchange files between local ranks and their launcher, in one directory for each attempt.
 
 Each rank leaves there its status, how it failed, and, when asked by a signal, the Python stack of its threads. They
 outlive the rank: the launcher reads them after SIGKILL as well.
@@ -39,26 +39,26 @@ class RankFailure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "RankFailure":
-        """What `error`, which is being handled, says of `rank`."""
+        """Describe `error`, which is being handled, on `rank`."""
         if isinstance(error, ExpertmeshError):
             return cls(rank, error.exit_code, str(error), "", time.time_ns(), error.key)
         named = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
         return cls(rank, UNEXPECTED, named, traceback.format_exc(), time.time_ns())
 
     def error(self, prefix: str = "") -> ExpertmeshError:
-        """The `ExpertmeshError` that the rank ended by, with its class and key."""
+        """Return the `ExpertmeshError` that the rank ended by, with its class and key."""
         kind = _BY_EXIT_CODE.get(self.exit_code, ExpertmeshError)
         return kind(prefix + self.message, key=self.key or None)
 
     def write(self, directory: Path) -> None:
-        """Leave the failure in `directory`, whole or not at all: the writer may be killed at any moment."""
+        """Write the failure into `directory`, completely or not at all: the writer may be killed at any moment."""
         unfinished = directory / f"rank-{self.rank}.tmp"
         unfinished.write_text(json.dumps(asdict(self)), encoding="utf-8")
         os.replace(unfinished, directory / f"rank-{self.rank}.json")
 
 
 def failures_in(directory: Path) -> list[RankFailure]:
-    """The failures that ranks have left so far, earliest first."""
+    """Return the failures that ranks have left so far, earliest first."""
     failures = [RankFailure(**json.loads(path.read_text("utf-8"))) for path in directory.glob("rank-*.json")]
     return sorted(failures, key=lambda failure: failure.time_ns)
 
@@ -72,7 +72,7 @@ def stack_file(directory: Path, rank: int) -> Path:
 
 
 def show_stack_when_asked(directory: Path, rank: int) -> None:
-    """From now on `SHOW_STACK` makes this process write its Python stacks.
+    """Let `SHOW_STACK` make this process write its Python stacks from now on.
 
     The handler is C code that needs neither the interpreter nor its lock, so it answers from any loop or wait.
     """

@@ -1,8 +1,8 @@
-"""A hang in a job whose ranks no single launcher of ours sees: under torchrun or srun, or on several machines.
+"""Find the hanging rank of a job that no single launcher of ours sees: under torchrun or srun, or on several machines.
 
 Beside all process groups each rank has a connection to the store where the job met, and a thread that waits there. The
-first rank whose collective times out calls the roll: every rank that can answers with its place and its Python stack,
-whatever its main thread does. The caller names the rank that the others waited for, or those that did not answer; all
+first rank whose collective times out asks all others: every rank that can answers with its place and its Python stack,
+whatever its main thread does. That rank names the one that the others waited for, or those that did not answer; all
 ranks end by that one sentence. Ranks that would wait on are ended, so that a lost network is a failure and no hang.
 """
 
@@ -42,7 +42,7 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank says of itself. `since`: seconds in its phase; `failed`: it has failed already."""
+    """A rank's answer about itself. `since`: seconds in its phase; `failed`: it has failed already."""
 
     host: str
     step: int
@@ -52,14 +52,14 @@ class Answer:
     failed: bool
 
     def snapshot(self, rank: int) -> RankSnapshot:
-        """As the launcher of one machine takes them, by this machine's clock."""
+        """Return the answer as a snapshot of one machine's launcher, by this machine's clock."""
         now = time.monotonic()
         status = RankStatus(1, 0, now - self.since, self.step, self.phase, now, StopState.NOT_ACCEPTING)
         return RankSnapshot(rank, status, now, stopped=False, stack=self.stack, still_running=True)
 
 
 class RollCall:
-    """One rank's part. `report` is called with the verdict in a rank that is ended; `stacks` is where all are written.
+    """One rank's part. `report` is called with the verdict in a rank that is ended; all stacks are written to `stacks`.
 
     `attempt` is the same for all ranks of one start, and another in the next.
     """
@@ -85,7 +85,9 @@ class RollCall:
         threading.Thread(target=self._listen, args=(timeout_seconds,), name="roll-call", daemon=True).start()
 
     def verdict_on(self, error: BaseException) -> DistributedFailure | None:
-        """What all ranks end by, if `error` says that this one has waited in vain; called by the rank that failed."""
+        """Return what all ranks end by, if `error` shows that this one has waited in vain; the rank that failed calls
+        it.
+        """
         if not timed_out(RankFailure.of(self.place.rank, error)):
             return None
         self._failed = True
@@ -113,7 +115,7 @@ class RollCall:
             return self._unreachable(message)
 
     def _answers(self, store: "TCPStore") -> dict[int, Answer]:
-        """Of all ranks that give one in time."""
+        """Return the answers of all ranks that answer in time."""
         deadline, answers = time.monotonic() + ANSWER_SECONDS, dict[int, Answer]()
         while len(answers) < self.place.world_size and time.monotonic() < deadline:
             for rank in range(self.place.world_size):
@@ -171,7 +173,9 @@ class RollCall:
 def judge(
     answers: Mapping[int, Answer], caller: Rank, status: RankStatus, message: str, stacks: Path
 ) -> DistributedFailure:
-    """Who the others waited for, by `answers`; `status` and `message` are those of the caller, who gave up first."""
+    """Return whom the others waited for, by `answers`; `status` and `message` are those of the caller, who gave up
+    first.
+    """
     written = _write(answers, stacks)
     silent = [rank for rank in range(caller.world_size) if rank not in answers]
     if silent:
@@ -195,7 +199,7 @@ def judge(
 
 
 def _write(answers: Mapping[int, Answer], file: Path) -> str:
-    """Every stack into `file`; what there is to say about it."""
+    """Write every stack into `file`; return what there is to report about it."""
     lines: list[str] = []
     for rank, answer in sorted(answers.items()):
         where = f"at step {answer.step}, {answer.phase}" if answer.step else f"before the first step, {answer.phase}"
@@ -214,7 +218,7 @@ def open_roll_call(
     report: Callable[[DistributedFailure], None],
     environment: Mapping[str, str] = os.environ,
 ) -> RollCall | None:
-    """This rank's part by its environment, listening; None where there is no other rank, or no place to meet."""
+    """Return this rank's part by its environment, listening; None if there is no other rank, or no store."""
     if int(environment.get("WORLD_SIZE", "1")) == 1 or not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     local = environment.get("LOCAL_WORLD_SIZE")

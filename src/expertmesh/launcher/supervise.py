@@ -1,8 +1,9 @@
-"""The local ranks of one attempt: started together, watched, and ended together.
+"""Start the local ranks of one attempt together, watch them, and end them together.
 
-Not PyTorch's elastic agent: at a rank's end it sends SIGTERM to the others at once and SIGKILL 30 seconds later, which
-would cut short a checkpoint that is being saved, and end a hung rank before anybody could ask it where it stands. Here
-a request to stop is waited for as long as the ranks take, and a failure is looked at before anything is ended.
+PyTorch's elastic agent does not serve here: at a rank's end it sends SIGTERM to the others at once and SIGKILL 30
+seconds later, which would cut short a checkpoint that is being saved, and end a hung rank before anybody could ask it
+where it is. Here a request to stop is waited for as long as the ranks take, and a failure is examined before anything
+is ended.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ _ENDED_WELL = (0, 130, 143)
 
 @dataclass(slots=True)
 class StopRequests:
-    """What signals have asked of the launcher: `requested` to stop when the ranks can, `forced` to stop at once."""
+    """Requests of signals to the launcher: `requested` to stop when the ranks can, `forced` to stop at once."""
 
     requested: int = 0
     forced: int = 0
@@ -48,13 +49,13 @@ class StopRequests:
 
     @property
     def exit_code(self) -> int:
-        """Of a launcher that ends by what was asked."""
+        """The exit code of a launcher that ends by the request."""
         number = self.forced or self.requested
         return StopReason(number).exit_code if number in _WAITED_FOR else 128 + number
 
     @property
     def seconds_ago(self) -> float:
-        """Since the first request."""
+        """Return the seconds since the first request."""
         return time.monotonic() - self._requested_at
 
     def receive(self, number: int, frame: FrameType | None) -> None:
@@ -67,9 +68,9 @@ class StopRequests:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Note the signals that stop a job instead of ending; old handlers come back. In the main thread only.
+    """Record the signals that stop a job instead of ending by them; restore old handlers. In the main thread only.
 
-    A signal that is ignored stays so: a job under `nohup` must outlive its terminal.
+    A signal that is ignored stays ignored: a job under `nohup` must outlive its terminal.
     """
     requests = StopRequests()
     old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -96,12 +97,14 @@ class LocalRank:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End it now, and whatever it has started."""
+        """End the rank now, with everything that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def ask_for_stack(self) -> bool:
-        """Let it write its Python stacks, also if it is stopped; returns whether it was. No stack before it is up."""
+        """Let it write its Python stacks, also if it is stopped; return whether it was. No stack before it is
+        running.
+        """
         stopped = is_stopped(self.process.pid)
         if self.runs and self.progress.status().process:
             self.process.send_signal(SHOW_STACK)
@@ -124,7 +127,9 @@ class Job:
     _looked_at: float = 0.0
 
     def supervise(self) -> int:
-        """Wait for the ranks; returns 0, or 130 or 143 if they were stopped. Raises the error the job failed by."""
+        """Wait for the ranks; return 0, or 130 or 143 if they were stopped. Raises the error by which the job
+        failed.
+        """
         try:
             while self._running() and not self._failed() and not self._stuck():
                 if self._must_end():
@@ -140,7 +145,7 @@ class Job:
             self._end()
 
     def has_saved(self) -> bool:
-        """Whether all ranks have stopped as asked, with a checkpoint."""
+        """Return whether all ranks have stopped as requested, with a checkpoint."""
         return bool(self.ranks) and all(rank.progress.stop_state is StopState.STOPPED for rank in self.ranks)
 
     def _running(self) -> list[LocalRank]:
@@ -155,7 +160,9 @@ class Job:
         return any(code not in _ENDED_WELL for code in self.exit_codes.values()) or bool(failures_in(self.directory))
 
     def _must_end(self) -> bool:
-        """Pass a request to stop on to the ranks; whether it cannot wait for them, because one is not in its loop."""
+        """Pass a request to stop on to the ranks; return whether it cannot wait for them, because one is not in its
+        loop.
+        """
         if self.requests.forced:
             return True
         if not self.requests.requested:
@@ -171,8 +178,9 @@ class Job:
         )
 
     def _stuck(self) -> bool:
-        """Whether a rank has been stopped, or waited for a device or disk, for as long as a collective may take. Its
-        peers may not wait for it: there are none, or they are stuck as well.
+        """Return whether a rank has been stopped, or waited for a device or disk, for as long as a collective may take.
+
+        Its peers may not wait for it: there are none, or they are stuck as well.
         """
         now = time.monotonic()
         if now < self._looked_at + 1:
@@ -184,12 +192,14 @@ class Job:
         return any(now - self._moved.setdefault(rank.rank, now) > self.timeout_seconds for rank in self._running())
 
     def _ended_by_request(self) -> bool:
-        """A signal to all processes of a job may end ranks that are not in their loop before the launcher does."""
+        """Return whether a request has ended ranks: a signal to all processes of a job may end those that are not in
+        their loop before the launcher does.
+        """
         requested = self.requests.requested
         return self.requests.forced > 0 or (requested > 0 and -requested in self.exit_codes.values())
 
     def _find_cause(self) -> ExpertmeshError:
-        """Look at the ranks that still run, give them time to fail as well, and say who is to blame."""
+        """Examine the ranks that still run, give them time to fail as well, and return the cause."""
         first = next(iter(failures_in(self.directory)), None)
         stuck = first is None and not self._failed()
         waited = timed_out(first) if first else stuck or -signal.SIGABRT in self.exit_codes.values()
@@ -207,7 +217,7 @@ class Job:
         return root_cause(failures, self.exit_codes, statuses)
 
     def _snapshots(self) -> list[RankSnapshot]:
-        """Of the ranks that run and have not failed."""
+        """Return snapshots of the ranks that run and have not failed."""
         failed = {failure.rank for failure in failures_in(self.directory)}
         running = [rank for rank in self._running() if rank.rank not in failed]
         taken, statuses = time.monotonic(), self._statuses()
@@ -224,7 +234,7 @@ class Job:
         return {rank.rank: rank.progress.status() for rank in self.ranks}
 
     def _end(self) -> None:
-        """No rank, and nothing that a rank has started, is left behind."""
+        """End all ranks and everything that they have started."""
         for rank in self._running():
             rank.kill()
         deadline = time.monotonic() + KILL_SECONDS
@@ -261,12 +271,12 @@ def start_ranks(arguments: Sequence[str], places: Sequence[Rank], directory: Pat
 
 
 def processors() -> int:
-    """Those that this process may run on."""
+    """Return the processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _exit_code(rank: LocalRank) -> int:
-    """A second signal ends a rank in its loop by 128 + its number; unlike one that has stopped, it was ended by it."""
+    """Return a rank's exit code. A second signal ends a rank in its loop by 128 + its number: it was ended by it."""
     code = rank.process.wait()
     if code > 0 and code in _ENDED_WELL and rank.progress.stop_state is not StopState.STOPPED:
         return 128 - code

@@ -1,9 +1,9 @@
-"""Under torchrun: what our own launcher does, where its agent does otherwise.
+"""Do under torchrun what our own launcher does, where torchrun's agent differs.
 
-The agent starts all ranks again after any failure, also one that every start would end in; and its ranks train on as
-orphans when it is killed. It looks at no failure: each rank would print the same refusal, or the connections that it
-has lost to the rank which failed first. The directory that torchrun has made for the errors of an attempt is where
-ranks see what has been told. There the telling rank leaves its error for the summary of torchrun, as `record` does.
+The agent starts all ranks again after any failure, also one by which every start would end; and its ranks train on as
+orphans when it is killed. It examines no failure: each rank would print the same refusal, or its lost connections to
+the rank which failed first. In the directory that torchrun has made for the errors of an attempt, ranks see what has
+been printed. The printing rank leaves its error there for torchrun's summary, as `record` does.
 """
 
 import contextlib
@@ -63,13 +63,13 @@ class TorchrunAgent:
         return self.notes is not None
 
     def remember(self, error: ExpertmeshError) -> None:
-        """Note what no further attempt of as many ranks can change."""
+        """Record what no further attempt of equally many ranks can change."""
         if self.notes is not None and not isinstance(error, DistributedFailure):
             with contextlib.suppress(OSError), (self.notes / _REFUSED).open("x", encoding="utf-8") as file:
                 json.dump({"world_size": self.world_size, "failure": asdict(RankFailure.of(self.rank, error))}, file)
 
     def refuse_again(self) -> None:
-        """Raise what an earlier attempt has ended by, if that would end this one too."""
+        """Raise the error by which an earlier attempt has ended, if it would end this one too."""
         if self.notes is None or self.attempt == 0:
             return
         try:
@@ -82,7 +82,9 @@ class TorchrunAgent:
 
 
 def run_here(config: Config, function: str, control: Control) -> int:
-    """Run `function` as one rank of somebody else's job, where no launcher of ours reports a bug; its exit code."""
+    """Run `function` as one rank of another launcher's job, where no launcher of ours reports a bug; return its exit
+    code.
+    """
     agent = TorchrunAgent.of(os.environ)
     agent.refuse_again()
     if agent.is_there:
@@ -108,13 +110,13 @@ def run_here(config: Config, function: str, control: Control) -> int:
 
 
 def _tell_verdict(verdict: DistributedFailure) -> None:
-    """For a rank that is ended because the others have waited for it in vain."""
+    """Print the verdict in a rank that is ended because the others have waited for it in vain."""
     if has_to_tell(str(verdict), may_follow=False):
         tell(f"error: {verdict}", error=True)
 
 
 def refuse_elastic(ranks: tuple[int, int], place: Rank | Node | None, environment: Mapping[str, str]) -> None:
-    """Refuse a start with `--elastic` that no agent of torchrun can make again with other ranks, or with too many."""
+    """Refuse a start with `--elastic` that no agent of torchrun can repeat with other ranks, or with too many."""
     fewest, most = ranks
     how = "torchrun --nnodes MIN:MAX --rdzv-backend c10d --rdzv-id NAME --max-restarts N"
     if not isinstance(place, Rank) or place.starter != "torchrun":
@@ -144,7 +146,9 @@ def refuse_elastic(ranks: tuple[int, int], place: Rank | Node | None, environmen
 
 
 def report(error: ExpertmeshError, *, as_json: bool = False) -> int:
-    """Print the sentence of the error that ends this process, on one of the ranks that end by it; its exit code."""
+    """Print the sentence of the error that ends this process, on one of the ranks that end by it; return its
+    exit code.
+    """
     rank = os.environ.get("RANK", "")
     may_follow = isinstance(error, DistributedFailure) and error.key not in VERDICTS
     if _told_by_another(error) or not has_to_tell(str(error), may_follow=may_follow):
@@ -159,8 +163,10 @@ def report(error: ExpertmeshError, *, as_json: bool = False) -> int:
 
 
 def _told_by_another(error: ExpertmeshError) -> bool:
-    """Whether another process of the job that srun, mpirun or the like has started prints `error` for this one: rank 0
-    what all ranks raise, the first of a machine what all of that machine find. Under torchrun see `has_to_tell`.
+    """Return whether another process of a job of srun, mpirun or the like prints `error` for this one.
+
+    Rank 0 prints what all ranks raise, the first rank of a machine what all of that machine find. For torchrun see
+    `has_to_tell`.
     """
     if error.on_all_ranks and not TorchrunAgent.of(os.environ).is_there:
         return os.environ.get("RANK", "0") != "0"
@@ -174,10 +180,11 @@ def _told_by_another(error: ExpertmeshError) -> bool:
 
 
 class OneSentence:
-    """A `sys.excepthook` for scripts that train by this package: what a user can mend ends them as it ends the command
-    line, by one sentence and its exit code. Every other exception goes to the hook that was there.
+    """A `sys.excepthook` for scripts that train by this package.
 
-    Only what ends the process gets here: not what a notebook, a debugger or a test catches.
+    An error that a user can mend ends them as it ends the command line, by one sentence and its exit code. Every other
+    exception goes to the previous hook. Only what ends the process gets here: not what a notebook, a debugger or a test
+    catches.
     """
 
     def __init__(self) -> None:
@@ -194,9 +201,10 @@ class OneSentence:
 
 
 def has_to_tell(message: str, *, may_follow: bool) -> bool:
-    """Whether this rank has to print `message`. Always where torchrun has not started it.
+    """Return whether this rank has to print `message`. Always true where torchrun has not started it.
 
-    `may_follow`: the error may come from that of another rank, so anything that has been told is told instead of it.
+    `may_follow`: the error may follow from that of another rank, so anything that has been printed counts in place of
+    it.
     """
     if _ERROR_FILE not in os.environ:
         return True

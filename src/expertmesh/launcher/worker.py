@@ -1,8 +1,8 @@
-"""One rank of a job: runs the function that the launcher was given and turns how it ends into an exit code.
+"""Run one rank of a job: call the launcher's function and turn its end into an exit code.
 
-`python -m expertmesh.launcher.worker` is what our launcher starts N times; where somebody else has started the ranks,
-`run_rank` is called in their processes. A rank of our launcher prints no error itself: it leaves a `RankFailure` in the
-directory of the attempt, and the launcher reports one for all.
+Our launcher starts `python -m expertmesh.launcher.worker` N times; in ranks of another launcher, `run_rank` is called
+in their processes. A rank of our launcher prints no error itself: it leaves a `RankFailure` in the directory of the
+attempt, and the launcher reports one for all.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ TEARDOWN_SECONDS = 30
 
 
 def run_rank(config: Config, function: str, control: Control) -> int:
-    """Call `function` (`module:function`) with `config` and `control`; returns 0, or the exit code of `Stopped`.
+    """Call `function` (`module:function`) with `config` and `control`; return 0, or the exit code of `Stopped`.
 
     Called on every rank, before a process group exists; issues no collective. Raises what the function raises.
     """
@@ -50,15 +50,16 @@ def run_rank(config: Config, function: str, control: Control) -> int:
 
 
 def take_allocator_settings() -> None:
-    """Before torch is imported. The user's own are left alone."""
+    """Set the allocator before torch is imported; the user's own settings stay."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # The rows that experts receive are others in every step: blocks of fixed sizes would fragment.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def take_deterministic_algorithms() -> None:
-    """Let every operation of this process give the same bits again, or fail by name. Before a GPU is used: its matrix
-    products read their setting once.
+    """Let every operation of this process give the same bits again, or fail by name.
+
+    Call it before a GPU is used: its matrix products read their setting once.
     """
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
     import torch
@@ -70,7 +71,7 @@ def leave(code: int) -> NoReturn:
     """End this rank's process with `code`, whatever the libraries in it would make of that.
 
     gloo's threads abort some processes in tear-down after a correct run ("terminate called without an active
-    exception"); after a failure, NCCL's tear-down can wait for peers that are gone. Both would replace the exit code.
+    exception"); after a failure, NCCL's tear-down can wait for lost peers. Both would replace the exit code.
     """
     torch = sys.modules.get("torch")
     if code == 0 and torch is not None and torch.accelerator.is_available() and torch.distributed.is_initialized():
@@ -87,9 +88,10 @@ def leave(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Run the rank that the launcher's environment (RANK, WORLD_SIZE) names, and end the process. On the command line:
-    the configuration's file, the directory of this attempt, the function, the launcher's process, and JSON for
-    `Control`.
+    """Run the rank that the launcher's environment (RANK, WORLD_SIZE) names, and end the process.
+
+    On the command line: the configuration's file, the directory of this attempt, the function, the launcher's process,
+    and JSON for `Control`.
     """
     # Outside the training loop Ctrl-C ends the process. Python would notice it only between two collectives; the
     # kernel's own way of ending a process works at any moment and prints no traceback.

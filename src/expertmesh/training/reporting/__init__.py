@@ -1,1 +1,1 @@
-"""What a run says: lines for the terminal, metrics.jsonl, run.json, audit.json."""
+"""Report on a run: lines for the terminal, metrics.jsonl, run.json, audit.json."""

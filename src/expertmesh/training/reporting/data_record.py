@@ -1,5 +1,7 @@
-"""`output_dir/data.json`: what a run trains on, for `expertmesh report`: its first samples with their targets, and the
-lengths of all. Rank 0 writes it when a run starts; training never reads it back.
+"""Write `output_dir/data.json`, for `expertmesh report`: a run's first samples with their targets, and the lengths of
+all.
+
+Rank 0 writes it when a run starts; training never reads it back.
 """
 
 from itertools import groupby
@@ -26,14 +28,14 @@ class _Strict(BaseModel):
 
 
 class Piece(_Strict):
-    """Tokens that follow each other and are all targets, or all none."""
+    """Consecutive tokens that are all targets, or all none."""
 
     text: str
     is_target: bool
 
 
 class ShownSample(_Strict):
-    """One sample: where it is from, how many tokens and targets it has, and the text of its first tokens."""
+    """One sample: its source, its numbers of tokens and targets, and the text of its first tokens."""
 
     source: str
     tokens: int
@@ -42,7 +44,7 @@ class ShownSample(_Strict):
 
 
 class Bin(_Strict):
-    """How many samples have more than `above` and at most `up_to` tokens (None: any number), before cutting."""
+    """The number of samples with more than `above` and at most `up_to` tokens (None: any number), before cutting."""
 
     above: int
     up_to: int | None
@@ -50,7 +52,7 @@ class Bin(_Strict):
 
 
 class DataRecord(_Strict):
-    """What data.json holds."""
+    """The content of data.json."""
 
     format: Literal["expertmesh-data"] = "expertmesh-data"
     schema_version: Literal[1] = 1
@@ -59,7 +61,7 @@ class DataRecord(_Strict):
 
 
 def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase, most: int) -> list[Piece]:
-    """The text of a sample's first `most` tokens, target by target."""
+    """Return the text of a sample's first `most` tokens, target by target."""
     tokens = zip(sample.input_ids[:most].tolist(), (sample.labels[:most] != IGNORE).tolist(), strict=True)
     pieces = []
     for is_target, group in groupby(tokens, key=itemgetter(1)):
@@ -69,7 +71,7 @@ def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase, most: int) -> 
 
 
 def write_data_record(run: "Prepared") -> None:
-    """For rank 0."""
+    """Write the record. For rank 0."""
     dataset, tokenizer = run.data.training, run.data.tokenizer
     shown = []
     for number in range(min(_SAMPLES, len(dataset))):

@@ -1,4 +1,4 @@
-"""What the first step's loss says about the weights: printed beside ln(vocabulary), with a warning if it is too high.
+"""Judge the weights by the first step's loss: printed beside ln(vocabulary), with a warning if it is too high.
 
 A uniform guess scores ln(V). A checkpoint whose experts were lost or mixed up still trains, from a loss above that.
 """
@@ -15,9 +15,9 @@ _DIFFERENT_TARGETS = 100
 
 
 def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[str]:
-    """Lines for the terminal about `loss`, the mean over `target_tokens` tokens before the first update.
+    """Return lines about `loss`, the mean over `target_tokens` tokens before the first update.
 
-    `config` is the model's. Nothing for a loss that is not finite: the step reports that itself.
+    `config` is the model's. Returns nothing for a loss that is not finite: the step reports that itself.
     """
     if not math.isfinite(loss):
         return
@@ -35,7 +35,9 @@ def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[s
 
 
 def first_dpo_loss_lines(loss: float) -> Iterator[str]:
-    """The same for objective dpo: before any update the model is its reference, and every pair has the loss ln 2."""
+    """Return the same for objective dpo: before any update the model is its reference, and every pair's loss is
+    ln 2.
+    """
     if not math.isfinite(loss):
         return
     yield f"first loss {loss:.4f} before any update; a model that equals its reference has ln 2 = {math.log(2):.4f}"
@@ -47,12 +49,12 @@ def first_dpo_loss_lines(loss: float) -> Iterator[str]:
 
 
 def untrained_excess(text_config: Any, target_tokens: int) -> float:
-    """How far above ln(V) the loss of freely initialised weights can lie.
+    """Return how far above ln(V) the loss of freely initialised weights can lie.
 
     The last norm leaves hidden states of RMS 1, so logits are normal with σ = initializer_range · √hidden. Their mean
     loss is ln(V) + σ²/2; the mean over n targets spreads by σ/√n, of which three are allowed. A text repeats its
-    tokens, whose logits hardly differ from place to place, so that n is 100 at most (one by the sum of the squared
-    shares of its tokens, 0.010 to 0.013 in English).
+    tokens, whose logits hardly differ between positions, so that n is 100 at most (one by the sum of the squared shares
+    of its tokens, 0.010 to 0.013 in English).
     """
     initializer = float(getattr(text_config, "initializer_range", None) or _INITIALIZER_RANGE)
     sigma = initializer * math.sqrt(int(text_config.hidden_size))

@@ -1,4 +1,4 @@
-"""What a run computes with: versions of libraries, the device, the host."""
+"""Describe what a run computes with: versions of libraries, the device, the host."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ from expertmesh.distributed.mesh import current_device
 
 
 def machine_lines(output_dir: str) -> Iterator[str]:
-    """With what and where this job runs, for its log. Called by rank 0."""
+    """Return versions and machine of this job, for its log. Rank 0 calls it."""
     found = versions()
     yield "versions   " + ", ".join(f"{name} {number}" for name, number in found.items())
     ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -25,7 +25,7 @@ def machine_lines(output_dir: str) -> Iterator[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides what a run computes."""
+    """Return the versions of the libraries that decide what a run computes."""
     return {
         "expertmesh": __version__,
         "torch": torch.__version__,
@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """What the ranks run on, by name: an accelerator, or the processor with the number of cores that may be used."""
+    """Return the name of the device: an accelerator, or the processor with the number of cores that may be used."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":

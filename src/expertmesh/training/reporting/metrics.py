@@ -1,4 +1,4 @@
-"""What a step and an evaluation report: rows of `metrics.jsonl`, and what is counted for them on all ranks."""
+"""Define the reports of a step and an evaluation (rows of `metrics.jsonl`), and count over all ranks for them."""
 
 import json
 import math
@@ -61,13 +61,13 @@ class StepMetrics:
     figures: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """As `metrics.jsonl` has it: without what is off."""
+        """Return the row of `metrics.jsonl`, without what is off."""
         return {
             key: value for key, value in asdict(self).items() if value is not None and key != "figures"
         } | self.figures
 
     def line(self, total_steps: int, seconds_left: float, devices: int, layer: MoeLayer | None = None) -> str:
-        """One line for a log of a job on so many devices; `layer` is any of the model's."""
+        """Return one line for the log of a job on that many devices; `layer` is any of the model's."""
         rate = f"{self.step_seconds:.3g} s/step"
         if self.step_seconds < 1:
             rate = f"{1 / max(self.step_seconds, 1e-9):.3g} steps/s"
@@ -82,7 +82,7 @@ class StepMetrics:
         return "  ".join(parts) + (f"  SKIPPED: {self.skipped}" if self.skipped else "")
 
     def load_summary(self, layer: MoeLayer | None) -> str:
-        """The worst layer's max/mean, and all dead experts; with the most that both can be where `layer` tells it."""
+        """Return the worst layer's max/mean, and all dead experts; with their maximum if `layer` gives it."""
         if not self.expert_load:
             return "-"
         worst, dead = max(x["max_over_mean"] for x in self.expert_load), sum(x["dead"] for x in self.expert_load)
@@ -93,7 +93,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EvalSample:
-    """What the model answers, greedily, to a prompt of the evaluation set of that name, and what the data answer."""
+    """The model's greedy answer to a prompt of the evaluation set of that name, and the answer of the data."""
 
     set: str
     source: str
@@ -102,7 +102,7 @@ class EvalSample:
     expected: str
 
     def line(self) -> str:
-        """For a log: the end of the prompt, and the beginnings of the answers."""
+        """Return a line for the log: the end of the prompt, and the beginnings of the answers."""
         prompt, answer, expected = (json.dumps(text, ensure_ascii=False) for text in self._shortened())
         return f"sample {self.source}: {prompt} answered by {answer}, in the data by {expected}"
 
@@ -114,9 +114,10 @@ class EvalSample:
 
 @dataclass(frozen=True, slots=True)
 class EvalMetrics:
-    """Over a whole evaluation set, or several: `loss` and `figures` of the objective, each divided by `count` of what
-    `over` names. `sets`: those that have a name, each by itself. `samples`: what the model answers now. `seconds`: what
-    it took.
+    """The figures of a whole evaluation set, or of several.
+
+    `loss` and `figures` of the objective, each divided by `count` of what `over` names. `sets`: those with a name, each
+    by itself. `samples`: the model's answers now. `seconds`: the time it took.
     """
 
     loss: float
@@ -130,7 +131,7 @@ class EvalMetrics:
 
     @classmethod
     def together(cls, sets: dict[str, "EvalMetrics"]) -> "EvalMetrics":
-        """Of all sets as if they were one."""
+        """Return all sets as if they were one."""
         parts = list(sets.values())
         count = sum(each.count for each in parts)
         figures = {name: sum(each.figures[name] * each.count for each in parts) / count for name in parts[0].figures}
@@ -139,7 +140,7 @@ class EvalMetrics:
         return cls(loss, sum(each.target_tokens for each in parts), figures, count, parts[0].over, named)
 
     def row(self) -> dict[str, Any]:
-        """As `metrics.jsonl` has it."""
+        """Return the row of `metrics.jsonl`."""
         row: dict[str, Any] = {"eval_loss": self.loss, "eval_target_tokens": self.target_tokens}
         row |= {f"eval_{name}": value for name, value in self.figures.items()}
         row |= {"eval_runtime": self.seconds} if self.seconds is not None else {}
@@ -148,7 +149,7 @@ class EvalMetrics:
         return row | ({EVAL_SAMPLES: [asdict(each) for each in self.samples]} if self.samples else {})
 
     def lines(self) -> list[str]:
-        """For a log."""
+        """Return lines for the log."""
         found = [("eval", self), *((f"eval {name}", each) for name, each in self.sets.items())]
         figures = [
             "  ".join([f"{name} loss {each.loss:.4f} over {each.count:,} {each.over}", *shown(each.figures)])
@@ -162,9 +163,9 @@ def shown(figures: dict[str, float]) -> list[str]:
 
 
 class ExpertLoad:
-    """Tokens per MoE layer and expert since the last report, and the summaries that are reported of them.
+    """Tokens per MoE layer and expert since the last report, and their summaries.
 
-    Counted by the layers on each rank; every rank calls the methods. `L` MoE layers of the whole model, `E` experts.
+    The layers count them on each rank; every rank calls the methods. `L` MoE layers of the full model, `E` experts.
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
@@ -176,8 +177,9 @@ class ExpertLoad:
         self._num_experts, self._mesh = anatomy.num_experts, mesh
 
     def take(self) -> tuple[torch.Tensor, int]:
-        """What a report says: tokens over all ranks `[L, E]` on the host, and the largest peak memory of a rank.
-        Counting begins anew. Issues two all-reduces on the default group, and waits for the device once.
+        """Return tokens over all ranks `[L, E]` on the host, and the largest peak memory of a rank. Restarts counting.
+
+        Collectives: two all-reduces on the default group, and one wait for the device.
         """
         counts_LE = self._stacked([None if layer is None else layer.tokens_per_expert.pop() for layer in self._layers])
         peak = torch.tensor([peak_memory(self._mesh.device)], device=self._mesh.device)
@@ -187,7 +189,7 @@ class ExpertLoad:
         return torch.tensor(counts).view(counts_LE.shape), most
 
     def pending(self) -> list[list[int]]:
-        """What `take` would summarise now, `[L][E]`, left where it is; the same on every rank (one all-reduce)."""
+        """Return what `take` would summarise now, `[L][E]`, without taking it. Collectives: one all-reduce."""
         counts_LE = self._stacked(
             [None if layer is None else layer.tokens_per_expert.counts_E for layer in self._layers]
         )
@@ -196,25 +198,27 @@ class ExpertLoad:
         return pending
 
     def restore(self, pending: list[list[int]] | None) -> None:
-        """Give one rank of each stage the counts of all ranks back; they are summed again before anybody sees them."""
+        """Give the counts of all ranks back to one rank of each stage; they are summed again before they are
+        reported.
+        """
         if pending is not None and self._mesh.rank % self._mesh.layout.ranks_per_stage == 0:
             for layer, count_E in zip(self._layers, pending, strict=True):
                 if layer is not None:
                     layer.tokens_per_expert.counts_E = torch.tensor(count_E, device=self._mesh.device)
 
     def _stacked(self, counts: list[torch.Tensor | None]) -> torch.Tensor:
-        """`[L, E]`, with zeros for what was counted on another stage."""
+        """Return `[L, E]`, with zeros for layers of other stages."""
         nothing_E = torch.zeros(self._num_experts, dtype=torch.int64, device=self._mesh.device)
         return torch.stack([nothing_E if count_E is None else count_E for count_E in counts])
 
 
 def tokens_are_due(step: int, every: int, total_steps: int) -> bool:
-    """Whether the report of `step`, one of each `every` steps, has the tokens of every expert: some hundred do."""
+    """Return whether the report of `step`, one per `every` steps, has the tokens of every expert: some hundred do."""
     return step % max(1, total_steps // _TIMES_TOKENS) < every or step == total_steps
 
 
 def expert_load(counts_LE: torch.Tensor) -> list[dict[str, float | int]]:
-    """Summaries of token counts per layer and expert `[L, E]` on the host."""
+    """Summarise token counts per layer and expert `[L, E]` on the host."""
     return [
         {
             "max_over_mean": float(count_E.max() / max(float(count_E.float().mean()), 1e-9)),
@@ -226,13 +230,13 @@ def expert_load(counts_LE: torch.Tensor) -> list[dict[str, float | int]]:
 
 
 def _relative_entropy(count_E: torch.Tensor) -> float:
-    """1 when all experts get the same, 0 when one gets everything."""
+    """Return 1 when all experts get the same, 0 when one gets everything."""
     share_E = count_E.double() / max(int(count_E.sum()), 1)
     return float(torch.special.entr(share_E).sum() / math.log(max(len(count_E), 2)))
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the accelerator's peak of this process's allocations, or the process's peak resident memory."""
+    """Return the peak in bytes: the accelerator's allocations by this process, or the process's resident memory."""
     if device.type == "cpu":
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

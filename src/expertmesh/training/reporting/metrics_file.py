@@ -1,4 +1,4 @@
-"""The file metrics.jsonl: a row for each report, on the disk before a checkpoint of its step is."""
+"""Write metrics.jsonl: a row for each report, on the disk before a checkpoint of its step."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def _step_of(line: bytes, path: Path, number: int) -> int:
 
 
 def last_elapsed(path: Path) -> float:
-    """`elapsed_seconds` of the last whole row that has one; 0 without any."""
+    """Return `elapsed_seconds` of the last complete row that has one; 0 without any."""
     elapsed = 0.0
     if path.exists():
         with io_errors(path, 0), opened(path, MAX_METRICS_BYTES) as file:
@@ -53,8 +53,9 @@ def last_elapsed(path: Path) -> float:
 
 
 class MetricsFile:
-    """metrics.jsonl of a run that goes on after `done` steps. `before`: the seconds that its rows told of, those
-    that are dropped included.
+    """The metrics.jsonl of a run that goes on after `done` steps.
+
+    `before`: the seconds that its rows covered, including those that are dropped.
     """
 
     def __init__(self, path: Path, done: int) -> None:

@@ -1,5 +1,5 @@
-"""The plan that `train` prints before it reads weights: every derived value, so that nobody has to guess one. Also what
-a rank says that ran out of memory, beside what was predicted.
+"""Print the plan before `train` reads weights, with every derived value. Also report a rank that ran out of memory,
+beside the prediction.
 """
 
 import logging
@@ -39,7 +39,7 @@ Predict = Callable[[Config, Checked], Forecast]
 
 
 def print_plan(run: "Prepared", forecast: Forecast | None) -> None:
-    """Print the plan, and that an earlier start of the run has come to nothing. For rank 0."""
+    """Print the plan, and that an earlier start of the run did no step. For rank 0."""
     directory = Path(run.config.output_dir)
     if run.start is None and (directory / "metrics.jsonl").exists():
         log.info(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
@@ -47,7 +47,7 @@ def print_plan(run: "Prepared", forecast: Forecast | None) -> None:
 
 
 def out_of_memory(error: torch.OutOfMemoryError, at: "RankStatus", forecast: Forecast | None) -> InputError:
-    """What a rank that ran out of device memory reports. The same start would fail again, so it is no failure to retry.
+    """Return the error of a rank that ran out of device memory. The same start would fail again, so it is not retried.
 
     `at`: where the rank was.
     """
@@ -62,7 +62,7 @@ def out_of_memory(error: torch.OutOfMemoryError, at: "RankStatus", forecast: For
 
 
 def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
-    """The plan of this rank, line by line. No communication."""
+    """Return the plan of this rank, line by line. No communication."""
     config, checked, mesh, model, batches = run.config, run.checked, run.mesh, run.model, run.batches
     layout, anatomy, plan = mesh.layout, checked.anatomy, checked.plan
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
@@ -116,7 +116,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
 
 
 def _layout_lines(run: "Prepared") -> Iterator[str]:
-    """Where ranks are, and what each axis does."""
+    """Describe where ranks are, and what each axis does."""
     config, checked, mesh, model = run.config, run.checked, run.mesh, run.model
     plan = checked.plan
     yield from (f"           {line}" for line in mesh.layout.table().splitlines())
@@ -132,7 +132,7 @@ def _layout_lines(run: "Prepared") -> Iterator[str]:
 
 
 def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
-    """Which blocks are where, in which order micro-batches run, and how long ranks wait."""
+    """Describe which blocks are on which stage, the order of micro-batches, and how long ranks wait."""
     layout, last = pipeline.mesh.layout, len(pipeline.stages) - 1
     for stage, numbers in enumerate(pipeline.stages):
         first_rank = stage % layout.pp * layout.ranks_per_stage
@@ -151,7 +151,7 @@ def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
 
 
 def _disk_line(size: int, config: Config) -> str:
-    """What the checkpoints of a run take, beside what is free; one more than are kept is there while it is written."""
+    """Compare the checkpoints of a run with the free space; one more than are kept exists while it is written."""
     keep, free = config.checkpoint.keep_last, shutil.disk_usage(config.output_dir).free
     remote = config.checkpoint.remote is not None
     total = (keep + (3 if remote else 1)) * size
@@ -163,14 +163,15 @@ def _disk_line(size: int, config: Config) -> str:
 
 
 def bubble_fraction(layout: Layout, micro_batches: int) -> float:
-    """The share of a step in which a rank waits for others, with stages that take equally long and instant messages:
-    (pp - 1) / (v · m + pp - 1) for m micro-batches and v stages on each rank.
+    """Return the share of a step in which a rank waits for others: (pp - 1) / (v · m + pp - 1).
+
+    For m micro-batches and v stages on each rank, if stages take equally long and messages take no time.
     """
     return (layout.pp - 1) / (layout.pp_virtual_stages * micro_batches + layout.pp - 1)
 
 
 def local_parameters(model: nn.Module, anatomy: Anatomy) -> tuple[int, int, int]:
-    """Parameters that this rank holds: (dense, expert, of adapters)."""
+    """Return the numbers of parameters that this rank holds: (dense, expert, of adapters)."""
     dense = expert = adapters = 0
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,8 +1,8 @@
-"""`train --profile 3:5`: what every rank does in some steps, as traces of torch.profiler in `output_dir/profile`.
+"""Record some steps of every rank (`train --profile 3:5`) as traces of torch.profiler in `output_dir/profile`.
 
 One trace a rank, for ui.perfetto.dev or chrome://tracing. Expert layers have spans `expertmesh::dispatch`, `experts`
-and `combine`; their backward goes by the names of autograd functions. On CUDA also the history of memory, as torch's
-own viewer shows it. Nothing is recorded, and nothing costs, outside of these steps.
+and `combine`; their backward goes by the names of autograd functions. On CUDA also the history of memory, for torch's
+own viewer. Outside of these steps nothing is recorded, and nothing costs.
 """
 
 import logging
@@ -21,8 +21,10 @@ _MEMORY_EVENTS = 200_000
 
 @contextmanager
 def profiling(steps: tuple[int, int] | None, directory: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """In the block, call what this yields at the end of each step. `steps`: the first and the last, counted from the
-    block's begin; the step before the first warms the profiler up. No communication.
+    """Yield a function to call at the end of each step inside the block.
+
+    `steps`: the first and the last, counted from the start of the block; the step before the first warms the profiler
+    up. No communication.
     """
     if steps is None:
         yield lambda: None

@@ -1,7 +1,7 @@
-"""`output_dir/run.json`: what a run is and how each of its starts was laid out, for whoever looks at the run later.
+"""Define `output_dir/run.json`: what a run is and how each of its starts was laid out, for later readers.
 
-Rank 0 writes it whenever a run starts or is resumed (start.py); `expertmesh report` reads it. One entry of `starts`
-for every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, and training never reads it back.
+Rank 0 writes it whenever a run starts or is resumed (start.py); `expertmesh report` reads it. One entry of `starts` for
+every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, and training never reads it back.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,8 @@ class _Strict(BaseModel):
 
 class MoeLayer(_Strict):
     """One layer of routed experts, in the order of `expert_load` in metrics.jsonl; `name` is the module's. `top_k` is
-    None where the model does not say it."""
+    None if the model does not give it.
+    """
 
     name: str
     experts: int = Field(ge=1)
@@ -37,12 +38,13 @@ class MoeLayer(_Strict):
 
     @property
     def most_load(self) -> float:
-        """The busiest expert's tokens over the mean where every token chooses it."""
+        """Return the busiest expert's tokens over the mean if every token chooses it."""
         return self.experts / (self.top_k or 1)
 
     def has_collapsed(self, load: float, dead: float) -> bool:
-        """By the busiest expert's `load` and the experts without a token. One alone may take every token, as a shared
-        expert does; others starve where a router has collapsed.
+        """Judge a router by the busiest expert's `load` and the experts without a token.
+
+        One expert alone may take every token, as a shared expert does; others starve where a router has collapsed.
         """
         return dead >= self.experts / 2 or (load >= 0.95 * self.most_load and dead >= self.experts / 4)
 
@@ -67,7 +69,7 @@ class Share(_Strict):
 
 
 class Prediction(_Strict):
-    """What was predicted for a step of this start, under the names and in the units of metrics.jsonl."""
+    """The prediction for a step of this start, under the names and in the units of metrics.jsonl."""
 
     step_seconds: float | None = None
     tokens_per_second: float | None = None
@@ -76,11 +78,11 @@ class Prediction(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What somebody expects of a start: a line to print, and the figures where there are any.
+    """An expectation for a start: a line to print, and the figures if there are any.
 
-    `warning` is the part of the line that says that memory may run out. `cures` gives changes of the configuration with
+    `warning` is the part of the line that says that memory may run out. `cures`: changes of the configuration with
     which a step is expected to fit, the best first. `peak_tokens_per_second`: of a job that computes at the peak of its
-    devices, None where that is not known.
+    devices, None if it is not known.
     """
 
     line: str
@@ -92,7 +94,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How a start lays out its ranks, in place of what the configuration says, and why in words."""
+    """The layout of a start's ranks, in place of the configured one, and the reason in words."""
 
     parallel: ParallelConfig
     micro_batch_size: int
@@ -133,7 +135,7 @@ class Start(_Strict):
 
 
 class RunRecord(_Strict):
-    """What run.json holds. `parameters` counts each element of the model once, adapters included."""
+    """The content of run.json. `parameters` counts each element of the model once, including adapters."""
 
     format: Literal["expertmesh-run"] = "expertmesh-run"
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -146,7 +148,7 @@ class RunRecord(_Strict):
     starts: list[Start] = Field(min_length=1)
 
     def after(self, earlier: "RunRecord | None") -> "RunRecord":
-        """This record of one start, behind the starts of `earlier` that it goes on from.
+        """Return this record of one start, after the starts of `earlier` that it goes on from.
 
         What a start did after the step at which the next one began again is no longer in metrics.jsonl; a start of
         which nothing is left there is left out.
@@ -162,10 +164,10 @@ class RunRecord(_Strict):
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """The run.json of the run in `directory`; None if there is none.
+    """Return the run.json of the run in `directory`; None if there is none.
 
-    Raises `InputError` for a file that cannot be read or that a newer version wrote, `IntegrityError` for one that is
-    damaged.
+    Raises `InputError` for a file that cannot be read or that a newer version wrote, `IntegrityError` for a damaged
+    one.
     """
     try:
         return read_versioned(directory / RECORD_FILE, RunRecord, SCHEMA_VERSION, key="run.damaged-record")
@@ -174,7 +176,7 @@ def read_record(directory: Path) -> RunRecord | None:
 
 
 def write_record(record: RunRecord, directory: Path) -> None:
-    """Write the run.json of the run in `directory`, behind the earlier starts that it goes on from."""
+    """Write the run.json of the run in `directory`, after the earlier starts that it goes on from."""
     try:
         earlier = read_record(directory)
     except ExpertmeshError as error:

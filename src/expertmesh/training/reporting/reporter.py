@@ -1,4 +1,4 @@
-"""Where a run's figures go: `metrics.jsonl` always, trackers when asked, a line per report, a bar on a terminal.
+"""Report a run's figures: `metrics.jsonl` always, trackers when requested, a line per report, a bar on a terminal.
 
 Only rank 0 writes. Numbers that are not finite are written as null, because JSON has no NaN.
 """
@@ -40,7 +40,7 @@ _TOKENS_PER_EXPERT = 32
 
 @dataclass(slots=True)
 class Collapse:
-    """Signs that a run learns nothing any more, each told once. Experts are counted where a step has at least
+    """Signs that a run no longer learns, each reported once. Experts are counted where a step has at least
     _TOKENS_PER_EXPERT tokens for each.
     """
 
@@ -55,7 +55,7 @@ class Collapse:
     _seen: Counter[int] = field(default_factory=Counter)
 
     def lines(self, metrics: StepMetrics) -> Iterator[str]:
-        """What to print after this report."""
+        """Return the lines to print after this report."""
         if metrics.skipped:
             return
         uniform = math.log(self.vocabulary) if self.vocabulary is not None else math.inf
@@ -89,7 +89,9 @@ class Collapse:
 
 @dataclass(slots=True)
 class Reporter:
-    """Where metrics go; without a writer and silent on ranks other than 0. A context that closes what is open."""
+    """The destination of metrics; without a writer and silent on ranks other than 0. A context that closes what is
+    open.
+    """
 
     trackers: Trackers = field(default_factory=Trackers)
     rows: MetricsFile | None = None
@@ -114,7 +116,7 @@ class Reporter:
             log.warning(line)
 
     def _seconds_left(self, metrics: StepMetrics) -> float:
-        """At the pace since this start's first report, pauses included."""
+        """Return the seconds left at the pace since this start's first report, pauses included."""
         now, left = time.monotonic(), self.total_steps - metrics.step
         if self._began is None:
             self._began = metrics.step, now
@@ -128,7 +130,7 @@ class Reporter:
             log.info(f"step {step}  {line}")
 
     def sync(self) -> None:
-        """Have the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""
+        """Let the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""
         if self.rows is not None:
             self.rows.sync()
         self.trackers.sync()
@@ -150,9 +152,9 @@ class Reporter:
 
 
 def open_reporter(run: "Prepared") -> Reporter:
-    """With what may refuse before weights are read: the trackers. Every rank calls it; issues one small all-reduce.
+    """Open what may refuse before weights are read: the trackers.
 
-    Raises `InputError` on all ranks if one cannot be opened.
+    Raises `InputError` on all ranks if one cannot be opened. Collectives: every rank calls it; one small all-reduce.
     """
     reporter = Reporter()
     with raise_on_all_ranks("opening the trackers"):
@@ -169,9 +171,11 @@ def start_reports(
 ) -> ExpertLoad:
     """Open `output_dir/metrics.jsonl` and the display that fits the terminal; add this start to the run's run.json.
 
-    A run that continues after some steps goes on in the same file; what it says of later steps is removed. `began`:
-    when this process did, of `time.monotonic()`. Every rank calls it; issues one all-gather of five integers and two
-    small all-reduces. Raises `InputError` on all ranks if rank 0 cannot write.
+    A run that continues after some steps goes on in the same file; rows of later steps are removed. `began`: when this
+    process began, of `time.monotonic()`.
+
+    Raises `InputError` on all ranks if rank 0 cannot write. Collectives: every rank calls it; one all-gather of five
+    integers and two small all-reduces.
     """
     with raise_on_all_ranks("opening the metrics"):
         if run.mesh.rank == 0:
@@ -195,7 +199,7 @@ def start_reports(
 
 
 class _Bar:
-    """How far the run is, below the lines on a terminal."""
+    """The progress of the run, below the lines on a terminal."""
 
     def __init__(self, total_steps: int, done: int) -> None:
         self._open = ExitStack()

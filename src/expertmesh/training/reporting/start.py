@@ -1,4 +1,4 @@
-"""Writes `output_dir/run.json` (record.py) when a run starts or goes on."""
+"""Write `output_dir/run.json` (record.py) when a run starts or goes on."""
 
 import logging
 from collections import Counter
@@ -45,8 +45,10 @@ class Spent:
 
 
 def record_start(run: Prepared, forecast: Forecast | None, counters: "Counters", spent: Spent) -> None:
-    """Add this start to the run's run.json. Every rank calls it; issues one all-gather of five integers and one small
-    all-reduce. Raises `InputError` on all ranks if rank 0 cannot write.
+    """Add this start to the run's run.json.
+
+    Raises `InputError` on all ranks if rank 0 cannot write. Collectives: every rank calls it; one all-gather of five
+    integers and one small all-reduce.
     """
     config, checked, mesh = run.config, run.checked, run.mesh
     shares, parameters = _shares(run)
@@ -98,7 +100,7 @@ def _counts(reports: Sequence["DataReport"]) -> DataCounts:
 
 
 def _shares(run: Prepared) -> tuple[list[Share], int]:
-    """How much each rank holds, ranks that hold the same together, and the elements of the whole model."""
+    """Return how much each rank holds, with equal ranks together, and the elements of the full model."""
     dense, expert, adapter = local_parameters(run.model, run.checked.anatomy)
     owned = sum(volume(local_box(parameter)) for parameter in run.model.parameters() if owns_copy(parameter))
     mine = torch.tensor([[dense, expert, adapter, run.bytes_to_load, owned]], device=collective_device())

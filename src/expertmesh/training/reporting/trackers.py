@@ -1,10 +1,10 @@
-"""Where figures go beside metrics.jsonl: TensorBoard, Weights & Biases, trackio and MLflow, each by its own library.
+"""Send figures beside metrics.jsonl to TensorBoard, Weights & Biases, trackio and MLflow, each by its own library.
 
 Each gets the numbers of a row under the row's own names, those of experts as `expert_load/KEY/LAYER` and of all layers
 as `expert_load/KEY/worst` (`dead/all`), and at times the heat map `expert_tokens`. Log-in, servers and offline modes
-are the libraries' own, by their environment variables. `output_dir/trackers.json` keeps by which name each knows the
-run, so that a resumed run goes on in the same one. Rank 0 opens them, before weights are read. What fails later is said
-and given up: metrics.jsonl has every row.
+are the libraries' own, by their environment variables. `output_dir/trackers.json` stores the name of the run in each,
+so that a resumed run goes on in the same one. Rank 0 opens them, before weights are read. A later failure is reported,
+and that tracker is given up: metrics.jsonl has every row.
 """
 
 import importlib
@@ -49,7 +49,7 @@ Picture = npt.NDArray[np.uint8]
 
 
 class TrackerNames(BaseModel):
-    """What trackers.json holds: by which name each tracker knows the run."""
+    """The content of trackers.json: the name of the run in each tracker."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -60,8 +60,8 @@ class TrackerNames(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is opened with. `known_as`: what it called the run at an earlier start, None for a new run; `done`
-    steps of it are done. `project`: None for that of the library's own environment variable.
+    """The arguments for opening a tracker. `known_as`: its name for the run at an earlier start, None for a new run;
+    `done` steps of it are done. `project`: None for that of the library's own environment variable.
     """
 
     directory: Path
@@ -83,7 +83,7 @@ class Tracker(Protocol):
 
 @dataclass(slots=True)
 class Trackers:
-    """Those that are open, by name. Used on rank 0; those of other ranks are none."""
+    """The open trackers, by name. Used on rank 0; other ranks have none."""
 
     trackers: dict[str, Tracker] = field(default_factory=dict)
 
@@ -106,7 +106,7 @@ class Trackers:
         self.trackers.clear()
 
     def _try(self, name: str, use: Callable[[Tracker], None]) -> None:
-        """A tracker that fails must not end a run of days."""
+        """Run a tracker's call; one that fails must not end a run of days."""
         if name not in self.trackers:  # it has failed a moment ago
             return
         try:
@@ -124,7 +124,7 @@ class Trackers:
 def open_trackers(config: Config, done: int) -> Trackers:
     """Open what `log.report_to` names, for a run that goes on after `done` steps. For rank 0.
 
-    Raises `InputError` for a tracker that refuses, for want of a log-in or a server.
+    Raises `InputError` for a tracker that refuses, without a log-in or a server.
     """
     directory, log = Path(config.output_dir), config.log
     wanted = [name for name in log.report_to if name in _TRACKERS]
@@ -162,7 +162,7 @@ def _read_names(directory: Path) -> dict[str, str]:
 
 
 def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The finite numbers of a row, by name."""
+    """Return the finite numbers of a row, by name."""
     layers = row.get("expert_load", ())
     named = [(key, value) for key, value in row.items() if key != "step"]
     for key, (name, join) in _JOINED.items() if layers else ():
@@ -174,7 +174,9 @@ def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def heat_map(tokens_LE: list[list[int]]) -> Picture:
-    """Tokens of each expert over the mean of its layer as `[height, width, 3]`: a layer is a row, black has none."""
+    """Return tokens of each expert over the mean of its layer as `[height, width, 3]`: a layer is a row, black has
+    none.
+    """
     count_LE = np.array(tokens_LE, dtype=np.float64)
     load_LE = count_LE / np.maximum(count_LE.mean(axis=1, keepdims=True), 1e-9)
     grey_LE = (255 * np.minimum(load_LE / _WHITE, 1)).astype(np.uint8)
@@ -183,7 +185,7 @@ def heat_map(tokens_LE: list[list[int]]) -> Picture:
 
 
 def _as_text(rows: list[dict[str, str]]) -> str:
-    """Generated answers in Markdown: all texts as code, so that none of them is markup."""
+    """Return generated answers in Markdown: all texts as code, so that none of them is markup."""
     parts = []
     for row in rows:
         parts.append(f"**{row['source']}**")

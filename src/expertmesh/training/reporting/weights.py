@@ -1,4 +1,4 @@
-"""What there is to say about a run's weights: how the audit went, what becomes of tensors that the model leaves out."""
+"""Report on a run's weights: the result of the audit, and tensors that the model leaves out."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,9 @@ def report_loaded(loaded: LoadReport, audited: AuditReport, source: Path, output
 
 
 def report_resumed(checkpoint: Path, step: int, changes: Sequence[str], *, audit: bool) -> None:
-    """Print what a run goes on from, and what has changed; `audit`: weights were to be compared with the model's files.
-    For rank 0.
+    """Print what a run goes on from, and what has changed. For rank 0.
+
+    `audit`: weights were to be compared with the model's files.
     """
     log.info(f"resume     {checkpoint.name}, after step {step}; {'; '.join(changes)}")
     if audit:
@@ -35,7 +36,7 @@ def report_resumed(checkpoint: Path, step: int, changes: Sequence[str], *, audit
 
 
 def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> Iterator[str]:
-    """Lines for the terminal, by rank 0, after every rank's audit has passed."""
+    """Return lines for the terminal, on rank 0, after every rank's audit has passed."""
     seconds = f"({audited.seconds:.1f} s)"
     if audited.mode == "full":
         hashes = sum(len(experts.sha256) for experts in audited.experts)
@@ -49,7 +50,7 @@ def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> 
 
 
 def saved_lines(saved: SaveReport) -> Iterator[str]:
-    """Lines for the terminal, by rank 0: tensors that the model does not have, and what codes have cost."""
+    """Return lines for the terminal, on rank 0: tensors that the model does not have, and the rounding of codes."""
     for text in _listed(saved.kept):
         yield f"kept       {text}: not in the model, copied from the files it was loaded from"
     for text in _listed(saved.dropped):

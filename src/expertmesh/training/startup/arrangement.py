@@ -1,6 +1,6 @@
-"""Before anything is built: how the ranks of an elastic start are laid out, and whether all that can be.
+"""Choose the layout of ranks for an elastic start, and check that the whole job can run, before anything is built.
 
-Decided on rank 0 for an elastic start, the same on all ranks.
+Rank 0 decides for an elastic start; all ranks get the same.
 """
 
 import json
@@ -21,7 +21,7 @@ Arrange = Callable[[Config, int, Callable[[Config, int], Checked]], Arrangement]
 
 
 def check(config: Config) -> Checked:
-    """`preflight` of this job's ranks; rank 0 looks at the weights' files as well, before data are tokenized."""
+    """Run `preflight` for this job's ranks; rank 0 checks the weights' files as well, before data are tokenized."""
     checked = preflight(config, dist.get_world_size())
     if dist.get_rank() == 0:
         refuse_weights(checked)
@@ -29,8 +29,9 @@ def check(config: Config) -> Checked:
 
 
 def arranged(config: Config, arrange: Arrange) -> Config:
-    """`config` with what `arrange` gives on rank 0 for this number of ranks. Every rank calls it; issues one broadcast
-    and one small all-reduce.
+    """Return `config` with the layout that `arrange` chooses on rank 0 for this number of ranks.
+
+    Collectives: every rank calls it; one broadcast and one small all-reduce.
     """
     said = ""
     with raise_on_all_ranks("choosing a layout"):

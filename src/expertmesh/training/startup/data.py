@@ -1,7 +1,7 @@
-"""The data of a run on every rank: found prepared, or tokenized by all ranks of each node together.
+"""Read the data of a run on every rank: find them prepared, or tokenize them with all ranks of each node together.
 
-A node's ranks write into one directory there; nodes that share a file system each write their own, and the first that
-is whole stays.
+A node's ranks write into one directory there. Nodes that share a file system each write their own, and the first
+complete one stays.
 """
 
 import datetime
@@ -48,7 +48,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data of a run; `evaluation` by the name of the set, `reports` of the training data and then of each of these.
+    """The data of a run; `evaluation` by the name of the set, `reports` of the training data and then of each of these
+    sets.
+
     `date` is the one that chat templates write. With a `stream`, `training` and its report are of its first rows.
     """
 
@@ -67,7 +69,9 @@ class RunData:
 
 
 def read_data(config: Config, checked: Checked, date: datetime.date | None, say: Callable[[str], None]) -> RunData:
-    """Every rank calls it. `date` is that of the run that goes on; None lets prepared tokens keep theirs."""
+    """Read the data. `date` is that of the run that goes on; None lets prepared tokens keep theirs. Every rank calls
+    it.
+    """
     say("reading the data")
     with raise_on_all_ranks("loading the tokenizer"):
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
@@ -103,8 +107,10 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
 
 
 def stop_where_taught(model: PreTrainedModel, report: DataReport, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let `model` stop at every token that ends trained answers: those that its generation config lacks come before
-    its own, as in TRL, and `report` gets a note. Samples stop there, and the generation config that is saved says it.
+    """Let `model` stop at every token that ends trained answers.
+
+    Those that its generation config lacks are put before its own, as in TRL, and `report` gets a note. Samples stop
+    there, and the saved generation config names them.
     """
     if not model.can_generate():
         return
@@ -122,18 +128,20 @@ def stop_where_taught(model: PreTrainedModel, report: DataReport, tokenizer: Pre
 
 
 def _today() -> datetime.date:
-    """By rank 0's clock: midnight passes, and nodes have time zones. Every rank calls it."""
+    """Return today by rank 0's clock: midnight passes, and nodes have time zones. Every rank calls it."""
     return datetime.date.fromisoformat(from_rank_0(datetime.date.today().isoformat()))
 
 
 def _ranks() -> Ranks:
-    """All of the job, for a stream."""
+    """Return all ranks of the job, for a stream."""
     rank, count = dist.get_rank(), dist.get_world_size()
     return Ranks(rank, count, object_from_rank_0, objects_of_all_ranks, raise_on_all_ranks)
 
 
 def _on_all_ranks(name: str, preparation: Preparation, say: Callable[[str], None]) -> PreparedData:
-    """The tokens, which are made now if one rank does not find them. Of jobs that need the same, one makes them."""
+    """Return the tokens, which are made now if one rank does not find them. Of jobs that need the same, one
+    makes them.
+    """
     found = _find(preparation)
     with ExitStack() as stack:
         while found is None and (holder := _held_by_another(stack, preparation)):
@@ -146,14 +154,14 @@ def _on_all_ranks(name: str, preparation: Preparation, say: Callable[[str], None
 
 
 def _find(preparation: Preparation) -> PreparedData | None:
-    """The tokens, if every rank finds them."""
+    """Return the tokens, if every rank finds them."""
     with raise_on_all_ranks("looking for prepared data"):
         found = preparation.find()
     return None if int(sum_over_ranks(torch.tensor([found is None])).item()) else found
 
 
 def _held_by_another(stack: ExitStack, preparation: Preparation) -> str:
-    """Who makes the tokens; nobody else from here on, if it is none."""
+    """Return who makes the tokens; if nobody does, this job has the right to from now on. Every rank calls it."""
     holder = ""
     with raise_on_all_ranks("locking the prepared data"):
         if dist.get_rank() == 0:
@@ -162,7 +170,10 @@ def _held_by_another(stack: ExitStack, preparation: Preparation) -> str:
 
 
 def held_by_another(stack: ExitStack, preparation: Preparation) -> str:
-    """The job that makes these tokens now, or nothing: then this process has the right to, until `stack` is closed."""
+    """Return the job that makes these tokens now, or an empty text.
+
+    Then this process has the right to make them, until `stack` is closed.
+    """
     lock = RunLock(preparation.directory, name=f".making-{preparation.key}.json")
     try:
         stack.enter_context(lock)
@@ -198,5 +209,5 @@ def _made(name: str, preparation: Preparation, say: Callable[[str], None]) -> Pr
 
 
 def _counted(what: str) -> AbstractContextManager[Callable[[int], None]]:
-    """Shown by rank 0."""
+    """Show progress on rank 0."""
     return counted(what, "rows") if dist.get_rank() == 0 else nullcontext(lambda rows: None)

@@ -1,6 +1,6 @@
-"""A model, built on meta, under a configuration: how it will be sharded, or why it cannot be trained so.
+"""Build a model on meta under a configuration, and find out how it will be sharded or why it cannot be trained so.
 
-For whoever asks (preflight, check, verify, the forecast). No weights, no data, no communication.
+Preflight, check, verify and the forecast use it. No weights, no data, no communication.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,9 @@ from expertmesh.training.objective import RunObjective
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A model on meta with its adapters, and how it will be sharded: what training goes on with. `checkpoint_bytes` are
-    those of one checkpoint; 0 without any, or before anybody has asked.
+    """A model on meta with its adapters, and how it will be sharded; training goes on with it.
+
+    `checkpoint_bytes` are those of one checkpoint; 0 without any, or before they were requested.
     """
 
     model_config: PreTrainedConfig
@@ -48,7 +49,7 @@ class Checked:
 
     @property
     def vocab_size(self) -> int:
-        """Embeddings of the model."""
+        """The number of embeddings of the model."""
         return int(self.model_config.get_text_config().vocab_size)
 
 
@@ -79,7 +80,7 @@ def check_model(
 
 
 def shard_options(config: Config) -> ShardOptions:
-    """What `config` says about sharding, beside the layout."""
+    """Return what `config` says about sharding, beside the layout."""
     train = config.train
     return ShardOptions(
         config.precision, config.moe, checkpointing_mode(config), train.checkpoint_layers, train.compile
@@ -87,7 +88,7 @@ def shard_options(config: Config) -> ShardOptions:
 
 
 def checkpointing_mode(config: Config) -> CheckpointingMode:
-    """`auto` recomputes whole blocks on accelerators, where memory is what runs out, and keeps activations on a CPU."""
+    """Resolve `auto`: recompute whole blocks on accelerators, whose memory is scarce, and keep activations on a CPU."""
     mode = config.train.activation_checkpointing
     if mode == "auto":
         return "full" if torch.accelerator.is_available() else "none"
@@ -95,13 +96,13 @@ def checkpointing_mode(config: Config) -> CheckpointingMode:
 
 
 def longest(model_config: PreTrainedConfig) -> int | None:
-    """How many positions a model is made for, where its config says it."""
+    """Return how many positions a model is made for, if its config has it."""
     most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return most if isinstance(most, int) else None
 
 
 def refuse_length(key: str, length: int, model_config: PreTrainedConfig) -> None:
-    """Refuse rows that are longer than what the model's positions are made for."""
+    """Refuse rows with more positions than the model is made for."""
     most = longest(model_config)
     if most is not None and length > most:
         raise InputError(
@@ -112,7 +113,7 @@ def refuse_length(key: str, length: int, model_config: PreTrainedConfig) -> None
 
 
 def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
-    """A schedule that only some steps could run is refused, rather than replaced in all of them."""
+    """Refuse a schedule that only some steps could run, rather than replace it in all of them."""
     if layout.pp_virtual_stages > 1 and not interleaves(accumulation, layout.pp):
         rounds = accumulation // layout.pp
         raise InputError(
@@ -125,7 +126,7 @@ def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
 
 
 def _refuse_noise(model_config: PreTrainedConfig) -> None:
-    """What a model has in training alone: its reference would not be the model that training starts from."""
+    """Refuse randomness in training alone: the reference would not be the model from which training starts."""
     for key, value in model_config.get_text_config().to_dict().items():
         if any(word in key for word in ("dropout", "pdrop", "jitter")) and isinstance(value, float) and value:
             raise InputError(

@@ -1,4 +1,4 @@
-"""The directory of a run: whether this configuration may write into it, and the configuration that it then holds."""
+"""Decide whether this configuration may write into the directory of a run, and write the configuration there."""
 
 import os
 import re
@@ -25,9 +25,9 @@ _LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification
 
 
 def refuse_output_dir(config: Config) -> None:
-    """A directory that holds another run, or anything else, is never written into.
+    """Refuse a directory that holds another run, or anything else: it is never written into.
 
-    The same run may go on in it, from its newest checkpoint; what may differ is in resume.py.
+    The same run may go on in it, from its newest checkpoint; resume.py has what may differ.
     """
     directory = Path(config.output_dir)
     there = nearest(directory)
@@ -76,13 +76,13 @@ def _refuse_contents(config: Config, directory: Path) -> None:
 
 
 def refuse_no_more_steps(config: Config, start: Path, total_steps: int) -> None:
-    """Refuse a finished run that more epochs or steps of the configuration do not make longer. Call it on one rank."""
+    """Refuse a finished run that the configuration's epochs or steps do not make longer. Call it on one rank."""
     if _is_finished(config) and start.name == step_name(total_steps):
         raise _finished(config, config.train)
 
 
 def set_result_aside(config: Config, start: Path) -> None:
-    """Keep what a finished run has left, under the name of its last step, when the run goes on. Call it on one rank."""
+    """Rename the result of a finished run after its last step, when the run goes on. Call it on one rank."""
     result = _result(config)
     if result.exists():
         kept = result.with_name(f"{result.name}-{start.name}")
@@ -96,7 +96,9 @@ def _result(config: Config) -> Path:
 
 
 def _is_finished(config: Config) -> bool:
-    """Whether the result is everywhere it belongs: a run that was killed while it uploaded its result goes on."""
+    """Return whether the result is everywhere it belongs: a run that was killed while it uploaded its result
+    goes on.
+    """
     return _result(config).exists() and (config.checkpoint.remote is None or has_result(config))
 
 
@@ -107,7 +109,7 @@ def _has_more_steps(before: TrainConfig, now: TrainConfig) -> bool:
 
 
 def _finished(config: Config, train: TrainConfig) -> InputError:
-    """What one can do with a run that has ended."""
+    """Return what one can do with a run that has ended."""
     key = "model.name_or_path" if config.lora is None else "lora.from_adapter"
     limit = f" or train.max_steps ({train.max_steps})" if train.max_steps is not None else ""
     more = f"raise train.num_epochs ({train.num_epochs}){limit} to train on, or "
@@ -125,7 +127,7 @@ def _read(path: Path) -> Config:
 
 
 def did_no_step(directory: Path) -> bool:
-    """Whether a start in this directory of a run came to nothing: no result, no checkpoint and no row of metrics."""
+    """Return whether a start in this directory left nothing: no result, no checkpoint and no row of metrics."""
     metrics = directory / "metrics.jsonl"
     results = [directory / name for name in (MODEL, ADAPTER, "report.html")]
     return not (
@@ -136,9 +138,9 @@ def did_no_step(directory: Path) -> bool:
 
 
 def write_config(config: Config) -> None:
-    """Whole or not at all: a run that is killed here must find a configuration it can read.
+    """Write the configuration completely or not at all: a run that is killed here must find one that it can read.
 
-    What an earlier start without a step has left of another configuration goes.
+    Removes what an earlier start without a step has left of another configuration.
     """
     path, content = Path(config.output_dir) / CONFIG_FILE, dump_config(config).encode()
     if config.checkpoint.remote is not None:

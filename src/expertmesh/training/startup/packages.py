@@ -1,4 +1,4 @@
-"""Optional packages that a configuration asks for. Light, so that `train` can refuse before it imports torch."""
+"""Check for optional packages that a configuration needs. Light, so that `train` can refuse before it imports torch."""
 
 import importlib.util
 
@@ -33,6 +33,9 @@ def refuse_missing_packages(config: Config) -> None:
 
 
 def _installed(module: str) -> bool:
-    """Without importing it; a directory of that name without code, as trackers leave them, is no package."""
+    """Return whether a package is installed, without importing it.
+
+    A directory of that name without code, as trackers leave them, is no package.
+    """
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

@@ -1,9 +1,10 @@
-"""What can be refused without ranks, weights or data: files, packages, output_dir, model, layout, disk, tokenizer.
+"""Refuse what can be refused without ranks, weights or data: files, packages, output_dir, model, layout, disk,
+tokenizer.
 
-The launcher calls `preflight` once before it starts ranks, so that a mistake costs seconds and is said once; `train`
-calls it again in each rank (a job started by torchrun has no launcher of ours). `check` and `verify` refuse by the same
-functions; `check` and `prepare` take as notes what another machine or another `output_dir` mends. Reads config.json and
-file headers at most.
+The launcher calls `preflight` once before it starts ranks, so that a mistake costs seconds and is reported once;
+`train` calls it again in each rank (a job started by torchrun has no launcher of ours). `check` and `verify` refuse by
+the same functions; `check` and `prepare` turn into notes what another machine or another `output_dir` mends. Reads
+config.json and file headers at most.
 """
 
 import math
@@ -43,9 +44,11 @@ def preflight(
 ) -> Checked:
     """Raise `InputError` for whatever cannot work on `world_size` ranks; no communication, no side effect.
 
-    `ranks_per_node` is for who is no rank of the job: the ranks know it from the launcher. Without `weights` those of a
-    hub repository are not downloaded. Of weights only config.json is read; for their headers see `refuse_weights`. What
-    another machine or `output_dir` mends is put into `notes`, if there are any.
+    Args:
+        ranks_per_node: For callers that are no rank of the job: ranks know it from the launcher. weights: Without it,
+        the weights of a hub repository are not downloaded. Only config.json is read; `refuse_weights`
+            reads their headers.
+        notes: Gets what another machine or `output_dir` mends, in place of an error.
     """
     _refuse_output_url(config)
     _refuse_data(config)
@@ -80,7 +83,7 @@ def preflight(
 
 
 def _without_flash_attention(config: Config) -> Config:
-    """A model cannot be built with it, even on meta, where its package is not installed."""
+    """Return `config` without it: a model cannot be built with it, even on meta, if its package is missing."""
     if config.model.attention != "flash_attention_2":
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
@@ -88,7 +91,7 @@ def _without_flash_attention(config: Config) -> Config:
 
 @contextmanager
 def _noted(notes: list[ExpertmeshError] | None) -> Iterator[None]:
-    """Put what is refused inside into `notes`, if there are any."""
+    """Put what is refused inside the block into `notes`, if there are any."""
     try:
         yield
     except ExpertmeshError as error:
@@ -108,7 +111,7 @@ def refuse_weights(checked: Checked) -> None:
 
 
 def refuse_config(config: Config, *, names_data: bool = True) -> None:
-    """Refuse what a look at the machine tells, without the model: files and packages that are not there."""
+    """Refuse what the machine alone shows, without the model: missing files and packages."""
     _refuse_output_url(config)
     if names_data:
         _refuse_data(config)
@@ -125,7 +128,7 @@ def _refuse_machine(config: Config) -> None:
 
 
 def refuse_disk(config: Config, model: nn.Module) -> int:
-    """Refuse a disk that has no room for the result and, where the run saves some, for one checkpoint.
+    """Refuse a disk without room for the result and, if the run saves some, for one checkpoint.
 
     Returns the bytes of one checkpoint, 0 without any.
     """

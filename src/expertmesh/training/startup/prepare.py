@@ -1,4 +1,4 @@
-"""Everything of a run that comes before its weights: data, mesh, where it goes on from, the sharded model.
+"""Prepare everything of a run that comes before its weights: data, mesh, the start of the run, the sharded model.
 
 Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and no weight has been read.
 """
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run on the point of reading weights, as this rank sees it. Its model is sharded and may still be on meta.
+    """A run that is ready to read weights, as this rank sees it. Its model is sharded and may still be on meta.
 
     `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since. `weights`: another run's
     checkpoint that this one begins with.
@@ -62,12 +62,12 @@ class Prepared:
         return self.checked.model
 
     def close(self) -> None:
-        """Free buffers that a library holds on the device. Every rank calls it when no token travels any more."""
+        """Free buffers that a library holds on the device. Every rank calls it after the last dispatch."""
         close_library(self.model)
 
 
 def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
-    """Get ready to read weights. Every rank calls it."""
+    """Prepare for reading weights. Every rank calls it."""
     start: Path | None = None
     weights: Path | None = None
     date = ""
@@ -120,7 +120,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
 
 
 def _batches(config: Config, layout: BatchLayout, data: RunData) -> tuple[TrainingBatches | StreamBatches, int]:
-    """The steps of training, and how many there will be."""
+    """Return the steps of training, and how many there will be."""
     train = config.train
     if data.stream is not None:
         assert train.max_steps is not None
@@ -138,27 +138,27 @@ def _batches(config: Config, layout: BatchLayout, data: RunData) -> tuple[Traini
 
 
 def begin(config: Config, control: "Control") -> None:
-    """Join the job, and say the first words: from here on this rank prints what `log.level` says."""
+    """Join the job, and print the first lines: from here on this rank prints what `log.level` allows."""
     start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
     print_log(config.log.level, dist.get_rank())
     say(control, "building the model on meta and planning its shards")
 
 
 def say(control: "Control", what: str) -> None:
-    """Tell the launcher what this rank does now, and whoever looks on, by rank 0."""
+    """Report what this rank does now to the launcher, and on rank 0 to the terminal."""
     control.progress.at(0, what)
     log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
 
 
 def _open_mesh(config: Config, checked: "Checked") -> Mesh:
-    """The mesh of the layout that every rank has come to by itself; `build_mesh` compares."""
+    """Open the mesh of the layout that every rank has resolved by itself; `build_mesh` compares."""
     mesh = build_mesh(checked.layout, current_device())
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
     return mesh
 
 
 def _batch_layout(config: Config, mesh: Mesh, data: RunData) -> BatchLayout:
-    """What training and evaluation batches have in common."""
+    """Return what training and evaluation batches have in common."""
     return BatchLayout(
         micro_batch_size=config.train.micro_batch_size,
         data_rank=mesh.data_rank,

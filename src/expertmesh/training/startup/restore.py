@@ -1,5 +1,6 @@
-"""Brings a run back from object storage (`checkpoint.remote`) to a machine whose `output_dir` is empty or older, before
-the run looks for a checkpoint in it. uploads.py puts there what is found here.
+"""Download a run from object storage (`checkpoint.remote`) to a machine whose `output_dir` is empty or older.
+
+It runs before the run looks for a checkpoint there. uploads.py uploads what is found here.
 """
 
 import logging
@@ -26,9 +27,14 @@ _PROBE = "expertmesh-probe"
 def restore(config: Config) -> None:
     """Download the newest checkpoint of `checkpoint.remote`, if `output_dir` has none as new, and the run's records.
 
-    Every rank calls it, and downloads its share of the files. Raises on all ranks alike `InputError` (storage that
-    cannot be read and written, another run's checkpoints), `SecurityError`, and `IntegrityError` for a file that is
-    not what was written. Issues broadcasts and small all-reduces on the default group.
+    Every rank downloads its share of the files.
+
+    Raises:
+        InputError: On all ranks: storage that cannot be read and written, another run's checkpoints.
+        SecurityError: On all ranks: a path or a file that must not be followed or read.
+        IntegrityError: On all ranks: a file differs from what was written.
+
+    Collectives: every rank calls it; broadcasts and small all-reduces on the default group.
     """
     if config.checkpoint.remote is None:
         return
@@ -47,7 +53,7 @@ def restore(config: Config) -> None:
 
 
 def _clean(remote: RemoteCheckpoints) -> None:
-    """Refuse storage that is another for each rank, or cannot be removed from; remove what interrupted uploads left."""
+    """Refuse storage that differs between ranks, or cannot be removed from; remove what interrupted uploads left."""
     found = remote.run.below(_PROBE).sizes()
     missing = [rank for rank in range(dist.get_world_size()) if str(rank) not in found]
     if missing:
@@ -62,7 +68,7 @@ def _clean(remote: RemoteCheckpoints) -> None:
 
 
 def _missing_here(config: Config, remote: RemoteCheckpoints) -> int | None:
-    """The step of the checkpoint that the run goes on from and does not have in `output_dir`."""
+    """Return the step of the checkpoint that the run goes on from and that `output_dir` lacks."""
     here, newest = dict(published(Path(config.output_dir) / CHECKPOINTS)), remote.newest()
     if newest is None:
         return None
@@ -90,7 +96,7 @@ def _missing_here(config: Config, remote: RemoteCheckpoints) -> int | None:
 
 
 def _refuse_other_run(config: Config, remote: RemoteCheckpoints, step: int) -> None:
-    """By the configuration beside a checkpoint, before all of it is downloaded."""
+    """Refuse another run by the configuration beside a checkpoint, before all of it is downloaded."""
     content, where = remote.config(step), f"{remote.storage.url}/{step_name(step)}/{CONFIG_FILE}"
     if content is None:
         raise _other_run(remote.storage.url, f"{step_name(step)} was not written by a training run")

@@ -1,5 +1,5 @@
-"""What a run keeps in object storage (`checkpoint.remote`) beside its own directory: each checkpoint, its records as
-they were when it was saved, and in the end its result. restore.py brings them back.
+"""Upload to object storage (`checkpoint.remote`) what a run saves: each checkpoint, the records as they were then, and
+in the end the result. restore.py downloads them.
 """
 
 import logging
@@ -33,7 +33,7 @@ def open_remote(config: Config) -> RemoteCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class RunUploads:
-    """What a rank has of the uploads of a run: rank 0 the `queue`, and each of several ranks its `shares`."""
+    """A rank's part of the uploads of a run: rank 0 has the `queue`, and each of several ranks its `shares`."""
 
     config: Config
     queue: Uploads | None
@@ -51,10 +51,10 @@ class RunUploads:
         prune(Path(self.config.output_dir) / CHECKPOINTS, self.config.checkpoint.keep_last, kept)
 
     def finish_with_result(self) -> None:
-        """Wait until storage has all checkpoints, and give it the result of the finished run.
+        """Wait until storage has all checkpoints, and upload the result of the finished run.
 
-        Every rank calls it, when all else is done, without a collective: an upload takes as long as it takes. Raises
-        `InputError` on rank 0 if it fails.
+        Every rank calls it, after everything else, without a collective: an upload may take long. Raises `InputError`
+        on rank 0 if it fails.
         """
         if self.queue is None:
             assert self.shares is not None
@@ -73,8 +73,10 @@ class RunUploads:
 
 
 def start_uploads(config: Config, keep_step: int | None) -> RunUploads | None:
-    """The uploads of a run that has a `checkpoint.remote`; they begin with what an earlier start has saved and not
-    uploaded: the newest checkpoint, and that of `keep_step`, the best one. Every rank calls it; one broadcast.
+    """Start the uploads of a run that has a `checkpoint.remote`.
+
+    They begin with what an earlier start has saved and not uploaded: the newest checkpoint, and that of `keep_step`,
+    the best one. Collectives: every rank calls it; one broadcast.
     """
     if config.checkpoint.remote is None:
         return None
@@ -91,9 +93,9 @@ def start_uploads(config: Config, keep_step: int | None) -> RunUploads | None:
 
 
 def upload_result(config: Config, put: Put = Storage.put) -> None:
-    """Upload the model or adapter of a finished run by `put`. What makes the directory one of these comes last.
+    """Upload the model or adapter of a finished run by `put`. The file that makes the directory one comes last.
 
-    Raises `InputError` if it fails: the same command does it again.
+    Raises `InputError` if it fails: the same command tries it again.
     """
     storage, output, (name, last) = open_remote(config).run, Path(config.output_dir), _result(config)
     _upload_records(storage, output)
@@ -107,7 +109,7 @@ def upload_result(config: Config, put: Put = Storage.put) -> None:
 
 
 def fetch_records(config: Config) -> None:
-    """The run's records, in place of older ones; rows after the checkpoint are removed by who continues them."""
+    """Download the run's records over older ones; whoever continues them removes rows after the checkpoint."""
     run, output = open_remote(config).run, Path(config.output_dir)
     for name, limit in RECORDS.items():
         if name != "config.yaml" and (content := run.read(name, limit)) is not None:
@@ -116,19 +118,19 @@ def fetch_records(config: Config) -> None:
 
 
 def has_result(config: Config) -> bool:
-    """Whether the result in `output_dir` is in `checkpoint.remote`, whole."""
+    """Return whether `checkpoint.remote` has the complete result of `output_dir`."""
     name, last = _result(config)
     return open_remote(config).run.below(name).read(last) == read_file(Path(config.output_dir, name, last))
 
 
 def withdraw_result(config: Config) -> None:
-    """What an earlier start has uploaded as the result is none while the run goes on. For rank 0."""
+    """Remove what an earlier start has uploaded as the result, while the run goes on. For rank 0."""
     name, last = _result(config)
     open_remote(config).run.below(name).remove([last])
 
 
 def _result(config: Config) -> tuple[str, str]:
-    """The directory, and the file without which nothing takes it for a model or an adapter."""
+    """Return the directory, and the file without which nothing takes it for a model or an adapter."""
     return ("model", "config.json") if config.lora is None else ("adapter", "adapter_config.json")
 
 
