@@ -159,7 +159,7 @@ def measure(point: Point) -> Honesty:
     results = run_ranks(_rank, point.ranks, point, timeout=120)
     model = figures_of(config_of(point), length=LENGTH, precision=point.precision, lora=point.lora, packed=False)
     layout = resolve_layout(point.parallel, point.ranks, EXPERTS)
-    workload = Workload(model, layout, point.batch, point.mode, point.layers, gloo=True, optimizer=point.optimizer)
+    workload = Workload(model, layout, point.batch, point.mode, point.layers, on_cpu=True, optimizer=point.optimizer)
     each = layout.ranks_per_stage
     states, saves = [], []
     sent: dict[tuple[str, str], list[float]] = {}

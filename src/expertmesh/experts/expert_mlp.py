@@ -283,17 +283,18 @@ def _by_weight(
 ) -> torch.Tensor:
     """Multiply each pair by its expert's weight, from the input side, or from the output side in backward.
 
-    Packed weights are dequantised for a few experts at a time, so that their values never exist all at once; the host
-    then needs the experts' spans, and waits for the device.
+    Packed weights are dequantised for a few experts at a time, so that their values never exist all at once. The host
+    then needs the spans of these experts and waits for the device, unless one time takes them all.
     """
     turned = mlp.transposed if backward else not mlp.transposed
-    if not isinstance(weight, PackedTensor):
-        weight = weight.to(x_PK.dtype)
-        out: torch.Tensor = product(x_PK, weight.transpose(1, 2) if turned else weight, end_L)
+    together = units_together(weight.kind, x_PK.device) if isinstance(weight, PackedTensor) else len(weight)
+    if together >= len(weight):
+        values = weight.values() if isinstance(weight, PackedTensor) else weight
+        values = values.to(x_PK.dtype)
+        out: torch.Tensor = product(x_PK, values.transpose(1, 2) if turned else values, end_L)
         return out
     out = x_PK.new_empty(x_PK.shape[0], weight.shape[1 if turned else 2])
-    ends = [0, *end_L.tolist()]
-    together, scratch = units_together(weight.kind), Scratch()
+    ends, scratch = [0, *end_L.tolist()], Scratch()
     for first in range(0, len(weight), together):
         last = min(first + together, len(weight))
         start, end = ends[first], ends[last]

@@ -14,7 +14,7 @@ from expertmesh.config.sections import BYTES_OF
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.model_figures import Block, Experts, GroupBytes, ModelFigures, group_bytes
 from expertmesh.planning.stages import Workload, runs_shared_beside
-from expertmesh.state.packed import DEQUANTISED_ELEMENTS
+from expertmesh.state.packed import elements_together
 
 INDEX = 8  # int64
 # Bytes of a packed weight while it is looked up: code, int32 index, fp32 value.
@@ -24,8 +24,8 @@ _LOOKED_UP = 0.5 + 2 + 4
 @dataclass(frozen=True, slots=True)
 class BlockSharding:
     """What a block's bytes depend on beside the model: `ranks` of fsdp and cp, tp, cp, ep, whether there are replicas,
-    `rows` sequences of a micro-batch, `imbalance`, whether gloo is at work, whether experts live in host memory, and
-    whether shared ones run while rows travel.
+    `rows` sequences of a micro-batch, `imbalance`, whether devices are CPUs and gloo is at work, whether experts live
+    in host memory, and whether shared ones run while rows travel.
     """
 
     ranks: int
@@ -35,6 +35,7 @@ class BlockSharding:
     replicated: bool
     rows: int
     imbalance: float
+    on_cpu: bool
     gloo: bool
     offload: bool = False
     shared_beside: bool = False
@@ -50,10 +51,16 @@ class BlockSharding:
             replicated=layout.replicate > 1,
             rows=workload.batch.rows,
             imbalance=workload.imbalance,
-            gloo=workload.gloo and layout.world_size > 1,
+            on_cpu=workload.on_cpu,
+            gloo=workload.on_cpu and layout.world_size > 1,
             offload=layout.offload == "experts",
             shared_beside=runs_shared_beside(layout, workload.ep_nodes),
         )
+
+    @property
+    def together(self) -> int:
+        """The elements of packed weights that are dequantised together."""
+        return elements_together("cpu" if self.on_cpu else "cuda")
 
     @property
     def efsdp(self) -> int:
@@ -147,7 +154,7 @@ def _dequantised(block: Block, width: int, sharding: BlockSharding) -> float:
     own = [size for group in (block.own, block.uncast) if group is not None for size in group.packed]
     split = [] if block.split is None else [size / sharding.tp for size in block.split.packed]
     largest = max([*own, *split], default=0)
-    return largest * width + min(largest, DEQUANTISED_ELEMENTS) * (_LOOKED_UP + width)
+    return largest * width + min(largest, sharding.together) * (_LOOKED_UP + width)
 
 
 def saved_by_kind(workload: Workload, modes: Sequence[CheckpointingMode]) -> list[SavedActivations]:
@@ -248,7 +255,7 @@ class _Experts:
         if not packed:
             return 0.0
         here = self.spec.num_experts / self.sharding.ep
-        together = 1 if self.experts.looped else max(1, DEQUANTISED_ELEMENTS // max(packed))
+        together = 1 if self.experts.looped else max(1, self.sharding.together // max(packed))
         return min(here, together) * max(packed) * _LOOKED_UP
 
     def saved(self) -> float:

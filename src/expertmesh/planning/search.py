@@ -162,9 +162,9 @@ def cards_that_fit(job: Job) -> tuple[float, list[int]]:
 
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
     """What one choice will take."""
-    gloo = job.devices.name == "cpu"
+    on_cpu = job.devices.name == "cpu"
     nodes = nodes_of_ep(layout, job.devices.per_node) if job.dispatch == "hierarchical" else 1
-    workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, gloo, job.optimizer, nodes)
+    workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, on_cpu, job.optimizer, nodes)
     buffers = deepep.buffer_bytes(layout, job.model.hidden) if job.dispatch == "deepep" and layout.ep > 1 else 0
     memory = memory_of(workload, overhead=job.devices.hardware.overhead + buffers)
     return Candidate(workload, memory, speed_of(workload, job.devices))

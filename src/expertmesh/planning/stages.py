@@ -82,8 +82,8 @@ def pipeline_rank(
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One optimizer step of a model in a layout. `layers`: train.checkpoint_layers; `imbalance`: what the busiest
-    expert rank gets over the mean; `gloo` reduces from a copy of its input; `ep_nodes`: to how many nodes an EP group
-    sends rows before ranks (moe.dispatch: hierarchical).
+    expert rank gets over the mean; `on_cpu`: gloo reduces, from a copy of its input; `ep_nodes`: to how many nodes an
+    EP group sends rows before ranks (moe.dispatch: hierarchical).
     """
 
     model: ModelFigures
@@ -92,7 +92,7 @@ class Workload:
     mode: CheckpointingMode
     layers: CheckpointedLayers = "all"
     imbalance: float = 1.0
-    gloo: bool = False
+    on_cpu: bool = False
     optimizer: OptimizerName = "adamw"
     ep_nodes: int = 1
 

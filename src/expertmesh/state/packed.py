@@ -24,8 +24,9 @@ from expertmesh.state.host_memory import HostCopies, in_host_memory
 from expertmesh.state.packed_format import PackedFormat, Sections, cut_columns, dequantise, quantise, scales_of
 
 aten = torch.ops.aten
-# So many elements of packed weights are dequantised together, but at least one expert.
-DEQUANTISED_ELEMENTS = 1 << 20
+# This many elements of packed weights are dequantised together, but at least one expert: on a CPU as many as its caches
+# hold, on a GPU enough for kernels to take longer than their launches.
+_ELEMENTS_ON_CPU, _ELEMENTS = 1 << 20, 1 << 25
 
 
 class PackedTensor(torch.Tensor):
@@ -59,7 +60,7 @@ class PackedTensor(torch.Tensor):
         """Quantise `weight` `[L, ...]` unit by unit. A weight on meta yields as many bytes on meta."""
         packed_LB = torch.empty(weight.shape[0], kind.bytes, dtype=torch.uint8, device=weight.device)
         if not weight.is_meta:
-            together = units_together(kind)
+            together = units_together(kind, weight.device)
             for packed_XB, units in zip(packed_LB.split(together), weight.split(together), strict=True):
                 packed_XB.copy_(quantise(units, kind))
         if host is not None and not weight.is_meta:
@@ -85,7 +86,7 @@ class PackedTensor(torch.Tensor):
     def values(self) -> Tensor:
         """Return all values."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        together, scratch = units_together(self.kind), Scratch()
+        together, scratch = units_together(self.kind, self.device), Scratch()
         for first in range(0, len(out), together):
             out[first : first + together] = self.experts(first, first + together, scratch)
         return out
@@ -95,7 +96,7 @@ class PackedTensor(torch.Tensor):
 
         Quantising a value that is not finite yields such a scale.
         """
-        together = units_together(self.kind)
+        together = units_together(self.kind, self.packed_LB.device)
         for first in range(0, len(self.packed_LB), together):
             finite_X = scales_of(self.sections[first : first + together], self.kind).isfinite().flatten(1).all(1)
             if not bool(finite_X.all()):
@@ -169,9 +170,14 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, grad.flatten(0, -2).sum(0) if needs_bias else None
 
 
-def units_together(kind: PackedFormat) -> int:
-    """Return the number of units that are dequantised together, at least one."""
-    return max(1, DEQUANTISED_ELEMENTS // math.prod(kind.shape))
+def units_together(kind: PackedFormat, device: torch.device) -> int:
+    """Return the number of units that are dequantised together on `device`, at least one."""
+    return max(1, elements_together(device.type) // math.prod(kind.shape))
+
+
+def elements_together(device_type: str) -> int:
+    """Return the number of elements that are dequantised together, where a unit has no more."""
+    return _ELEMENTS_ON_CPU if device_type == "cpu" else _ELEMENTS
 
 
 def values_at(local: Tensor, index: tuple[slice, ...]) -> Tensor:

@@ -70,7 +70,7 @@ def _read_packed(lazy: LazyTensor, box: Box, out: PackedTensor, fetch: LeafReade
     Where a factor or a block covers the full row, rows are quantised in full and then split for tensor parallelism.
     """
     kind, whole = out.kind, full_box(lazy.shape)
-    together = units_together(kind) if kind.by_rows else 1
+    together = units_together(kind, out.device) if kind.by_rows else 1
     uncut = replace(kind, columns=lazy.shape[1]) if kind.by_rows else kind
     # A factor, or a single block, covers the full row: its value must not depend on where tensor parallelism splits
     # the row.

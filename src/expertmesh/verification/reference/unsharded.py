@@ -136,5 +136,6 @@ def round_frozen(model: nn.Module, like: nn.Module) -> None:
     """Give the weights of a plain model the values that `like`, which is sharded, keeps of them in codes."""
     for name, kind in (sharded(like).frozen_formats or {}).items():
         if not kind.published:
-            for units in model.get_parameter(name).split(units_together(kind)):
+            parameter = model.get_parameter(name)
+            for units in parameter.split(units_together(kind, parameter.device)):
                 units.copy_(rounded(units, kind))
