@@ -189,6 +189,7 @@ def of_step(run: Run) -> Iterator[Row]:
         "transformers": partial(_transformers, run, case, recomputed=False),
         "ours": partial(_ours, run, case, em.ParallelConfig(ep=1), precision, "none"),
         "ours, selective": partial(_ours, run, case, em.ParallelConfig(ep=1), precision, "selective"),
+        "ours, compiled": partial(_ours, run, case, em.ParallelConfig(ep=1), precision, "none", compile=True),
     }
     yield from _beside(run, case, systems, run.pick(7, 1))
 
@@ -201,8 +202,10 @@ def of_whole(run: Run) -> Iterator[Row]:
     adapters = em.LoraConfig(r=16, targets=("attention", "experts"))
     for tokens in run.pick((4096, 16384), (case.tokens,)):
         each = dataclasses.replace(case, tokens=tokens)
+        ours = partial(_ours, run, each, em.ParallelConfig(ep=1), em.PrecisionConfig(), "full", adapters)
         systems: dict[str, Callable[[], Step]] = {
-            "ours": partial(_ours, run, each, em.ParallelConfig(ep=1), em.PrecisionConfig(), "full", adapters),
+            "ours": ours,
+            "ours, compiled": partial(ours, compile=True),
             "transformers and PEFT": partial(_transformers, run, each, recomputed=True, adapters=adapters),
         }
         yield from _beside(run, each, systems, run.pick(3, 1))
@@ -227,8 +230,13 @@ def _beside(run: Run, case: Case, systems: dict[str, Callable[[], Step]], times:
 
 
 def _measured(run: Run, step: Step, times: int) -> Row:
-    """Of a step: its peak, median seconds, and how long the host takes to launch it."""
+    """Of a step: its peak, median seconds, and how long the host takes to launch it.
+
+    Python's collector does not look through the model and its imports again and again meanwhile.
+    """
     step()
+    gc.collect()
+    gc.freeze()
     row: Row = {}
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -287,12 +295,18 @@ def _kernels(run: Run, name: str, call: Callable[[], object], trace: str | None 
 
 
 def _ours(
-    run: Run, case: Case, parallel: em.ParallelConfig, precision: Any, mode: Any, adapters: em.LoraConfig | None = None
+    run: Run,
+    case: Case,
+    parallel: em.ParallelConfig,
+    precision: Any,
+    mode: Any,
+    adapters: em.LoraConfig | None = None,
+    compile: bool = False,
 ) -> Step:
     """An optimizer step of a random model of `case`, which returns its loss."""
     model = random_model(case, run.device)
     mesh = em.init_mesh(parallel, device=run.device)
-    em.parallelize(model, mesh, precision=precision, activation_checkpointing=mode, lora=adapters)
+    em.parallelize(model, mesh, precision=precision, activation_checkpointing=mode, lora=adapters, compile=compile)
     ids = input_ids(case, 0).to(run.device)
     targets = em.count_targets(ids)
 
@@ -358,6 +372,7 @@ def _seconds(run: Run, call: Callable[[], object]) -> float:
 
 def _forget(run: Run) -> None:
     """What the last case held is free for the next one; models are cycles."""
+    gc.unfreeze()
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -79,7 +79,7 @@ def _planned(inputs: Path) -> float:
         precision=PrecisionConfig(params="float32", compute="float32"),
     )
     layout = Layout(fsdp=4, ep=4)
-    work = Workload(figures, layout, Batch(1, GLOBAL_BATCH // 4), "none", "all", 1.0, gloo=True, optimizer="adamw")
+    work = Workload(figures, layout, Batch(1, GLOBAL_BATCH // 4), "none", "all", 1.0, on_cpu=True, optimizer="adamw")
     return sum(
         2 * bytes_between_nodes(each, layout, per_node=2) * (2 if each.kind == "reduce_scatter" else 1)
         for each in traffic_of(work)

@@ -4,17 +4,21 @@ No GPU: a reference of the kernel's signature, sample by sample in plain torch, 
 the device is one. What torch's own kernel makes of the same arguments is not tested here.
 """
 
+import copy
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.experts.token_counts import PackedSamples
+from expertmesh.parallel import compiling
 from expertmesh.parallel.packing import by_samples as packing
 from expertmesh.parallel.packing import varlen
 from expertmesh.weights.meta_model import build_meta_model
@@ -40,19 +44,18 @@ def _reference(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """`varlen_attn` by its documentation: `[T, heads, D]`, samples between the borders, a window to the left."""
-    assert (cu_seq_q.dtype, max_q, window_size[1]) == (torch.int32, max_k, 0)
-    assert torch.equal(cu_seq_q, cu_seq_k)
-    lengths = cu_seq_q.diff().tolist()
-    assert max(lengths) == max_q
-    CALLS.append({"lengths": lengths, "window": window_size[0], "scale": scale})
-    samples = []
-    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
-        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-        seen = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
-        samples.append(out.transpose(0, 1))
-    return torch.cat(samples)
+    if not torch.compiler.is_compiling():
+        assert (cu_seq_q.dtype, max_q, window_size[1]) == (torch.int32, max_k, 0)
+        assert torch.equal(cu_seq_q, cu_seq_k)
+        lengths = cu_seq_q.diff().tolist()
+        assert max(lengths) == max_q
+        CALLS.append({"lengths": lengths, "window": window_size[0], "scale": scale})
+    place_T = torch.arange(len(query))
+    sample_T = torch.bucketize(place_T, cu_seq_q, right=True)
+    distance = place_T[:, None] - place_T
+    seen = (sample_T[:, None] == sample_T) & (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1)
 
 
 def _gradients(family: str, axes: dict[str, int], by_samples: bool, mode: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -99,6 +102,41 @@ def test_packed_rows_have_the_gradients_of_a_dense_mask(family: str, axes: dict[
     assert loss == pytest.approx(dense_loss, rel=1e-6)
     for name, gradient in dense.items():
         assert (found[name] - gradient).norm() <= 1e-5 * max(float(gradient.norm()), 1e-4), name
+
+
+def _compiled_and_dense(planted: bool) -> tuple[float, list[int]]:
+    """The distance of compiled code's gradients from those of a dense mask, and the graphs after each packing."""
+    distances, graphs, initial = [0.0], [], tiny_model("qwen3_moe", num_hidden_layers=1)
+    mesh = em.init_mesh(em.ParallelConfig(ep=1))
+    dense = em.parallelize(copy.deepcopy(initial), mesh)
+    given, varlen_samples = packing.varlen_refusal, varlen.running_samples
+    accelerated = mock.patch.object(packing, "varlen_refusal", lambda m, a, *_: given(m, a, "cuda", torch.bfloat16))
+    traced = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    with accelerated, traced, mock.patch.object(compiling, "_probe"):
+        compiled = em.parallelize(copy.deepcopy(initial), mesh, compile=True)
+    if planted:  # compiled code keeps the boundaries of its first rows
+        varlen.running_samples = cache(varlen_samples)
+        mock.patch.object(compiling, "running_samples", varlen.running_samples).start()
+    mock.patch.object(varlen, "varlen_attn", _reference).start()
+    for lengths in ((24,), (11, 1, 12), (5, 19), (2, 3, 4, 5, 10), (23, 1)):
+        ids = torch.arange(24)[None] * 7 % 89
+        packed = {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+        gradients = []
+        for model in (dense, compiled):
+            model.zero_grad()
+            em.causal_lm_loss(model, packed, target_tokens=23).backward()
+            gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})  # type: ignore[union-attr]
+        distances += [float((gradients[1][n] - g).norm() / g.norm().clamp_min(1e-4)) for n, g in gradients[0].items()]
+        graphs.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return max(distances), graphs
+
+
+def test_compiled_attention_takes_each_batchs_boundaries() -> None:
+    ((distance, graphs),) = run_ranks(lambda: _compiled_and_dense(False), 1)
+    assert distance <= 1e-5
+    assert graphs[2] == graphs[-1], "a packing has compiled again"
+    ((distance, _),) = run_ranks(lambda: _compiled_and_dense(True), 1)
+    assert distance > 1e-3
 
 
 def test_a_border_that_is_lost_is_seen() -> None:

@@ -287,10 +287,9 @@ def _by_weight(
     then needs the spans of these experts and waits for the device, unless one time takes them all.
     """
     turned = mlp.transposed if backward else not mlp.transposed
-    together = units_together(weight.kind, x_PK.device) if isinstance(weight, PackedTensor) else len(weight)
-    if together >= len(weight):
-        values = weight.values() if isinstance(weight, PackedTensor) else weight
-        values = values.to(x_PK.dtype)
+    together = units_together(weight.kind, x_PK.device) if isinstance(weight, PackedTensor) else 0
+    if not isinstance(weight, PackedTensor) or together >= len(weight):
+        values = (weight.values() if isinstance(weight, PackedTensor) else weight).to(x_PK.dtype)
         out: torch.Tensor = product(x_PK, values.transpose(1, 2) if turned else values, end_L)
         return out
     out = x_PK.new_empty(x_PK.shape[0], weight.shape[1 if turned else 2])

@@ -19,6 +19,7 @@ from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.attention import recurrent_mixers
+from expertmesh.parallel.packing.varlen import running_samples, traceable
 from expertmesh.state.patching import replace_forward
 from expertmesh.state.stage_view import stage_names
 
@@ -46,8 +47,8 @@ def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) 
         kind = type(part)
         # One compiled function for a class, so that its instances share code.
         if kind not in compiled:
-            compiled[kind] = torch.compile(kind.forward, fullgraph=True)
-        replace_forward(part, partial(_forward, part, name, compiled[kind]))
+            compiled[kind] = torch.compile(traceable(kind.forward), fullgraph=True)
+        replace_forward(part, partial(_forward, part, name, device, compiled[kind]))
 
 
 def refuse_compile(model: nn.Module, frozen: str | None) -> None:
@@ -93,13 +94,18 @@ def _parts_of(parent: str, module: nn.Module, apart: set[str]) -> Iterator[str]:
             yield name
 
 
-def _forward(part: nn.Module, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    part: nn.Module, name: str, device: torch.device, compiled: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if not part.training:
         return type(part).forward(part, *args, **kwargs)
     try:
-        return compiled(part, *args, **kwargs)
+        return compiled(part, running_samples(device), *args, **kwargs)
     except compile_errors() as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+        # The first line names the kind of graph break, the second one what it was.
+        reason = (
+            "; ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2]) or type(error).__name__
+        )
         raise InputError(
             f"train.compile: {name} ({type(part).__name__}) cannot be compiled as one graph: {reason}; set "
             "train.compile to false",

@@ -25,8 +25,8 @@ from expertmesh.state.packed_format import PackedFormat, Sections, cut_columns, 
 
 aten = torch.ops.aten
 # This many elements of packed weights are dequantised together, but at least one expert: on a CPU as many as its caches
-# hold, on a GPU enough for kernels to take longer than their launches.
-_ELEMENTS_ON_CPU, _ELEMENTS = 1 << 20, 1 << 25
+# hold; on a GPU enough for kernels to take longer than their launches (benchmarks/RESULTS.md, "On one GPU").
+_ELEMENTS_ON_CPU, _ELEMENTS = 1 << 20, 1 << 26
 
 
 class PackedTensor(torch.Tensor):

@@ -9,6 +9,8 @@ the dense mask, which is equally exact, and the plan prints the reason.
     B rows, S positions, N query heads, G key and value heads, D size of a head; T = B * S
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,6 +85,40 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return None if is_packed else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
 
+Boundaries = tuple[torch.Tensor, int]
+"""cu_seqlens, int32 `[samples + 1]`, and the longest sample."""
+
+
+@dataclass(slots=True)
+class _InGraph:
+    """The boundaries that code being compiled reads: torch.compile traces this object, but no context variable."""
+
+    samples: Boundaries | None = None
+
+
+_in_graph = _InGraph()
+
+
+def running_samples(device: torch.device) -> Boundaries | None:
+    """Return the boundaries of the packed rows that run now, or None."""
+    samples = packed_samples.get()
+    if samples is None:
+        return None
+    return samples.cu_seqlens(device), samples.once(
+        "longest", lambda borders: max(end - start for start, end in borders)
+    )
+
+
+def traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` with the boundaries as one more argument, so that compiled code does not fix them."""
+
+    def with_samples(part: nn.Module, samples: Boundaries | None, *args: Any, **kwargs: Any) -> Any:
+        _in_graph.samples = samples
+        return forward(part, *args, **kwargs)
+
+    return with_samples
+
+
 def attention(
     module: nn.Module,
     query_BNSD: torch.Tensor,
@@ -107,7 +143,7 @@ def attention(
     Returns:
         (the result `[B, S, N, D of values]`, None).
     """
-    samples = packed_samples.get()
+    samples = _in_graph.samples if torch.compiler.is_compiling() else running_samples(query_BNSD.device)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if samples is None or attention_mask is not None or not causal:
         arguments = (module, query_BNSD, key_BGSD, value_BGSD, attention_mask)
@@ -120,8 +156,7 @@ def attention(
     # The kernel supports one head size; zero columns of the values give zero columns of the result, which are cut off.
     value_BGSD = value_BGSD if value_size == size else F.pad(value_BGSD, (0, size - value_size))
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BNSD, key_BGSD, value_BGSD))
-    borders = samples.cu_seqlens(query.device)
-    longest = max(end - start for start, end in samples.borders)
+    borders, longest = samples
     out = varlen_attn(
         query,
         key,
