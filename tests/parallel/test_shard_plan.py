@@ -13,7 +13,7 @@ from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.model import plan_model
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions, expert_traffic
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
@@ -55,7 +55,7 @@ def _planned_and_done(family: str, axes: dict[str, Any]) -> tuple[Any, Any, bool
         for name, parameter in model.named_parameters()
         if name in plan.splits
     )
-    assert full_model(model) is (model if plan.cut is None else plan.twin.module)
+    assert ModelView(model).full is (model if plan.cut is None else plan.twin.module)
     return planned, _groups(model), split
 
 

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_adapter, is_inside, settings
+from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_inside, settings
 from expertmesh.compat import tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, handed_on, stand_ins_for_experts
+from expertmesh.state.model_view import is_adapter
 from expertmesh.state.patching import exchanged, replace_forward
 from expertmesh.state.stage_view import meta_twin
 

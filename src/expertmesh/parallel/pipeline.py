@@ -26,9 +26,10 @@ from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.stage_probe import LENGTH, ROWS, Decoder, probe, rehearse
 from expertmesh.parallel.placeholders import Leaving, Placeholder, idle, placeholders_for, put_placeholders
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.patching import exchanged
 from expertmesh.state.sharded_model import StageView, attach, sharded
-from expertmesh.state.stage_view import full_state, meta_twin
+from expertmesh.state.stage_view import meta_twin
 
 _HIDDEN_SIZE = "hidden_size"  # in a cached answer, stands for the value of this name in the configuration
 
@@ -328,7 +329,7 @@ def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, 
     """Record the tensors that several stages hold; the first pp rank of them owns each, the others have replicas."""
     everywhere = frozenset(range(mesh.layout.pp))
     holders: dict[int, frozenset[int]] = {}
-    state = full_state(model)
+    state = ModelView(model).state
     # By identity: tied names share one tensor, which is on the stages of all its names.
     for name, tensor in state.items():
         of_name = next((ranks for part, ranks in parts.items() if name == part or is_inside(name, part)), everywhere)

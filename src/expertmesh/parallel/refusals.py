@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_classifier, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_classifier, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
@@ -21,6 +21,7 @@ from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wid
 from expertmesh.introspection.experts_proof import confirm_experts
 from expertmesh.introspection.shared_expert import shared_behind_routed
 from expertmesh.parallel.sequence import refuse_blocks
+from expertmesh.state.model_view import is_adapter
 from expertmesh.state.stage_view import MetaTwin
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, alike, is_adapter, is_inside
+from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, alike, is_inside
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
@@ -31,6 +31,7 @@ from expertmesh.planning.model_figures import (
     Weight,
 )
 from expertmesh.planning.probe import NotProbed, Packed, kept_apart, probe
+from expertmesh.state.model_view import is_adapter
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.weights.meta_model import kept_in_fp32
 

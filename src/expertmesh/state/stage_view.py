@@ -1,9 +1,8 @@
-"""Present a model of which this rank holds one pipeline stage as the full model, with all names, shapes and ties.
+"""Mark the tensors of a model of which this rank holds one pipeline stage with their placement.
 
-Files, checkpoints and audits handle full models and must not depend on the split into stages. So a model that was split
-stores the full one on meta. Tensors of other stages are taken from there and marked: they have a name, a shape and a
-dtype, and this rank holds an empty part of them. A model that was never split is returned itself. Nothing here
-communicates.
+A model that was split stores the full one on meta. Tensors of other stages are taken from there: they have a name, a
+shape and a dtype, and this rank holds an empty part of them. `ModelView` (model_view.py) presents the full model.
+Nothing here communicates.
 """
 
 from collections.abc import Collection, Iterator
@@ -59,35 +58,17 @@ class MetaTwin:
         return meta_twin(self._model)
 
 
-def is_cut(model: nn.Module) -> bool:
-    """Return whether this rank holds one of several pipeline stages of `model`."""
-    return sharded(model).stage_view is not None
+def placed_in(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict of the full model of a stage, each tensor marked with its placement.
 
-
-def full_model(model: nn.Module) -> nn.Module:
-    """Return the full model, on meta if `model` was split: its structure may be used, never its values."""
+    Args:
+        own: The stage's state dict, with its parameters as they are.
+    """
     view = sharded(model).stage_view
-    return model if view is None else view.meta_model
-
-
-def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the full model, in its order; tied tensors are one object under each of their names."""
-    own = dict(model.state_dict(keep_vars=True))
-    view = sharded(model).stage_view
-    if view is None:
-        return own
+    assert view is not None
     full = dict(view.meta_model.state_dict(keep_vars=True))
     held = {id(full[name]): _place(tensor, _placement(view, name)) for name, tensor in own.items()}
     return {name: held.get(id(meta), _place(meta, _OTHER_STAGE)) for name, meta in full.items()}
-
-
-def stage_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of this rank's stage by their names in the full model; a tied one by its first name."""
-    if not is_cut(model):
-        return dict(model.named_parameters())
-    state = full_state(model)
-    own = {id(parameter) for parameter in model.parameters()}
-    return {name: state[name] for name, _ in full_model(model).named_parameters() if id(state[name]) in own}  # type: ignore[misc]
 
 
 def stage_names(model: nn.Module, names: Collection[str]) -> Iterator[str]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.anatomy import is_adapter
+from expertmesh.state.model_view import is_adapter
 from expertmesh.verification.result import Figure
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -21,13 +21,12 @@ from expertmesh.data import Step
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.io.boxes import Box, slices
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
-from expertmesh.state.stage_view import full_model, full_state, stage_parameters
 from expertmesh.step.forward_backward import minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
-from expertmesh.weights.mapping import model_tensors
 
 if TYPE_CHECKING:
     from expertmesh.training.objective import RunObjective
@@ -108,7 +107,7 @@ class Job:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What this rank trains a part of, by the names of the whole model."""
-        return {name: p for name, p in stage_parameters(self.model).items() if p.requires_grad}
+        return {name: p for name, p in ModelView(self.model).parameters.items() if p.requires_grad}
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's shards of all gradients, as they are now; zeros where there is none."""
@@ -127,10 +126,10 @@ class Job:
 
         Every rank calls it, of other stages too. One all-reduce for each tensor.
         """
-        state, found = full_state(self.model), {}
-        for name, parameter in full_model(self.model).named_parameters():
+        view, found = ModelView(self.model), {}
+        for name, parameter in view.full.named_parameters():
             if parameter.requires_grad:
-                whole = self.whole(state[name], values.get(name))
+                whole = self.whole(view.state[name], values.get(name))
                 if name in boxes:
                     found[name] = whole[slices(boxes[name])].cpu()
         return found
@@ -149,7 +148,7 @@ class Job:
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters (trained or not) and persistent buffers of this rank, by name."""
-        return {**model_tensors(self.model), **dict(self.model.named_parameters())}
+        return {**ModelView(self.model).tensors, **dict(self.model.named_parameters())}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's state of each trained tensor, such as `exp_avg of NAME`."""

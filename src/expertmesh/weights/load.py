@@ -23,9 +23,10 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, intersect, slices
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
 from expertmesh.io.terminal import tracked
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.reading import bytes_needed, read_box
 from expertmesh.weights.source import UnmappedTensors, remember_files, summarize_unmapped
@@ -84,19 +85,19 @@ def fill(
     Collectives: every rank calls it. One small all-reduce on the default group.
     """
     with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as files:
-        plan = plan_load(model, files, new)
+        plan = plan_load(ModelView(model), files, new)
         if allocate_on is not None:
             materialize(model, allocate_on)
-        report = fill_planned(model, files, plan)
+        report = fill_planned(ModelView(model), files, plan)
     return replace(report, new=tuple(name for name in new if name not in plan.tensors))
 
 
 def read_whole(model: PreTrainedModel, directory: str | Path) -> None:
     """Fill an unsharded model on meta in a single process, on the CPU. No communication."""
     with open_weight_files(directory, weights_file(model)) as files:
-        plan = plan_load(model, files)
+        plan = plan_load(ModelView(model), files)
         materialize(model, "cpu")
-        fill_planned(model, files, plan)
+        fill_planned(ModelView(model), files, plan)
 
 
 def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
@@ -110,17 +111,17 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
 
     Collectives: none, so call it on every rank or inside `raise_on_all_ranks`.
     """
-    state = model_tensors(model)
+    view = ModelView(model)
     with open_weight_files(directory, weights_file(model)) as files:
-        plan = plan_load(model, files)
+        plan = plan_load(view, files)
     sources = [*plan.tensors.items(), *plan.copies]
-    return sum(bytes_needed(lazy, local_box(state[name])) for name, lazy in sources)
+    return sum(bytes_needed(lazy, local_box(view.tensors[name])) for name, lazy in sources)
 
 
 @torch.no_grad()
-def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> LoadReport:
+def fill_planned(view: ModelView, files: WeightFiles, plan: LoadPlan) -> LoadReport:
     """Execute `plan` on this rank. Raises `IntegrityError`; issues no collective."""
-    state = model_tensors(model)
+    state = view.tensors
     announced = _announced(files, plan, state)
     for name, lazy in tracked(announced, len(plan.tensors), "loading weights", "tensors"):
         box, local = local_box(state[name]), local_tensor(state[name])
@@ -133,13 +134,13 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         read_box(lazy, box, copy, files.read)
         if not torch.equal(copy, local):
             raise differing_copies(lazy, plan.tensors[name])
-    source = remember_files(model, plan, files)
+    source = remember_files(view, plan, files)
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
         file_bytes=files.total_bytes,
         local_bytes=sum(local_tensor(state[name]).nbytes for name in plan.tensors),
-        experts=_experts_held(model, state),
+        experts=_experts_held(view),
         ignored=plan.ignored,
         unmapped=summarize_unmapped(source.unmapped, files.tensors.keys() - set(plan.ignored)),
     )
@@ -222,7 +223,7 @@ def named_source(lazy: "LazyTensor", index: list[int] | None = None) -> str:
 
 def head_names(model: PreTrainedModel) -> list[str]:
     """Return the tensors of a sequence classifier's head, which files of a language model do not hold."""
-    return [name for name in model_tensors(model) if not name.startswith(f"{model.base_model_prefix}.")]
+    return [name for name in ModelView(model).tensors if not name.startswith(f"{model.base_model_prefix}.")]
 
 
 @torch.no_grad()
@@ -280,7 +281,7 @@ def expert_tensors(model: PreTrainedModel) -> list[ExpertTensors]:
     ]
 
 
-def _experts_held(model: PreTrainedModel, state: dict[str, Tensor]) -> tuple[tuple[str, int, int], ...]:
-    firsts = [(tensors, state[tensors.names[0]]) for tensors in expert_tensors(model)]
+def _experts_held(view: ModelView) -> tuple[tuple[str, int, int], ...]:
+    firsts = [(tensors, view.tensors[tensors.names[0]]) for tensors in expert_tensors(view.module)]
     held = [(tensors.module, tensors.experts(first, local_box(first)[0])) for tensors, first in firsts]
     return tuple((module, experts.start, experts.stop) for module, experts in held)

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
-from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks, is_adapter
+from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks
 from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib
 from expertmesh.parallel.packing.varlen import packed_attention_line
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
+from expertmesh.state.model_view import is_adapter
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.reporting.machine import machine_lines
 from expertmesh.training.reporting.record import Forecast

@@ -23,6 +23,7 @@ from expertmesh.data import load_tokenizer, refuse_source
 from expertmesh.io.directory import nearest, require_space
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.io.urls import is_url
+from expertmesh.state.model_view import ModelView
 from expertmesh.training.optimizers.build import moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
@@ -107,7 +108,7 @@ def refuse_weights(checked: Checked) -> None:
     known (`bytes_to_read`). Raises what loading raises before it reads: also `IntegrityError` and `SecurityError`.
     """
     with open_weight_files(checked.directory, weights_file(checked.model)) as files:
-        plan_load(checked.model, files)
+        plan_load(ModelView(checked.model), files)
 
 
 def refuse_config(config: Config, *, names_data: bool = True) -> None:

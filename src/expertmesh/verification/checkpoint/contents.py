@@ -6,13 +6,13 @@ from pathlib import Path
 from expertmesh.adapters.base import read_base
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from expertmesh.anatomy import is_adapter
 from expertmesh.checkpoint.companions import ADAPTER, HUGGINGFACE, LAYOUT_FILE
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import RNG_FILE, STATE_FILE, read_generators, read_small, read_state_file
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_json
+from expertmesh.state.model_view import is_adapter
 from expertmesh.training.resume import read_counters
 from expertmesh.verification.checkpoint.files import FileCheck
 

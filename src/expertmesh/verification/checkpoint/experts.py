@@ -17,9 +17,9 @@ from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.checkpoint.read import SavedState
 from expertmesh.io.boxes import Box, blocks, full_box
 from expertmesh.io.safetensors_reader import as_bytes
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.audit import HashedSlice
 from expertmesh.weights.load import ExpertTensors, expert_tensors
-from expertmesh.weights.mapping import adapter_tensors, model_tensors
 
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -45,7 +45,8 @@ def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[Veri
     `InputError` for experts that are not recognised.
     """
     plan = plan_of(model)
-    state = model_tensors(model) if plan is None else adapter_tensors(model)
+    view = ModelView(model)
+    state = view.tensors if plan is None else view.adapters
     modules = expert_tensors(model) if plan is None else _adapters(plan)
     numbers = Counter(_number(tensors.module) for tensors in modules)
     for tensors in modules:

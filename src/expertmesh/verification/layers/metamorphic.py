@@ -16,7 +16,7 @@ from expertmesh.data import Step
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.parallel.checkpointing import checkpointed_blocks, recompute_blocks
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
 from expertmesh.verification.job import Boxes, Job
@@ -73,7 +73,7 @@ def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
     if not getattr(job.model, "supports_gradient_checkpointing", False):
         return Check.not_run(name, f"not supported by {proof.setup.model_config.model_type}")
     anatomy = proof.setup.anatomy
-    blocks = checkpointed_blocks(full_model(job.model), anatomy, "full", "all")
+    blocks = checkpointed_blocks(ModelView(job.model).full, anatomy, "full", "all")
     recompute_blocks(job.model, "full", anatomy, blocks)
     recomputed = _run(job, job.batches(proof.setup.steps[0]))
     disable = getattr(job.model, "activation_checkpointing_disable", None)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from expertmesh.config import OptimConfig
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView
 from expertmesh.training.optimizers.adamw import AdamW8bit
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.optimizers.muon import Muon
@@ -27,6 +27,6 @@ def plain_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig,
     adamw |= {"stochastic_rounding": False, "seed": 0}
     if config.name == "adamw_8bit":
         return AdamW8bit(parameters.items(), **adamw)
-    matrices = matrices_of(full_model(job.model), job.setup.anatomy)
+    matrices = matrices_of(ModelView(job.model).full, job.setup.anatomy)
     compute = next(iter(parameters.values())).dtype
     return Muon(parameters.items(), matrices, momentum=config.momentum, compute=compute, group=None, **adamw)

@@ -20,8 +20,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from expertmesh.state.model_view import ModelView
 from expertmesh.verification.reference.weights import Weights
-from expertmesh.weights.mapping import model_tensors, tied_names
 
 # Receives the gradient of one whole tensor, by its name. Called once for each unit that holds it.
 Sink = Callable[[str, Tensor], None]
@@ -45,8 +45,7 @@ class StreamedModel:
     loose: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        state = model_tensors(self.model)
-        self.names = {name: names[0] for names in tied_names(state) for name in names}
+        self.names = {name: names[0] for names in ModelView(self.model).ties for name in names}
         self.model._apply(self._placeholder)
 
     @contextmanager

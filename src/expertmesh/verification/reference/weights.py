@@ -17,11 +17,12 @@ from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.load import weights_file
-from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
+from expertmesh.weights.mapping import LoadPlan, plan_load
 from expertmesh.weights.quantised.resident import kept_plan
 from expertmesh.weights.reading import read_box
 
@@ -49,9 +50,9 @@ class Weights:
 
     def __post_init__(self) -> None:
         with open_weight_files(self.setup.directory, weights_file(self.model)) as checkpoint:
-            self.plan = kept_plan(self.job_model, plan_load(self.model, checkpoint))
+            self.plan = kept_plan(self.job_model, plan_load(ModelView(self.model), checkpoint))
         self.adapters = plan_of(self.job_model) if self.adapted else None
-        self.state = model_tensors(self.model)
+        self.state = ModelView(self.model).tensors
         targets = self.adapters.targets if self.adapters is not None else ()
         self.targets = {target.weight: target for target in targets}
 
