@@ -159,7 +159,7 @@ def _lose_between_stages(job: Job) -> None:
 def _double(job: Job) -> None:
     inside = tuple(f"{spec.name}." for spec in job.setup.anatomy.experts)
     found = {name: p for name, p in job.parameters().items() if name.startswith(inside)}
-    if not any(gather(bool(found))):  # adapters may leave experts alone
+    if not any(gather(bool(found))):  # the run may have no adapters on experts
         found = job.parameters()
     for parameter in found.values():
         if parameter.grad is not None:

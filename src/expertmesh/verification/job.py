@@ -32,7 +32,7 @@ from expertmesh.weights.mapping import model_tensors
 if TYPE_CHECKING:
     from expertmesh.training.objective import RunObjective
 
-Boxes = dict[str, Box]  # of tensors, by name
+Boxes = dict[str, Box]  # boxes of tensors, by name
 
 
 @dataclass(frozen=True, slots=True)

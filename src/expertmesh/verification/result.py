@@ -46,7 +46,7 @@ class Check:
     """One line of the report."""
 
     name: str
-    """What the check compares."""
+    """The comparison, in words."""
     status: Status
     """`pass`, `fail` or `not run`."""
     worst: Figure | None = None
@@ -117,7 +117,7 @@ class Report:
     """All results of a verification."""
 
     facts: dict[str, Any]
-    """What was verified: model, layout, tokens, versions."""
+    """The object of the verification: model, layout, tokens, versions."""
     layers: list[Layer] = field(default_factory=list)
     """The layers of the proof, in the order in which they ran."""
     mutations: list[Mutation] = field(default_factory=list)

@@ -81,6 +81,7 @@ def _checked(proof: Proof, name: str) -> Layer:
 
 
 def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
+    # Rank 0 decides, so that all ranks raise the same error. A broadcast text has a size limit: shorten the sentences.
     failures = json.loads(from_rank_0(json.dumps([line[:500] for line in report.failures[:_SHOWN]])))
     path = options.report or (None if options.random_data else str(Path(config.output_dir) / REPORT_FILE))
     with raise_on_all_ranks("writing the report"):

@@ -33,6 +33,7 @@ def self_test(proof: Proof) -> list[Mutation]:
         checks = [(layer, check) for layer, run in bug.checks.items() for check in run(broken)]
         caught = tuple((layer, check.name) for layer, check in checks if check.status == "fail")
         found.append(Mutation(bug.name, bug.expected, caught))
+        # Free the job with this bug before the next one is built.
         del broken, checks
         gc.collect()
     return [*found, _adapter_bug(setup, proof.scratch)]
