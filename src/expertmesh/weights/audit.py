@@ -117,7 +117,8 @@ def audit_weights(
     Collectives: every rank calls it. One small all-reduce on the default group; `full` issues one more, of 256 bytes
     per expert.
     """
-    started, view = time.monotonic(), ModelView(model)
+    started = time.monotonic()
+    view = ModelView(model)
     with raise_on_all_ranks("comparing the weights with their files"):
         with open_weight_files(directory, weights_file(model)) as files:
             plan = plan_load(view, files, new)

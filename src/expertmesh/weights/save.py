@@ -128,7 +128,8 @@ def save_values(
     Sharded inputs of a computed conversion still come from the model itself.
     """
     started = time.monotonic()
-    directory, view = Path(directory).absolute(), ModelView(model)
+    directory = Path(directory).absolute()
+    view = ModelView(model)
     with raise_on_all_ranks("planning what to save"):
         check_target(directory)
         refuse_other_names(view)
