@@ -27,7 +27,7 @@ import expertmesh as em
 from expertmesh.anatomy import ExpertsSpec, describe
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.state.shards import is_on_other_stage
 from expertmesh.verification.reference import unsharded
 from tests.families.tiny import EXPERTS, VOCABULARY, model_class_of, random_model
 from tests.support.ranks import LIMIT_SECONDS, run_ranks

@@ -17,8 +17,7 @@ import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import layer_of
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.stage_view import stage_names
+from expertmesh.state.model_view import ModelView, stage_names
 from expertmesh.step import pipeline_schedule, router_losses
 from tests.experts import test_balance as bias
 from tests.parallel.test_router_loss import MOE, Expected, Found, expected

@@ -18,8 +18,7 @@ from expertmesh.checkpoint.state import model_state, optimizer_state
 from expertmesh.config import LoraConfig, OptimConfig
 from expertmesh.io.boxes import slices
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_box
-from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.state.shards import is_on_other_stage, local_box
 from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_model
 from tests.support.reference import joined_stages, whole

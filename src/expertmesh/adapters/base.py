@@ -16,7 +16,6 @@ from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import attach, sharded
 from expertmesh.weights.content import content_hash
-from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.quantised.resident import published_formats
 
@@ -52,7 +51,7 @@ def remember_formats(model: Any, directory: Path) -> None:
 
     Raises `InputError` for codes that cannot stay. No communication.
     """
-    with open_weight_files(directory, weights_file(model)) as files:
+    with open_weight_files(directory, ModelView(model).weights_file) as files:
         attach(model, frozen_formats=published_formats(model, plan_load(ModelView(model), files, complete=False)))
 
 

@@ -17,8 +17,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, full_box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.state.shards import is_on_other_stage, local_box, local_tensor
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import refuse_non_finite
 from expertmesh.weights.mapping import StateTensor

@@ -16,8 +16,7 @@ from expertmesh.io.boxes import Box, volume
 from expertmesh.io.safetensors_reader import as_bytes
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import stored
-from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.state.stage_view import is_on_other_stage, placed_like, placement_of
+from expertmesh.state.shards import is_on_other_stage, local_box, local_tensor, placed_like, placement_of
 
 OPTIMIZER = "optimizer."
 _WORDS_PER_BLOCK = 1 << 22

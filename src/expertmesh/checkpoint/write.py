@@ -28,7 +28,7 @@ from expertmesh.io.directory import io_errors, require_space, temporary_director
 from expertmesh.io.safetensors_writer import sync, write_synced
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import mesh_of
-from expertmesh.state.stage_view import on_other_stage
+from expertmesh.state.shards import on_other_stage
 
 if TYPE_CHECKING:
     from expertmesh.checkpoint.remote.upload import Uploads

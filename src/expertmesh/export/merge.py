@@ -22,7 +22,6 @@ from expertmesh.export.merge_check import Compared, check_copies, compare_sample
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.model_view import ModelView
-from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 
@@ -74,7 +73,7 @@ def merge(
     model, directory = base_model(adapter, base, trust_remote_code)
     plan = plan_adapters(model, LoraConfig(from_adapter=str(adapter)), str(directory))
     with (
-        open_weight_files(directory, weights_file(model)) as files,
+        open_weight_files(directory, ModelView(model).weights_file) as files,
         open_weight_files(adapter, WEIGHTS_FILE) as factors,
     ):
         load = plan_load(ModelView(model), files)
@@ -84,7 +83,7 @@ def merge(
         load, frozen = trained_base(adapter, model, load)
         checked = check_base(adapter, model, load, files, trust_remote_code)
         saved = save_values(
-            model,
+            ModelView(model),
             target,
             MergedValues(ModelView(model).unique, load, files, deltas),
             tokenizer=companions(directory, adapter, trust_remote_code),

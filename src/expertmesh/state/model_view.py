@@ -8,18 +8,22 @@ A view answers at the first question and keeps the answer: after parameters were
 into stages) make a new one. Nothing here communicates.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.config.errors import InputError
 from expertmesh.state.sharded_model import ShardedModel, sharded
-from expertmesh.state.stage_view import placed_in
+from expertmesh.state.shards import full_state
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 @dataclass(eq=False)
@@ -58,7 +62,8 @@ class ModelView:
         Tensors of other stages have a name, a shape and a dtype, and this rank holds an empty part of them.
         """
         state = dict(self.module.state_dict(keep_vars=True))
-        return placed_in(self.module, state) if self.is_stage else state
+        stage = self.attached.stage_view
+        return state if stage is None else full_state(stage, state)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -100,6 +105,17 @@ class ModelView:
         names = (name for name, _ in self.full.named_parameters())
         return {name: self.state[name] for name in names if id(self.state[name]) in held}  # type: ignore[misc]
 
+    @cached_property
+    def meta(self) -> Any:
+        """A copy of `module` on meta. Code that runs or changes it must restore it."""
+        return meta_copy(self.module)
+
+    @property
+    def weights_file(self) -> str | None:
+        """The name of the weights file if the config names one instead of the usual file, else None."""
+        name: str | None = getattr(self.module.config, "transformers_weights", None)
+        return name
+
     @contextmanager
     def published_classes(self) -> Iterator[None]:
         """Give sharded modules their original classes back inside the `with` block.
@@ -133,3 +149,20 @@ def tied_names(state: dict[str, Tensor]) -> list[list[str]]:
 
 def _published_class(kind: type) -> type:
     return next(each for each in kind.__mro__ if issubclass(each, nn.Module) and not issubclass(each, FSDPModule))
+
+
+def meta_copy(model: _Module) -> _Module:
+    """Return a copy of `model` without values: parameters and buffers on meta, with the same ties."""
+    memo: dict[int, object] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        # `deepcopy` treats entries of `memo` as already copied, so that it never copies a value.
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    return deepcopy(model, memo)
+
+
+def stage_names(model: nn.Module, names: Collection[str]) -> Iterator[str]:
+    """Yield those of `names`, names of modules of the full model, that this rank's stage has, in order."""
+    held = {name for name, _ in model.named_modules()}
+    return (name for name in names if name in held)

@@ -18,7 +18,7 @@ from expertmesh.io.safetensors_reader import FileTensor
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """The full model, as a model that was split into pipeline stages remembers it (stage_view.py)."""
+    """The full model, as a model that was split into pipeline stages remembers it."""
 
     meta_model: nn.Module
     """The full model on meta."""
@@ -53,7 +53,7 @@ class ShardedModel:
     mesh: Mesh | None = None
     """The ranks that the model is sharded over: `mesh_of`."""
     stage_view: StageView | None = None
-    """Only for a model that was split into stages: state/stage_view.py."""
+    """Only for a model that was split into stages."""
     pipeline: Any = None
     """The split into stages: `parallel.pipeline.pipeline_of`."""
     tensor_plan: Any = None

@@ -19,7 +19,7 @@ from expertmesh.parallel.sequence import sequence_share
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.sharded_model import mesh_of
-from expertmesh.state.stage_view import placement_of
+from expertmesh.state.shards import placement_of
 from expertmesh.step.base_model import model_inputs
 from expertmesh.step.loss import loss_of_base, loss_of_batch
 from expertmesh.step.objective import CrossEntropy, Objective, Term

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import mesh_of
-from expertmesh.state.stage_view import is_tied_replica
+from expertmesh.state.shards import is_tied_replica
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.io.boxes import slices
 from expertmesh.parallel.pipeline import pipeline_of
+from expertmesh.state.model_view import stage_names
 from expertmesh.state.shards import as_stored, local_box, local_tensor
-from expertmesh.state.stage_view import stage_names
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import Job
 from expertmesh.verification.layers import CHECKS

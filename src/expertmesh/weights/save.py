@@ -110,12 +110,13 @@ def save_model(
     Collectives: every rank calls it, with the same arguments. A few small collectives on the default group. Weights are
     sent only where a conversion computes across shards or codes are written, one tensor at a time.
     """
-    return save_values(model, directory, live_values, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    view = ModelView(model)
+    return save_values(view, directory, live_values, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 @torch.no_grad()
 def save_values(
-    model: PreTrainedModel,
+    view: ModelView,
     directory: str | Path,
     values: StateReader,
     *,
@@ -123,13 +124,12 @@ def save_values(
     dtype: SavedDtype,
     max_shard_bytes: int,
 ) -> SaveReport:
-    """Save `model` with values from `values`, so that a model on meta can be written; see `save_model`.
+    """Save a model with values from `values`, so that a model on meta can be written; see `save_model`.
 
     Sharded inputs of a computed conversion still come from the model itself.
     """
     started = time.monotonic()
     directory = Path(directory).absolute()
-    view = ModelView(model)
     with raise_on_all_ranks("planning what to save"):
         check_target(directory)
         refuse_other_names(view)

@@ -16,12 +16,11 @@ from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_heade
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import Source, attach
 from expertmesh.weights.mapping import LoadPlan, plan_save
-from expertmesh.weights.quantised.published import plain_dtype, quantisation
+from expertmesh.weights.quantised.published import plain_dtype
 
 
 def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> Source:
     """Remember on the model the layout and dtypes of `files`, from which `plan` fills it."""
-    model = view.module
     # A new head is not in the files, so that no dtype of the files is recorded for it.
     tied = [names for names in view.ties if names[0] in plan.tensors]
     dtypes = {name: plain_dtype(plan.tensors[names[0]]) for names in tied for name in names}
@@ -30,16 +29,14 @@ def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> Sourc
     source = Source(
         dtypes,
         tuple(files.tensors[name] for name in plan.ignored),
-        quantisation(model.config),
+        published.settings,
         tuple(files.tensors[name] for name in packed),
+        bare=not any(name.startswith(f"{view.module.base_model_prefix}.") for name in published.tensors),
     )
-    remember(model, plan.conversions, source)
-    if not any(name.startswith(f"{model.base_model_prefix}.") for name in published.tensors):
-        bare = replace(source, bare=True)
-        remember(model, plan.conversions, bare)
-        if plan_save(view).keys() <= published.tensors.keys():
-            return bare
-        remember(model, plan.conversions, source)
+    remember(view.module, plan.conversions, source)
+    if source.bare and not plan_save(view).keys() <= published.tensors.keys():
+        source = replace(source, bare=False)
+        remember(view.module, plan.conversions, source)
     return source
 
 

@@ -21,7 +21,6 @@ from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
-from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import LoadPlan, plan_load
 from expertmesh.weights.quantised.resident import kept_plan
 from expertmesh.weights.reading import read_box
@@ -60,7 +59,7 @@ class Weights:
     """The adapter of each adapted weight, by the weight's name."""
 
     def __post_init__(self) -> None:
-        with open_weight_files(self.setup.directory, weights_file(self.model)) as checkpoint:
+        with open_weight_files(self.setup.directory, ModelView(self.model).weights_file) as checkpoint:
             self.plan = kept_plan(self.job_model, plan_load(ModelView(self.model), checkpoint))
         self.adapters = plan_of(self.job_model) if self.adapted else None
         self.state = ModelView(self.model).tensors
