@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.checkpoint.state import model_state, optimizer_state
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.state.shards import is_on_other_stage
 from tests.support.models import tiny_model
 from tests.support.reference import OPTIM, joined_stages, padded
 

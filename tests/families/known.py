@@ -34,7 +34,7 @@ from expertmesh.introspection.source_code import attributes_read, registry_call
 from expertmesh.parallel.context.plan import context_plan
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.tensor_plan import tensor_plan
-from expertmesh.state.stage_view import meta_twin
+from expertmesh.state.model_view import meta_copy
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.catalogue import Family, families
 from tests.families.tiny import tiny_config, turned_switches
@@ -74,7 +74,7 @@ def ask_adapted(config: PreTrainedConfig) -> None:
 
 def ask_compute(model: PreTrainedModel, anatomy: Anatomy, kept: Callable[[str], bool]) -> None:
     casts = plan_compute(model, anatomy, torch.bfloat16, kept)
-    with_wide_routers(model, anatomy, torch.bfloat16, casts, meta_twin(model))
+    with_wide_routers(model, anatomy, torch.bfloat16, casts, meta_copy(model))
 
 
 def ask_eager(model: nn.Module) -> None:

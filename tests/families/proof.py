@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 import expertmesh as em
 from expertmesh.anatomy import ExpertsSpec, describe
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.state.stage_view import full_state, is_on_other_stage, stage_parameters
+from expertmesh.state.model_view import ModelView
+from expertmesh.state.shards import is_on_other_stage
 from expertmesh.verification.reference import unsharded
 from tests.families.tiny import EXPERTS, VOCABULARY, model_class_of, random_model
 from tests.support.ranks import LIMIT_SECONDS, run_ranks
@@ -325,11 +326,11 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
         dist.all_reduce(total)
         loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
         if step == 0:
-            own = whole({n: p.grad for n, p in stage_parameters(model).items() if p.grad is not None})
+            own = whole({n: p.grad for n, p in ModelView(model).parameters.items() if p.grad is not None})
             gradients = _of_all_stages(own, mesh)
         optimizer.step()
         optimizer.zero_grad()
-    state = {name: value for name, value in full_state(model).items() if not is_on_other_stage(value)}
+    state = {name: value for name, value in ModelView(model).state.items() if not is_on_other_stage(value)}
     weights = _of_all_stages(whole(state), mesh)
     assert weights.keys() == expected.weights.keys()
     gradient, tensor = _worst_gradient(gradients, expected)

@@ -13,7 +13,7 @@ from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
 from expertmesh.introspection import compute_dtype, known_families
 from expertmesh.introspection.compute_dtype import plan_compute, with_wide_routers
-from expertmesh.state.stage_view import meta_twin
+from expertmesh.state.model_view import meta_copy
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.axes import refusal_of, run_of
@@ -84,10 +84,10 @@ def test_a_product_of_two_dtypes_is_seen_without_values() -> None:
     anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
     casts = plan_compute(model, anatomy, torch.bfloat16, kept)
     with mock.patch.object(known_families, "_table", return_value={}):
-        wide = with_wide_routers(model, anatomy, torch.bfloat16, casts, meta_twin(model))
+        wide = with_wide_routers(model, anatomy, torch.bfloat16, casts, meta_copy(model))
         assert wide == casts
         mixtral = build_meta_model(tiny_config("MixtralForCausalLM", "mixtral"), torch.float32)
-        wide = with_wide_routers(mixtral, describe(mixtral), torch.bfloat16, casts, meta_twin(mixtral))
+        wide = with_wide_routers(mixtral, describe(mixtral), torch.bfloat16, casts, meta_copy(mixtral))
     assert wide.routers == tuple(f"model.layers.{layer}.mlp.gate" for layer in (0, 1))
 
 

@@ -17,7 +17,7 @@ import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import layer_of
-from expertmesh.state.stage_view import full_state, stage_names
+from expertmesh.state.model_view import ModelView, stage_names
 from expertmesh.step import pipeline_schedule, router_losses
 from tests.experts import test_balance as bias
 from tests.parallel.test_router_loss import MOE, Expected, Found, expected
@@ -132,7 +132,7 @@ def _move_biases(parallel: em.ParallelConfig, per_micro_batch: bool) -> list[tor
         optimizer.step()
         optimizer.zero_grad()
         em.update_router_bias(model)
-        own = full_state(model)[bias.BIAS]
+        own = ModelView(model).state[bias.BIAS]
         if mesh.coordinate("pp") == mesh.layout.pp - 1:  # deepseek_v3's first block is dense
             seen.append(own.detach().clone())
     return seen

@@ -13,7 +13,7 @@ from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.model import plan_model
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions, expert_traffic
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
@@ -55,7 +55,7 @@ def _planned_and_done(family: str, axes: dict[str, Any]) -> tuple[Any, Any, bool
         for name, parameter in model.named_parameters()
         if name in plan.splits
     )
-    assert full_model(model) is (model if plan.cut is None else plan.twin.module)
+    assert ModelView(model).full is (model if plan.cut is None else plan.view.meta)
     return planned, _groups(model), split
 
 
@@ -74,7 +74,7 @@ def test_planning_leaves_the_model_as_it_is() -> None:
     layout = resolve_layout(em.ParallelConfig(pp=2, ep=1), 2, 8)
     bf16 = em.PrecisionConfig(params="float32", compute="bfloat16")
     plan = plan_model(model, layout, ShardOptions(bf16, em.MoeConfig(aux_loss_coef=0.0)))
-    twin: Any = plan.twin.module
+    twin: Any = plan.view.meta
     for seen in (model, twin):
         assert [type(module) for module in seen.modules()] == modules
         assert not any("forward" in vars(module) for module in seen.modules())

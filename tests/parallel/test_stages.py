@@ -14,7 +14,7 @@ from expertmesh.model import plan_model
 from expertmesh.parallel.pipeline import plan_cut, stages_of
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.parallel.stages import balanced
-from expertmesh.state.stage_view import meta_twin
+from expertmesh.state.model_view import meta_copy
 from expertmesh.step.pipeline_schedule import interleaves, same_shape
 from expertmesh.training.reporting.plan_lines import bubble_fraction
 from expertmesh.weights.meta_model import build_meta_model
@@ -125,17 +125,17 @@ class _KeepsAside(nn.Module):
 def test_what_blocks_keep_aside_for_each_other_is_seen_even_in_integers() -> None:
     model: Any = tiny_model("qwen3_moe")
     anatomy = describe(model)
-    probe(meta_twin(model), anatomy.blocks, anatomy.experts)
+    probe(meta_copy(model), anatomy.blocks, anatomy.experts)
     for layer in model.model.layers:
         layer.input_layernorm = _KeepsAside(layer.input_layernorm)
     with refused("layout.pp-carries-more-than-hidden-state", naming="model.layers.1 reads what model.layers.0"):
-        probe(meta_twin(model), anatomy.blocks, anatomy.experts)
+        probe(meta_copy(model), anatomy.blocks, anatomy.experts)
 
 
 def test_a_hidden_state_that_is_changed_between_blocks_is_seen() -> None:
     model: Any = tiny_model("qwen3_moe")
     anatomy = describe(model)
-    twin: Any = meta_twin(model)
+    twin: Any = meta_copy(model)
     twin.model.layers[1].register_forward_pre_hook(lambda block, args: (args[0] * 2, *args[1:]))
     with refused("layout.pp-carries-more-than-hidden-state", naming="does not get the hidden state as model.layers.0"):
         probe(twin, anatomy.blocks, anatomy.experts)

@@ -21,9 +21,9 @@ import expertmesh as em
 from expertmesh.compat import update_as
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import slices
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import full_values, local_box, local_tensor
-from expertmesh.state.stage_view import stage_parameters
 from expertmesh.verification.reference import unsharded
 from tests.support.models import tiny_model
 
@@ -206,7 +206,7 @@ def relative_error(got: Sequence[float], expected: Sequence[float]) -> float:
 
 def of_all_stages(model: nn.Module, mesh: Mesh, value: Callable[[nn.Parameter], Any]) -> dict[str, torch.Tensor]:
     """`value` of each parameter that trains, whole, by name; with pipeline stages, those of all of them. Collective."""
-    trained = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in ModelView(model).parameters.items() if parameter.requires_grad}
     own = whole({name: value(parameter) for name, parameter in trained.items()})
     if mesh.layout.pp == 1:
         return own

@@ -17,8 +17,8 @@ import expertmesh as em
 from expertmesh.checkpoint.state import model_state, optimizer_state
 from expertmesh.config import LoraConfig, OptimConfig
 from expertmesh.io.boxes import slices
-from expertmesh.state.shards import local_box
-from expertmesh.state.stage_view import is_on_other_stage, stage_parameters
+from expertmesh.state.model_view import ModelView
+from expertmesh.state.shards import is_on_other_stage, local_box
 from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_model
 from tests.support.reference import joined_stages, whole
@@ -73,7 +73,7 @@ def sharded_steps(
         em.load_checkpoint(model, optimizer, load)
     last = 0
     for last in steps:
-        for name, parameter in stage_parameters(model).items():
+        for name, parameter in ModelView(model).parameters.items():
             if parameter.requires_grad:
                 gradient = given_gradient(name, last, parameter)
                 local = gradient[slices(local_box(parameter))].clone()

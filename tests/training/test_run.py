@@ -28,7 +28,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.data import TokenizedDataset
 from expertmesh.launcher.worker import run_rank
 from expertmesh.planning.forecast import train_with_forecast
-from expertmesh.state import stage_view
+from expertmesh.state import model_view
 from expertmesh.step import forward_backward as step_module
 from expertmesh.step.objective import Term
 from expertmesh.training import run as run_module
@@ -366,7 +366,7 @@ def test_a_starting_point_with_a_value_that_is_not_finite_is_refused(inputs: Pat
         run_ranks(train, 2, config)
 
 
-HOMES = {"build_meta_model": meta_model, "meta_twin": stage_view}
+HOMES = {"build_meta_model": meta_model, "meta_copy": model_view}
 
 
 def _counted(config: Config) -> tuple[int, int]:
@@ -384,7 +384,7 @@ def _counted(config: Config) -> tuple[int, int]:
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, count))
         train_with_forecast(config)
-    return counts["build_meta_model"], counts["meta_twin"]
+    return counts["build_meta_model"], counts["meta_copy"]
 
 
 @pytest.mark.parametrize("parallel", ["parallel.ep=2", "parallel={pp: 2, ep: 1}"])

@@ -15,12 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import WeightFiles
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor
 from expertmesh.weights import audit as audit_module
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights, write_audit
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import fill
-from expertmesh.weights.mapping import LoadPlan, model_tensors
+from expertmesh.weights.mapping import LoadPlan
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
@@ -90,7 +91,7 @@ def test_every_expert_and_every_other_tensor_is_among_the_samples(fused: bool, t
     write_fused(reference, source) if fused else reference.save_pretrained(source)
     model = _loaded(reference.config, source, (1, 1, 0))
     audit_weights(model, source)
-    for name, tensor in model_tensors(model).items():
+    for name, tensor in ModelView(model).tensors.items():
         per_expert = tensor.dim() == 3
         halves = 2 if name.endswith("gate_up_proj") and not fused else 1  # tensors of the files, each is sampled
         parts = [part for each in tensor.detach() for part in each.chunk(halves)] if per_expert else [tensor.detach()]
@@ -120,7 +121,7 @@ def test_a_full_audit_sees_a_single_element(tmp_path: Path) -> None:
 
 
 def _experts(model: PreTrainedModel) -> list[torch.Tensor]:
-    return [local_tensor(tensor) for name, tensor in model_tensors(model).items() if ".experts." in name]
+    return [local_tensor(tensor) for name, tensor in ModelView(model).tensors.items() if ".experts." in name]
 
 
 def _rank_0s_experts_everywhere(model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from expertmesh.config.errors import ExpertmeshError
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.companions import config_files, write_config
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 from expertmesh.weights.save import save_model
@@ -34,7 +35,7 @@ def _model(directory: Path, content: str) -> PreTrainedModel:
 
 def _config_in(model: PreTrainedModel, directory: Path, dtype: torch.dtype, **quantised: Any) -> dict[str, Any]:
     directory.mkdir(exist_ok=True)
-    write_config(model, directory, None, dtype, **quantised)
+    write_config(ModelView(model), directory, None, dtype, **quantised)
     content: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return content
 
@@ -44,7 +45,7 @@ def test_what_each_published_config_says_is_kept(file: Path, tmp_path: Path) -> 
     base = json.loads(file.read_text())
     model = _model(tmp_path, file.read_text())
     plain = {key: value for key, value in base.items() if key != "quantization_config"}
-    kept = config_files(model, None)["config.json"]
+    kept = config_files(ModelView(model), None)["config.json"]
     assert kept == file.read_bytes() if plain == base else json.loads(kept) == plain
     quantised = base.get("quantization_config")
     assert _config_in(model, tmp_path / "codes", torch.bfloat16, quantisation=quantised) == base
@@ -70,7 +71,7 @@ def test_what_a_config_of_each_family_says_is_kept(tmp_path: Path) -> None:
         except ExpertmeshError:
             continue  # not one that is built: tests/families
         built += 1
-        if config_files(model, None)["config.json"] != content.to_json_string().encode():
+        if config_files(ModelView(model), None)["config.json"] != content.to_json_string().encode():
             changed.append(family.name)
     assert built > 60
     assert changed == []
@@ -115,7 +116,7 @@ def test_a_changed_setting_is_said_under_each_name_that_readers_know(
     file = next(file for file in PUBLISHED if "30B" in file.stem)
     model = _model(tmp_path, file.read_text())
     change(model)
-    assert json.loads(config_files(model, None)["config.json"]) == json.loads(file.read_text()) | said
+    assert json.loads(config_files(ModelView(model), None)["config.json"]) == json.loads(file.read_text()) | said
 
 
 def test_a_changed_setting_is_said_where_the_base_says_it(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_changed_setting_is_said_where_the_base_says_it(tmp_path: Path) -> Non
     model, expected = _model(tmp_path, file.read_text()), json.loads(file.read_text())
     model.config.text_config.router_aux_loss_coef = 0.5
     expected["text_config"]["router_aux_loss_coef"] = 0.5
-    assert json.loads(config_files(model, None)["config.json"]) == expected
+    assert json.loads(config_files(ModelView(model), None)["config.json"]) == expected
 
 
 def test_the_class_is_named_anew_only_where_it_is_another(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_the_class_is_named_anew_only_where_it_is_another(tmp_path: Path) -> Non
         (tmp_path / "config.json").write_text(json.dumps(content | {"architectures": said}))
         config, _ = read_model_config(str(tmp_path), weights=False)
         model = build_meta_model(config, torch.float32, directory=tmp_path, num_labels=labels)
-        assert json.loads(config_files(model, None)["config.json"])["architectures"] == expected
+        assert json.loads(config_files(ModelView(model), None)["config.json"])["architectures"] == expected
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from expertmesh.io.boxes import Box
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.load import bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import materialize, read_model_config
@@ -94,10 +95,10 @@ def _spans(directory: Path) -> tuple[list[Span], list[Span]]:
     precision = PrecisionConfig(params="float32", compute="float32", reduce="float32")
     model, _ = prepare_model(config, directory, mesh, ModelOptions(precision), ShardOptions(precision))
     with open_weight_files(directory) as files:
-        plan = plan_load(model, files)
+        plan = plan_load(ModelView(model), files)
         materialize(model, "cpu")
         with mock.patch.object(os, "posix_fadvise", counted_advice), mock.patch.object(os, "preadv", counted):
-            fill_planned(model, files, plan)
+            fill_planned(ModelView(model), files, plan)
     return told, asked
 
 

@@ -25,10 +25,10 @@ from expertmesh.export.merge import merge
 from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.codes import codes_of
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights import write
 from expertmesh.weights.load import fill
-from expertmesh.weights.mapping import model_tensors
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from expertmesh.weights.packing import PACKED
 from expertmesh.weights.quantised import encode as encoding
@@ -126,7 +126,7 @@ def _saved_again(target: Path, dtype: torch.dtype, world: int, ep: int, change: 
     materialize(model, "cpu")
     fill(model, directory)
     if change:
-        tensor = model_tensors(model)[change]
+        tensor = ModelView(model).tensors[change]
         box, local = local_box(tensor), local_tensor(tensor)
         if box[0][0] == 0 and local.numel():
             local.data[0, 0].mul_(1.5)
@@ -227,7 +227,7 @@ def _reread(directory: Path, name: str) -> Tensor:
     config, directory = read_model_config(str(directory))
     model = build_meta_model(config, torch.float32)
     fill(model, directory, "cpu")
-    return model_tensors(model)[name].detach()
+    return ModelView(model).tensors[name].detach()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -282,7 +282,7 @@ def test_a_model_converted_to_a_format_is_read_alike_by_transformers_and_here(na
     state = theirs.state_dict()
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
     quantised = set()
-    for key, tensor in model_tensors(ours).items():
+    for key, tensor in ModelView(ours).tensors.items():
         # transformers leaves NVFP4's global scale out for experts (docs/quantised.md).
         assert torch.equal(state[key], tensor) is not (form == "nvfp4" and ".experts." in key), key
         error = (tensor.float() - plain[key].float()).norm() / plain[key].float().norm()

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box
 from expertmesh.weights import load
 from expertmesh.weights.lazy import LazyTensor
@@ -109,7 +110,7 @@ def _swap_two_experts(config: PreTrainedConfig, directory: Path) -> State:
     materialize(model, "cpu")
     name = "model.layers.0.mlp.experts.down_proj"
     with open_weight_files(directory) as files:
-        plan = plan_load(model, files)
+        plan = plan_load(ModelView(model), files)
         whole = plan.tensors[name]
         first, second, *rest = whole.pieces
         swapped = [
@@ -117,7 +118,7 @@ def _swap_two_experts(config: PreTrainedConfig, directory: Path) -> State:
             Piece(second.dest, first.leaf, first.source, second.dims),
         ]
         plan.tensors[name] = LazyTensor(whole.shape, whole.dtype, [*swapped, *rest])
-        fill_planned(model, files, plan)
+        fill_planned(ModelView(model), files, plan)
     return full_state(model)
 
 

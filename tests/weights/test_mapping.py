@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import full_box
 from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import fill
-from expertmesh.weights.mapping import LoadPlan, own_class, plan_load, plan_save
+from expertmesh.weights.mapping import LoadPlan, plan_load, plan_save
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.reading import bytes_needed
 from tests.support.errors import refused
@@ -27,7 +28,7 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 def _plan(model: PreTrainedModel, directory: Path) -> LoadPlan:
     with open_weight_files(directory) as files:
-        return plan_load(model, files)
+        return plan_load(ModelView(model), files)
 
 
 def _edited(model: PreTrainedModel, directory: Path, edit: Callable[[Files], None]) -> PreTrainedModel:
@@ -46,7 +47,7 @@ def test_every_tensor_is_filled_once_and_every_byte_of_the_files_is_used(family:
     reference.save_pretrained(tmp_path)
     model = build_meta_model(reference.config, torch.float32)
     with open_weight_files(tmp_path) as files:
-        plan = plan_load(model, files)
+        plan = plan_load(ModelView(model), files)
         needed = sum(bytes_needed(lazy, full_box(lazy.shape)) for lazy in plan.tensors.values())
         assert needed == files.total_bytes
     assert list(plan.tensors) == list(reference.state_dict())
@@ -58,7 +59,7 @@ def test_saved_names_and_shapes_are_those_of_save_pretrained(family: str, tmp_pa
     reference = random_model(FAMILIES[family]())
     reference.save_pretrained(tmp_path)
     theirs = {name: tensor.shape for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    assert {name: lazy.shape for name, lazy in plan_save(reference).items()} == theirs
+    assert {name: lazy.shape for name, lazy in plan_save(ModelView(reference)).items()} == theirs
     assert any(".experts.0." in name for name in theirs)
 
 
@@ -68,13 +69,13 @@ def _saved_names_when_sharded(family: str) -> list[str]:
     fully_shard(model.model)
     fully_shard(model)
     assert type(model.model).__name__.startswith("FSDP")
-    assert not own_class(model.model).__name__.startswith("FSDP")
-    return list(plan_save(model))
+    assert not ModelView(model.model).family.__name__.startswith("FSDP")
+    return list(plan_save(ModelView(model)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sharded_model_keeps_its_familys_layout(family: str) -> None:
-    expected = list(plan_save(random_model(FAMILIES[family]())))
+    expected = list(plan_save(ModelView(random_model(FAMILIES[family]()))))
     assert run_ranks(_saved_names_when_sharded, 2, family) == [expected, expected]
 
 
@@ -84,7 +85,7 @@ def test_what_was_read_fused_is_saved_fused(tmp_path: Path) -> None:
     model = build_meta_model(reference.config, torch.float32)
     materialize(model, "cpu")
     fill(model, tmp_path / "fused")
-    assert plan_save(model).keys() == reference.state_dict().keys()
+    assert plan_save(ModelView(model)).keys() == reference.state_dict().keys()
 
 
 def test_renames_of_the_family_are_applied_and_undone(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_renames_of_the_family_are_applied_and_undone(tmp_path: Path) -> None:
     model = build_meta_model(reference.config, torch.float32)
     plan = _plan(model, tmp_path)
     model._weight_conversions = list(plan.conversions)
-    assert sorted(plan_save(model)) == sorted(names)
+    assert sorted(plan_save(ModelView(model))) == sorted(names)
 
 
 def test_files_of_the_base_model_load_into_the_model_with_a_head(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_tied_tensors_are_filled_from_whichever_name_the_files_hold(tmp_path: Pa
     plan = _plan(model, tmp_path)
     assert "lm_head.weight" not in plan.tensors
     assert plan.tensors["model.embed_tokens.weight"].leaves()[0].name == "lm_head.weight"
-    assert "lm_head.weight" not in plan_save(model)
+    assert "lm_head.weight" not in plan_save(ModelView(model))
 
 
 def test_both_copies_of_a_tied_tensor_are_accepted_if_equal_and_refused_if_not(tmp_path: Path) -> None:
@@ -221,6 +222,6 @@ def test_methods_of_quantisation_that_are_not_read_are_refused_by_name(tmp_path:
 def test_the_layout_of_a_model_loaded_by_transformers_is_its_files(tmp_path: Path) -> None:
     random_model(mixtral()).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    saved = plan_save(model)
+    saved = plan_save(ModelView(model))
     assert saved.keys() == load_file(tmp_path / "model.safetensors").keys()
     assert all(isinstance(lazy, LazyTensor) for lazy in saved.values())

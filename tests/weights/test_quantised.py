@@ -17,10 +17,10 @@ from expertmesh.export.convert import convert
 from expertmesh.io.boxes import extents, volume
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.codes import scale_values, values_of
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.audit import audit_weights
 from expertmesh.weights.load import bytes_to_read, fill
-from expertmesh.weights.mapping import model_tensors
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from expertmesh.weights.quantised import tensor
 from expertmesh.weights.quantised.published import published_tensors, quantisation
@@ -55,7 +55,7 @@ def differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: bool
             assert report.bytes_read >= planned > 0
             audit_weights(model, directory, "full")
             audit_weights(model, directory)
-        states.append({name: local_tensor(tensor) for name, tensor in model_tensors(model).items()})
+        states.append({name: local_tensor(tensor) for name, tensor in ModelView(model).tensors.items()})
     return [name for name, tensor in states[0].items() if not torch.equal(tensor, states[1][name])]
 
 
@@ -99,7 +99,7 @@ def _bytes_beyond_the_own(target: Path, world: int, ep: int) -> float:
     if world > 1:
         shard_for_test(model, world, ep)
     materialize(model, "cpu")
-    state = model_tensors(model)
+    state = ModelView(model).tensors
     own = sum(volume(local_box(each)) for each in state.values()) / sum(each.numel() for each in state.values())
     return fill(model, directory).bytes_read / (total * own)
 

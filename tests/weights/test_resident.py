@@ -14,12 +14,12 @@ import expertmesh as em
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.boxes import slices
 from expertmesh.io.safetensors_reader import WeightFiles
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import quantise as quantised_bytes
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.audit import audit_weights
 from expertmesh.weights.load import fill
-from expertmesh.weights.mapping import model_tensors
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from tests.support.ranks import run_ranks
 from tests.weights.published import FORMATS, SIZES, gpt_oss, is_expert_matrix, is_linear, quantise
@@ -39,7 +39,7 @@ def _values(directory: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     model = build_meta_model(config, dtype)
     materialize(model, "cpu")
     fill(model, directory)
-    return {name: local_tensor(tensor) for name, tensor in model_tensors(model).items()}
+    return {name: local_tensor(tensor) for name, tensor in ModelView(model).tensors.items()}
 
 
 def _load(target: Path, frozen: str, ep: int, dtype: torch.dtype) -> tuple[list[str], int, set[str]]:
@@ -50,7 +50,7 @@ def _load(target: Path, frozen: str, ep: int, dtype: torch.dtype) -> tuple[list[
     em.load_model(source, mesh, precision=_precision(frozen, dtype), lora=LORA)
     expected = _values(target / "values", dtype) if source != target else _values(target, torch.float32)
     wrong, packed, kinds = [], 0, set()
-    for name, tensor in model_tensors(model).items():
+    for name, tensor in ModelView(model).tensors.items():
         local, box = local_tensor(tensor), local_box(tensor)
         wanted = expected[name][slices(box)]
         if isinstance(local, PackedTensor):

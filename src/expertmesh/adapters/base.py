@@ -13,10 +13,9 @@ from torch import nn
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.reading import parse_json, read_file
 from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import attach, sharded
-from expertmesh.state.stage_view import full_model
 from expertmesh.weights.content import content_hash
-from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.quantised.resident import published_formats
 
@@ -40,7 +39,7 @@ class Base:
 
 def remember_base(model: nn.Module) -> None:
     """Hash the frozen weights of a model with adapters. Every rank calls it; one all-reduce."""
-    frozen = (p for p in full_model(model).parameters() if not p.requires_grad)
+    frozen = (p for p in ModelView(model).full.parameters() if not p.requires_grad)
     dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
     kinds = {kind.name for kind in (sharded(model).frozen_formats or {}).values() if not kind.published}
     base = Base(content_hash(model), max(set(dtypes), key=dtypes.count), next(iter(kinds), None))
@@ -52,8 +51,8 @@ def remember_formats(model: Any, directory: Path) -> None:
 
     Raises `InputError` for codes that cannot stay. No communication.
     """
-    with open_weight_files(directory, weights_file(model)) as files:
-        attach(model, frozen_formats=published_formats(model, plan_load(model, files, complete=False)))
+    with open_weight_files(directory, ModelView(model).weights_file) as files:
+        attach(model, frozen_formats=published_formats(model, plan_load(ModelView(model), files, complete=False)))
 
 
 def base_of(model: nn.Module) -> Base:

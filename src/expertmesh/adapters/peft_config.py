@@ -29,7 +29,7 @@ from expertmesh.config.errors import InputError, SecurityError
 from expertmesh.config.sections import MAX_ALPHA, MAX_RANK
 from expertmesh.introspection.known_families import own_class
 from expertmesh.io.reading import read_json, shortened
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView
 
 _PICKLE = "adapter_model.bin"
 # All that adapter_config.json may say: what we read, and what changes nothing that a plain adapter computes. Whatever
@@ -90,7 +90,7 @@ def config_content(
     """adapter_config.json. Dropout is written as 0 when parameters are adapted: PEFT has none for those."""
     modules = [name_of(target) for target in targets if not is_parameter(target)]
     parameters = [name_of(target) for target in targets if is_parameter(target)]
-    model = full_model(model)
+    model = ModelView(model).full
     every_module = [name for name, _ in model.named_modules()]
     every_parameter = [name for name, _ in model.named_parameters()]
     task, mapping = _class_to_load(model)

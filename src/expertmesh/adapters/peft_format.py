@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import IntegrityError
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor, plan_save
 
@@ -50,7 +51,7 @@ class Part:
 def published_parts(model: PreTrainedModel, targets: Sequence[Target]) -> Iterator[tuple[Target, str, Part | None]]:
     """Tensors of the model's published files that hold adapted weights, by name; None for what is not one matrix."""
     adapted = {target.weight: target for target in targets}
-    for key, lazy in plan_save(model).items():
+    for key, lazy in plan_save(ModelView(model)).items():
         weights = [leaf.name for leaf in lazy.leaves() if leaf.name in adapted]
         if weights:
             yield adapted[weights[0]], key, _part_of(key, lazy, adapted[weights[0]])

@@ -23,9 +23,9 @@ from expertmesh.adapters.targets import Target, candidates
 from expertmesh.anatomy import describe
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
+from expertmesh.state.model_view import meta_copy
 from expertmesh.state.patching import mix_in
 from expertmesh.state.sharded_model import attach
-from expertmesh.state.stage_view import meta_twin
 
 _WHERE = "the PeftModel"
 
@@ -103,8 +103,8 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
     for place, layer in layers.items():
         _refuse_layer(place, layer, name)
     _refuse_trainables(model)
-    twin = _unwrapped(meta_twin(model))
-    targets = tuple(_targets(twin, layers, name))
+    meta_model = _unwrapped(meta_copy(model))
+    targets = tuple(_targets(meta_model, layers, name))
     config = lora_of(
         {**content, "init_lora_weights": True},
         dropout=float(content.get("lora_dropout") or 0.0),
@@ -115,8 +115,8 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
         if layer.scaling[name] != wanted:
             _refuse(f"{place} is scaled by {layer.scaling[name]:g}, not by the {wanted:g} of its config")
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
-    plan = AdapterPlan(config, targets, None, base or twin.config.name_or_path or None, revision, in_memory=True)
-    return PeftAdapters(model, plan_targets(twin, plan), dict(_values(model, name)))
+    plan = AdapterPlan(config, targets, None, base or meta_model.config.name_or_path or None, revision, in_memory=True)
+    return PeftAdapters(model, plan_targets(meta_model, plan), dict(_values(model, name)))
 
 
 def _only_config(model: Any) -> tuple[str, dict[str, Any]]:
@@ -160,7 +160,7 @@ def _refuse_trainables(model: nn.Module) -> None:
             _refuse(f"{name} {state} here; set its requires_grad to {not parameter.requires_grad}")
 
 
-def _targets(twin: nn.Module, layers: Mapping[str, Any], adapter: str) -> Iterator[Target]:
+def _targets(meta_model: nn.Module, layers: Mapping[str, Any], adapter: str) -> Iterator[Target]:
     """What the layers adapt, in module order of the model without PEFT, each with its own rank and scaling."""
     adapted: dict[tuple[str, str | None], str] = {}
     for name, layer in layers.items():
@@ -170,7 +170,7 @@ def _targets(twin: nn.Module, layers: Mapping[str, Any], adapter: str) -> Iterat
         parameter = getattr(layer, "parameter_name", None)
         is_linear = type(layer.get_base_layer()) is nn.Linear
         adapted[module, None if is_linear and parameter == "weight" else parameter] = name
-    for target in candidates(twin, describe(twin)):
+    for target in candidates(meta_model, describe(meta_model)):
         if (place := adapted.pop((target.module, target.parameter), None)) is not None:
             layer = layers[place]
             rank, alpha = layer.r[adapter], float(layer.lora_alpha[adapter])

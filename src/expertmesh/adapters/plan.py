@@ -42,8 +42,8 @@ from expertmesh.config import LoraConfig
 from expertmesh.config.base import is_named
 from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import attach, sharded
-from expertmesh.weights.mapping import own_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = 
     """`plan`, whose targets can be had in `model`; raises `InputError` naming one that cannot."""
     if is_classifier(model):
         raise InputError(
-            f"lora: the head of a {own_class(model).__name__} has to be trained and saved with the adapters, which "
-            "adapters alone cannot do; leave lora out and train all weights",
+            f"lora: the head of a {ModelView(model).family.__name__} has to be trained and saved with the adapters, "
+            "which adapters alone cannot do; leave lora out and train all weights",
             key="lora.on-classifier",
         )
     refuse_tied_head(model, plan.targets)

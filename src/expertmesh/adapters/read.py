@@ -16,11 +16,11 @@ from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, full_box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
-from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.state.model_view import ModelView
+from expertmesh.state.shards import is_on_other_stage, local_box, local_tensor
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import refuse_non_finite
-from expertmesh.weights.mapping import StateTensor, adapter_tensors, model_tensors
+from expertmesh.weights.mapping import StateTensor
 from expertmesh.weights.reading import LeafReader, read_box
 
 
@@ -31,7 +31,8 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
     """
     with open_weight_files(directory, WEIGHTS_FILE) as checkpoint:
         _check_same_base(model, directory / BASE_FILE)
-        files, tensors = _lazy(checkpoint), adapter_tensors(model)
+        files, view = _lazy(checkpoint), ModelView(model)
+        tensors = view.adapters
 
         def fetch(leaf: Any, box: Box, out: torch.Tensor) -> None:
             checkpoint.read(leaf, box, out)
@@ -41,7 +42,7 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
             read_box(lazy, box, local, fetch)
             refuse_non_finite(name, lazy, box, local)
         for key, name in base_copies(files, plan.targets).items():
-            if not is_on_other_stage(base := model_tensors(model)[name]):
+            if not is_on_other_stage(base := view.tensors[name]):
                 _check_copy(directory, key, files[key], base, fetch)
 
 

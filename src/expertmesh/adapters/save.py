@@ -20,10 +20,10 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.io.directory import check_target, io_errors
 from expertmesh.io.safetensors_writer import FilesLayout, lay_out_file, write_synced
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from expertmesh.weights.companions import Tokenizer, generation_files, write_tokenizer
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.mapping import adapter_tensors
 from expertmesh.weights.write import StateReader, live_values, write_directory
 
 
@@ -62,7 +62,7 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: To
                 f"{type(model).__name__} has no adapters; load it with lora, or use save_model", key="model.no-adapters"
             )
         check_target(directory)
-        files = file_tensors(adapter_tensors(model), plan.targets)
+        files = file_tensors(ModelView(model).adapters, plan.targets)
         small = small_files(model, plan) | generation_files(model)
     layout, written = write_adapter(directory, files, small, tokenizer, live_values)
     filled, untrained = _filled(model, plan)
@@ -109,7 +109,7 @@ def _filled(model: PreTrainedModel, plan: AdapterPlan) -> tuple[dict[str, tuple[
     """`AdapterReport.filled` and `untrained`. Every rank calls it; one all-reduce of a number per expert, and per other
     target, on the default group.
     """
-    adapters = adapter_tensors(model)
+    adapters = ModelView(model).adapters
     counts_TE = torch.zeros(len(plan.targets), max(target.experts or 1 for target in plan.targets), dtype=torch.int64)
     sizes = []
     for row, target in enumerate(plan.targets):

@@ -6,13 +6,12 @@ tests/adapters/test_serving_readers.py runs; docs/serving.md has the commands.
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from expertmesh.adapters.plan import AdapterPlan
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView
 
 _VLLM_MOST_RANK = 512
 
@@ -26,8 +25,7 @@ def _of_experts(model: PreTrainedModel, plan: AdapterPlan) -> Iterator[str]:
     weights = [target.name for target in plan.targets if target.experts is not None]
     if not weights:
         return
-    whole: Any = full_model(model)
-    rules = get_model_conversion_mapping(whole)
+    rules = get_model_conversion_mapping(ModelView(model).full)
     if any(".experts.*." in f".{source}" for rule in rules for source in rule.source_patterns):
         yield (
             "vLLM, SGLang: experts of this family from keys for each expert (expertmesh export RUN --adapter-format "

@@ -19,8 +19,8 @@ from expertmesh.config import LoraConfig
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.io.boxes import slices
+from expertmesh.state.model_view import stage_names
 from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.state.stage_view import stage_names
 
 
 @torch.no_grad()

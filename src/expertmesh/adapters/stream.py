@@ -17,9 +17,10 @@ from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, slices
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import sharded
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.mapping import StateTensor, adapter_tensors, plan_save
+from expertmesh.weights.mapping import StateTensor, plan_save
 from expertmesh.weights.reading import read_box
 from expertmesh.weights.save import saved_specs
 from expertmesh.weights.write import gather, is_gathered, live_values, owned_pieces
@@ -44,8 +45,9 @@ def iter_hf_weights(
     all ranks alike what planning a save raises, and `IntegrityError` for values that `dtype` cannot hold.
     """
     with raise_on_all_ranks("planning what to stream"):
-        lazies = plan_save(model)
-        specs = saved_specs(model, lazies, dtype)
+        view = ModelView(model)
+        lazies = plan_save(view)
+        specs = saved_specs(view, lazies, dtype)
     plan = plan_of(model) if merge else None
     values = _Values(model, plan)
     mesh = sharded(model).mesh
@@ -77,7 +79,7 @@ class _Values:
 
     def __init__(self, model: nn.Module, plan: AdapterPlan | None) -> None:
         self._targets = {} if plan is None else {target.weight: target for target in plan.targets}
-        self._adapters: Mapping[str, Tensor] = adapter_tensors(model) if plan is not None else {}
+        self._adapters: Mapping[str, Tensor] = ModelView(model).adapters if plan is not None else {}
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._gather_factors)
         self._gathered: dict[str, Tensor] = {}

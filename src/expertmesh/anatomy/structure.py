@@ -20,7 +20,7 @@ from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from expertmesh.config.errors import InputError
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView, is_adapter
 
 # What attention is called with beside hidden states, where keys or values have hidden states of their own.
 HIDDEN_OF_KEYS = frozenset({"key_hidden_states", "value_hidden_states"})
@@ -115,19 +115,13 @@ def is_classifier(model: nn.Module) -> bool:
     return isinstance(model, GenericForSequenceClassification)
 
 
-def is_adapter(name: str) -> bool:
-    """Return whether the name of a parameter is that of a low-rank adapter, which is beside what it adapts."""
-    leaf = name.rpartition(".")[2]
-    return leaf.endswith(("lora_A", "lora_B"))
-
-
 def dense_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
     """Return the names of the linear layers in the blocks of `model`, of all its pipeline stages.
 
     These are the linears of attention, dense MLPs and shared experts, not of routers. A gate of one row is left out: it
     is too small for scales.
     """
-    for name, module in full_model(model).named_modules():
+    for name, module in ModelView(model).full.named_modules():
         routes = any(name == router or is_inside(name, router) for router in anatomy.routers)
         inside = any(is_inside(name, block) for block in anatomy.blocks)
         if isinstance(module, nn.Linear) and inside and not routes and module.out_features > 1:
@@ -140,7 +134,7 @@ def packable_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
     Fused kernels of state-space layers take weights as they are, so their linears are left out, and so is what a family
     keeps in fp32 in any compute dtype.
     """
-    whole = full_model(model)
+    whole = ModelView(model).full
     uses = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
     in_fp32 = {*(getattr(whole, "_keep_in_fp32_modules", None) or ())}
     in_fp32 |= {*(getattr(whole, "_keep_in_fp32_modules_strict", None) or ())}
@@ -169,7 +163,7 @@ def describe(model: nn.Module) -> Anatomy:
     Raises:
         InputError: A module cannot be sharded; names it, with the reason.
     """
-    model = full_model(model)
+    model = ModelView(model).full
     specs = tuple(experts_spec(name, module) for name, module in model.named_modules() if _is_experts(module))
     specs = tuple(replace(spec, top_k=spec.top_k or _top_k_of_block(model, spec)) for spec in specs)
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)

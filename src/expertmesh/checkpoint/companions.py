@@ -19,9 +19,10 @@ from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import read_small, read_small_json
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import CODES
+from expertmesh.state.model_view import ModelView
+from expertmesh.state.sharded_model import Source
 from expertmesh.weights.companions import Tokenizer, config_files
 from expertmesh.weights.mapping import plan_load, plan_save
-from expertmesh.weights.source import Source, source_of
 
 LAYOUT_FILE = "layout.json"
 HUGGINGFACE = "huggingface"
@@ -34,7 +35,8 @@ def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: 
 
     `save_dtype` is the run's `save.dtype`, in which the checkpoint is exported.
     """
-    tensors, source = plan_save(model).items(), source_of(model)
+    view = ModelView(model)
+    tensors, source = plan_save(view).items(), view.attached.source
     layout = {
         "tensors": {name: {"dtype": CODES[lazy.dtype], "shape": list(lazy.shape)} for name, lazy in tensors},
         "left_out": [_described(tensor) for tensor in source.unmapped],
@@ -44,7 +46,7 @@ def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: 
         "bare": source.bare,
         "save_dtype": save_dtype,
     }
-    files = {f"{HUGGINGFACE}/{name}": content for name, content in config_files(model, tokenizer).items()}
+    files = {f"{HUGGINGFACE}/{name}": content for name, content in config_files(view, tokenizer).items()}
     if (plan := plan_of(model)) is not None:
         files |= {f"{ADAPTER}/{name}": content for name, content in small_files(model, plan).items()}
     return {**files, LAYOUT_FILE: json.dumps(layout).encode()}
@@ -64,7 +66,7 @@ def read_layout(
         packed = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["quantised"]]
         settings, bare = layout["quantization_config"], bool(layout["bare"])
         source = Source(dtypes, tuple(left_out), settings, tuple(packed), bare)
-    return plan_load(model, WeightFiles(directory, tensors)).conversions, source
+    return plan_load(ModelView(model), WeightFiles(directory, tensors)).conversions, source
 
 
 def read_save_dtype(directory: Path, manifest: Manifest) -> str:

@@ -25,8 +25,7 @@ from expertmesh.io.boxes import Box, blocks, full_box, slices
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_reader import as_bytes
 from expertmesh.io.safetensors_writer import CODES, FileLayout, lay_out_file, sync, write_synced
-from expertmesh.state.shards import owns_copy
-from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.state.shards import is_on_other_stage, owns_copy
 
 _BLOCK_ELEMENTS = 1 << 22
 

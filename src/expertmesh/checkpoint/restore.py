@@ -19,10 +19,10 @@ from expertmesh.checkpoint.small_files import read_generators, set_rng_state
 from expertmesh.checkpoint.state import allocate_optimizer_state, held_part, model_state
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.safetensors_reader import DTYPES
-from expertmesh.state.sharded_model import mesh_of
-from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.state.sharded_model import mesh_of, sharded
+from expertmesh.state.shards import is_on_other_stage
 from expertmesh.weights.load import fill
-from expertmesh.weights.source import remember, source_of
+from expertmesh.weights.source import remember
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
         return
     # Saving restores layout, dtypes and other tensors of the files that training started from, if it did, not of these.
     before: Any = getattr(model, "_weight_conversions", None)
-    source = source_of(model)
+    source = sharded(model).source
     fill(model, directory)
     here: Any = model._weight_conversions
     remember(model, here if before is None else before, source)

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import Box, volume
 from expertmesh.io.safetensors_reader import as_bytes
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import stored
-from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.state.stage_view import full_state, is_on_other_stage, placed_like, placement_of, stage_parameters
-from expertmesh.weights.mapping import adapter_tensors, unique_tensors
+from expertmesh.state.shards import is_on_other_stage, local_box, local_tensor, placed_like, placement_of
 
 OPTIMIZER = "optimizer."
 _WORDS_PER_BLOCK = 1 << 22
@@ -36,9 +35,8 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
     Of a model with adapters these alone: its base is frozen, and has files of its own.
     """
-    if adapters := adapter_tensors(model):
-        return adapters
-    return unique_tensors(model)
+    view = ModelView(model)
+    return view.adapters or view.unique
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -67,7 +65,7 @@ def allocate_optimizer_state(
     """
     updated = trained(model, optimizer)
     elsewhere = {
-        name for name, tensor in full_state(model).items() if is_on_other_stage(tensor) and tensor.requires_grad
+        name for name, tensor in ModelView(model).state.items() if is_on_other_stage(tensor) and tensor.requires_grad
     }
     slots, places = dict[str, Tensor](), list[tuple[nn.Parameter, str, str]]()
     for key, (dtype, shape) in saved.items():
@@ -162,7 +160,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.
     others than the model.
     """
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = {name: parameter for name, parameter in stage_parameters(model).items() if id(parameter) in owned}
+    found = {name: parameter for name, parameter in ModelView(model).parameters.items() if id(parameter) in owned}
     if len(found) != len(owned):
         raise InputError(
             "the optimizer updates parameters that the model does not have; build it after sharding",

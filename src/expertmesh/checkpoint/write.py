@@ -26,8 +26,9 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.directory import io_errors, require_space, temporary_directory, wait_until_seen
 from expertmesh.io.safetensors_writer import sync, write_synced
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import mesh_of
-from expertmesh.state.stage_view import full_state, on_other_stage
+from expertmesh.state.shards import on_other_stage
 
 if TYPE_CHECKING:
     from expertmesh.checkpoint.remote.upload import Uploads
@@ -244,7 +245,7 @@ def _of_all_stages(
         every = {name: on_other_stage(dtype, shape) for slots, _ in gathered for name, (dtype, shape) in slots.items()}
         tensors = {**tensors, "optimizer": {**every, **tensors["optimizer"]}}
     names = {name for _, of_stage in gathered for name in of_stage}
-    return tensors, [name for name in full_state(model) if name in names]
+    return tensors, [name for name in ModelView(model).state if name in names]
 
 
 def _create(step: int, target: Path, temporary: Path, needed: int, files: Mapping[str, bytes]) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from expertmesh.anatomy import is_adapter
 from expertmesh.config.errors import InputError
+from expertmesh.state.model_view import is_adapter
 from expertmesh.state.sharded_model import attach_to_module, module_state, sharded
 
 _BLOCK_ELEMENTS = 1 << 20

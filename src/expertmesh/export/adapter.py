@@ -19,8 +19,8 @@ from expertmesh.checkpoint.read import SavedState
 from expertmesh.checkpoint.small_files import read_small
 from expertmesh.export.per_expert_adapter import per_expert_adapter
 from expertmesh.export.stored_model import companion_files
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.companions import CopiedFiles
-from expertmesh.weights.mapping import adapter_tensors
 from expertmesh.weights.save import SaveReport
 from expertmesh.weights.write import StateReader
 
@@ -44,7 +44,7 @@ def export_adapter(
         name: read_small(state.directory, state.manifest, f"{ADAPTER}/{name}") for name in (CONFIG_FILE, BASE_FILE)
     }
     if adapter_format == "peft":
-        files = file_tensors(adapter_tensors(model), plan.targets)
+        files = file_tensors(ModelView(model).adapters, plan.targets)
     else:
         adapter = per_expert_adapter(model, plan)
         files = adapter.tensors

@@ -18,6 +18,7 @@ from expertmesh.export.adapter import AdapterFormat, export_adapter
 from expertmesh.export.stored_model import companion_files, holds_adapters, stored_model
 from expertmesh.io.boxes import Box
 from expertmesh.io.directory import check_target
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.companions import CopiedFiles
 from expertmesh.weights.mapping import StateTensor
 from expertmesh.weights.save import SavedDtype, SaveReport, dtype_of, save_values
@@ -61,7 +62,7 @@ def export(
             cast = dtype_of(dtype)
             return state.manifest, export_adapter(state, model, target, values, cast, adapter_format or "peft")
         report = save_values(
-            model,
+            ModelView(model),
             target,
             values,
             tokenizer=CopiedFiles(companion_files(state)),

@@ -16,8 +16,8 @@ from expertmesh.export.merge_check import check_copies
 from expertmesh.io.boxes import Box, extents
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
-from expertmesh.weights.load import weights_file
-from expertmesh.weights.mapping import StateTensor, plan_load, unique_tensors
+from expertmesh.state.model_view import ModelView
+from expertmesh.weights.mapping import StateTensor, plan_load
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 from expertmesh.weights.quantised.published import method_of, quantisation
 from expertmesh.weights.reading import read_box
@@ -55,11 +55,11 @@ def convert(
     config, directory = read_model_config(name_or_path, trust_remote_code=trust_remote_code)
     settings = quantisation(config)
     model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
-    with open_weight_files(directory, weights_file(model)) as files:
-        load = plan_load(model, files)
+    with open_weight_files(directory, ModelView(model).weights_file) as files:
+        load = plan_load(ModelView(model), files)
         check_copies(load, files)
         take_layout(model, load, files)
-        names = {id(tensor): name for name, tensor in unique_tensors(model).items()}
+        names = {id(tensor): name for name, tensor in ModelView(model).unique.items()}
 
         def read(leaf: StateTensor, box: Box) -> Tensor:
             lazy = load.tensors[names[id(leaf.tensor)]]
@@ -68,7 +68,7 @@ def convert(
             return values
 
         saved = save_values(
-            model,
+            ModelView(model),
             target,
             read,
             tokenizer=companions(directory, directory, trust_remote_code),

@@ -21,8 +21,8 @@ from expertmesh.export.merge_base import base_model, check_base, companions, tak
 from expertmesh.export.merge_check import Compared, check_copies, compare_sample
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
-from expertmesh.weights.load import weights_file
-from expertmesh.weights.mapping import plan_load, unique_tensors
+from expertmesh.state.model_view import ModelView
+from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "as_loaded")
@@ -73,19 +73,19 @@ def merge(
     model, directory = base_model(adapter, base, trust_remote_code)
     plan = plan_adapters(model, LoraConfig(from_adapter=str(adapter)), str(directory))
     with (
-        open_weight_files(directory, weights_file(model)) as files,
+        open_weight_files(directory, ModelView(model).weights_file) as files,
         open_weight_files(adapter, WEIGHTS_FILE) as factors,
     ):
-        load = plan_load(model, files)
+        load = plan_load(ModelView(model), files)
         deltas = Deltas(plan, factors)
         check_copies(load, files)
         take_layout(model, load, files)
         load, frozen = trained_base(adapter, model, load)
         checked = check_base(adapter, model, load, files, trust_remote_code)
         saved = save_values(
-            model,
+            ModelView(model),
             target,
-            MergedValues(unique_tensors(model), load, files, deltas),
+            MergedValues(ModelView(model).unique, load, files, deltas),
             tokenizer=companions(directory, adapter, trust_remote_code),
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,

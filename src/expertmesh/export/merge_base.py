@@ -15,8 +15,9 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.export.merge_check import base_hash
 from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles
 from expertmesh.parallel.groups import attach_formats
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.companions import TOKENIZER_FILES, CopiedFiles, matching_paths
-from expertmesh.weights.mapping import LoadPlan, unique_tensors
+from expertmesh.weights.mapping import LoadPlan
 from expertmesh.weights.meta_model import (
     DATA_FILES,
     GENERATION_FILE,
@@ -84,7 +85,7 @@ def check_base(
             f"{path}: says that the base was {trained_on.dtype}, which is no dtype", key="adapter.damaged"
         )
     as_trained = build_meta_model(model.config, dtype, trust_remote_code=trust_remote_code)
-    here = base_hash(unique_tensors(as_trained), load, files)
+    here = base_hash(ModelView(as_trained).unique, load, files)
     if here != trained_on.sha256:
         raise IntegrityError(
             f"{path}: the adapter was trained on another base (weights {trained_on}) than "
@@ -96,8 +97,9 @@ def check_base(
 
 def take_layout(model: PreTrainedModel, load: LoadPlan, files: WeightFiles) -> None:
     """Let `model` be saved in the layout of its files, in their dtypes, with what they hold beside it."""
-    give_dtypes(unique_tensors(model), {name: lazy.dtype for name, lazy in load.tensors.items()})
-    remember_files(model, load, files)
+    view = ModelView(model)
+    give_dtypes(view.unique, {name: lazy.dtype for name, lazy in load.tensors.items()})
+    remember_files(view, load, files)
 
 
 def companions(base: Path, adapter: Path, code: bool) -> CopiedFiles:

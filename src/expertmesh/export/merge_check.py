@@ -20,6 +20,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.export.deltas import Deltas
 from expertmesh.io.boxes import Box, blocks, extents, full_box
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.content import element_sum, joined_hash
 from expertmesh.weights.lazy import LazyTensor, Rounded
@@ -77,7 +78,7 @@ def compare_sample(
     """
     library = LibraryFiles()
     with open_weight_files(directory) as files:
-        written = plan_load(model, files)
+        written = plan_load(ModelView(model), files)
     targets, worst, moved, wanted = list(deltas.targets.values()), 0.0, 0.0, 0.0
     for weight, target in deltas.targets.items():
         if target.name in deltas.parts:

@@ -18,8 +18,9 @@ from expertmesh.adapters.peft_format import Part, is_parameter, published_parts
 from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import InputError
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.mapping import StateTensor, adapter_tensors, own_class
+from expertmesh.weights.mapping import StateTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> PerExpertAd
             "experts do not apply to them; leave it out, or merge the adapter",
             key="adapter.per-expert-of-one-rank",
         )
-    adapters = adapter_tensors(model)
+    adapters = ModelView(model).adapters
     named, files, modules = Counter[str](), dict[str, LazyTensor](), dict[str, None]()
     for target, key, part in published_parts(model, plan.targets):
         if part is None:
@@ -78,8 +79,8 @@ def _factors(adapters: Mapping[str, Tensor], target: Target, part: Part) -> tupl
 
 def _refuse(model: PreTrainedModel, weight: str, key: str) -> NoReturn:
     raise InputError(
-        f"{own_class(model).__name__}: its published files hold {weight} otherwise than as one matrix per expert "
-        f"({key}), so there are no per-expert names for it; leave --adapter-format out: readers of such models take "
-        "PEFT's own layout",
+        f"{ModelView(model).family.__name__}: its published files hold {weight} otherwise than as one matrix per "
+        f"expert ({key}), so there are no per-expert names for it; leave --adapter-format out: readers of such models "
+        "take PEFT's own layout",
         key="adapter.no-per-expert-names",
     )

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_adapter, is_inside, settings
+from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_inside, settings
 from expertmesh.compat import tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, handed_on, stand_ins_for_experts
+from expertmesh.state.model_view import is_adapter, meta_copy
 from expertmesh.state.patching import exchanged, replace_forward
-from expertmesh.state.stage_view import meta_twin
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def plan_compute(
     anatomy: Anatomy,
     compute: torch.dtype,
     kept_in_fp32: Callable[[str], bool],
-    twin: nn.Module | None = None,
+    meta_model: nn.Module | None = None,
 ) -> Casts:
     """Plan how `model` computes in `compute` with the casts of FSDP2.
 
@@ -100,7 +100,7 @@ def plan_compute(
 
     Args:
         kept_in_fp32: returns by name whether the family computes with a parameter in fp32.
-        twin: the meta copy of the model, if there is one; its state is restored. `model` is not changed.
+        meta_model: the meta copy of the model, if there is one; its state is restored. `model` is not changed.
 
     Raises:
         InputError: the model does not run in `compute`; names the module.
@@ -108,17 +108,19 @@ def plan_compute(
     Collectives: none.
     """
     casts = Casts(uncast_modules(model, anatomy, kept_in_fp32))
-    twin = meta_twin(model) if twin is None else twin
-    if _is_proven(model, anatomy, compute, casts, twin):
+    meta_model = meta_copy(model) if meta_model is None else meta_model
+    if _is_proven(model, anatomy, compute, casts, meta_model):
         return casts
     # Each run that fails names one module; widen its group or cast its buffers, and try again.
-    while refused := _run(twin, anatomy, compute, casts):
+    while refused := _run(meta_model, anatomy, compute, casts):
         reader, module = refused.reader, refused.module
         if reader and reader not in casts.kept and not _has_group(reader, anatomy):
-            for each in _in_blocks_alike(reader, _alike(twin, anatomy, casts)):
+            for each in _in_blocks_alike(reader, _alike(meta_model, anatomy, casts)):
                 casts = replace(casts, kept=_gathered_with(each, casts.kept))
         elif reader is None and module not in casts.buffers and _can_cast(model, module, kept_in_fp32):
-            casts = replace(casts, buffers=(*casts.buffers, *_in_blocks_alike(module, _alike(twin, anatomy, casts))))
+            casts = replace(
+                casts, buffers=(*casts.buffers, *_in_blocks_alike(module, _alike(meta_model, anatomy, casts)))
+            )
         else:
             dtype = str(compute).removeprefix("torch.")
             raise InputError(
@@ -128,18 +130,18 @@ def plan_compute(
     return casts
 
 
-def _alike(twin: nn.Module, anatomy: Anatomy, casts: Casts) -> list[list[str]]:
+def _alike(meta_model: nn.Module, anatomy: Anatomy, casts: Casts) -> list[list[str]]:
     """Group the names of blocks with equal settings and tensors of equal dtypes."""
     kept = {leaf for leaves in casts.kept.values() for leaf in leaves}
 
     def kind(name: str) -> Hashable:
-        block = twin.get_submodule(name)
+        block = meta_model.get_submodule(name)
         tensors = [*block.named_parameters(), *block.named_buffers()]
         dtypes = tuple((leaf, tensor.dtype, f"{name}.{leaf}" in kept) for leaf, tensor in tensors)
         around = (*casts.kept, *casts.routers, *casts.buffers)
         return settings(block), dtypes, tuple(each[len(name) :] for each in around if is_inside(each, name))
 
-    return alike(twin, decoder_blocks(anatomy), kind)
+    return alike(meta_model, decoder_blocks(anatomy), kind)
 
 
 def _in_blocks_alike(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
@@ -150,7 +152,9 @@ def _in_blocks_alike(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
     return [name]
 
 
-def with_wide_routers(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, twin: nn.Module) -> Casts:
+def with_wide_routers(
+    model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, meta_model: nn.Module
+) -> Casts:
     """Add fp32 routers to `casts`; return `casts` unchanged if the family's code does not run with them.
 
     Routers that the family itself keeps in fp32 are left to its code.
@@ -163,7 +167,7 @@ def with_wide_routers(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, 
     ]
     own = {name: tuple(leaf for leaf, _ in model.get_submodule(name).named_parameters(prefix=name)) for name in free}
     wide = replace(casts, kept={**casts.kept, **own}, routers=tuple(free))
-    return wide if free and _is_proven(model, anatomy, compute, wide, twin) else casts
+    return wide if free and _is_proven(model, anatomy, compute, wide, meta_model) else casts
 
 
 def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -171,7 +175,7 @@ def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, kwargs))
 
 
-def _is_proven(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, twin: nn.Module) -> bool:
+def _is_proven(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, meta_model: nn.Module) -> bool:
     """Return whether a model runs with `casts`, from the table of known families or by a run on meta."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
@@ -180,7 +184,7 @@ def _is_proven(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: 
     key = proof_key(model, compute, sorted(dtypes), sorted(kinds), adapter_state(model) is not None, *others)
 
     def prove() -> str | None:
-        refused = _run(twin, anatomy, compute, casts)
+        refused = _run(meta_model, anatomy, compute, casts)
         return None if refused is None else refused.reason
 
     return refusal_by_proof("compute", key, prove) is None
@@ -210,37 +214,38 @@ def floating_buffers(model: nn.Module, module: str) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
 
 
-def _run(twin: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) -> _Refused | None:
+def _run(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) -> _Refused | None:
     """Run a forward on meta with `casts`; of equal blocks only the first computes.
 
     Returns:
         The failure; None if it runs, or if it fails in a single dtype too, so that nothing is known.
     """
-    repeated = [name for group in _alike(twin, anatomy, casts) for name in group[1:]]
-    kept = {id(twin.get_parameter(leaf)): name for name, leaves in casts.kept.items() for leaf in leaves}
+    repeated = [name for group in _alike(meta_model, anatomy, casts) for name in group[1:]]
+    kept = {id(meta_model.get_parameter(leaf)): name for name, leaves in casts.kept.items() for leaf in leaves}
     watch = _Watch(kept)
-    cast: list[torch.Tensor] = [parameter for parameter in twin.parameters() if id(parameter) not in kept]
-    cast += [buffer for name in casts.buffers for buffer in floating_buffers(twin, name).values()]
-    wide = [parameter for parameter in twin.parameters() if id(parameter) in kept]
+    cast: list[torch.Tensor] = [parameter for parameter in meta_model.parameters() if id(parameter) not in kept]
+    cast += [buffer for name in casts.buffers for buffer in floating_buffers(meta_model, name).values()]
+    wide = [parameter for parameter in meta_model.parameters() if id(parameter) in kept]
     hooks = [
-        twin.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True) for name in casts.routers
+        meta_model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
+        for name in casts.routers
     ]
     try:
         with ExitStack() as stack:
             for context in (
-                stand_ins_for_experts(twin, anatomy.experts),
-                handed_on(twin, decoder_blocks(anatomy), repeated),
+                stand_ins_for_experts(meta_model, anatomy.experts),
+                handed_on(meta_model, decoder_blocks(anatomy), repeated),
                 cast_on_meta(cast, compute),
                 cast_on_meta(wide, torch.float32),
                 watch.modules,
                 watch,
             ):
                 stack.enter_context(context)
-            forward_of_text(twin)
+            forward_of_text(meta_model)
     except _Apart as apart:
         return _Refused(f"{apart}; set precision.compute to float32", watch.innermost, apart.reader)
     except Exception as cause:
-        if not _runs_in_one_dtype(twin, anatomy.experts):
+        if not _runs_in_one_dtype(meta_model, anatomy.experts):
             return None
         first, dtype = str(cause).partition("\n")[0], str(compute).removeprefix("torch.")
         return _Refused(
@@ -267,12 +272,12 @@ def cast_on_meta(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterato
             tensor.data = tensor.data.to(own)
 
 
-def _runs_in_one_dtype(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
+def _runs_in_one_dtype(meta_model: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
     """Return whether the model runs on meta in a single dtype, so that only dtypes can have caused a failure."""
-    tensors = (*twin.parameters(), *twin.buffers())
+    tensors = (*meta_model.parameters(), *meta_model.buffers())
     try:
-        with stand_ins_for_experts(twin, experts), cast_on_meta(tensors, torch.float32), WithoutValues():
-            forward_of_text(twin)
+        with stand_ins_for_experts(meta_model, experts), cast_on_meta(tensors, torch.float32), WithoutValues():
+            forward_of_text(meta_model)
     except Exception:
         return False  # the family's code on tensors without values: nothing is known
     return True

@@ -17,7 +17,7 @@ from expertmesh.introspection.stage_probe import (
     handed_on,
     stand_ins_for_experts,
 )
-from expertmesh.state.stage_view import meta_twin
+from expertmesh.state.model_view import meta_copy
 
 
 def without_gradient(model: nn.Module, anatomy: Anatomy) -> frozenset[str]:
@@ -30,7 +30,7 @@ def without_gradient(model: nn.Module, anatomy: Anatomy) -> frozenset[str]:
 
     def find() -> list[str]:
         try:
-            return _found(meta_twin(model), anatomy)
+            return _found(meta_copy(model), anatomy)
         except Exception:  # the family's code may fail in any way on tensors without values: nothing is known then
             return []
 
@@ -38,26 +38,26 @@ def without_gradient(model: nn.Module, anatomy: Anatomy) -> frozenset[str]:
     return frozenset(f"{block}.{name}" for block in blocks for name in names)
 
 
-def _found(twin: nn.Module, anatomy: Anatomy) -> list[str]:
+def _found(meta_model: nn.Module, anatomy: Anatomy) -> list[str]:
     """Return the untrained parameters by their names in a block, from one block of each kind."""
     blocks = decoder_blocks(anatomy)
-    firsts = [names[0] for names in alike(twin, blocks, lambda name: settings(twin.get_submodule(name)))]
-    twin.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
-    for parameter in twin.parameters():
+    firsts = [names[0] for names in alike(meta_model, blocks, lambda name: settings(meta_model.get_submodule(name)))]
+    meta_model.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
+    for parameter in meta_model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
     with (
         torch.enable_grad(),
-        stand_ins_for_experts(twin, anatomy.experts),
-        handed_on(twin, blocks, set(blocks) - set(firsts)),
+        stand_ins_for_experts(meta_model, anatomy.experts),
+        handed_on(meta_model, blocks, set(blocks) - set(firsts)),
         EvenCounts(),
         WithoutValues(),
     ):
-        logits = twin(input_ids=ids, use_cache=False).logits
+        logits = meta_model(input_ids=ids, use_cache=False).logits
         logits.backward(torch.empty_like(logits))
     trained: dict[str, bool] = {}
     for block in firsts:
-        for name, parameter in twin.get_submodule(block).named_parameters(remove_duplicate=False):
+        for name, parameter in meta_model.get_submodule(block).named_parameters(remove_duplicate=False):
             if not any(is_inside(f"{block}.{name}", spec.name) for spec in anatomy.experts):
                 trained[name] = trained.get(name, False) or parameter.grad is not None
     return sorted(name for name, is_trained in trained.items() if not is_trained)

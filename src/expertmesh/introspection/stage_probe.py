@@ -63,11 +63,11 @@ class _Carried(Exception):
     """
 
 
-def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]) -> Decoder:
+def probe(meta_model: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]) -> Decoder:
     """Run a model on meta and find where it can be cut.
 
     Args:
-        twin: a model on meta; its state is restored.
+        meta_model: a model on meta; its state is restored.
         blocks: names of its decoder's blocks, in order.
         experts: all of its experts modules.
 
@@ -75,11 +75,11 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
         InputError: the decoder cannot be cut, or cannot run without values; names the block that needs more than the
             hidden state.
     """
-    family = twin.config.model_type  # type: ignore[union-attr]
-    watch = _Watch(twin, blocks)
+    family = meta_model.config.model_type  # type: ignore[union-attr]
+    watch = _Watch(meta_model, blocks)
     try:
-        with stand_ins_for_experts(twin, experts), watch.hooks(), watch:
-            forward_of_text(twin)
+        with stand_ins_for_experts(meta_model, experts), watch.hooks(), watch:
+            forward_of_text(meta_model)
         if watch.joined and len(watch.joined) == len(blocks) - 1:
             raise _Carried(next(iter(watch.joined.values())))
     except _Carried as carried:
@@ -97,20 +97,20 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
     return watch.decoder()
 
 
-def rehearse(twin: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None:
+def rehearse(meta_model: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None:
     """Run a model on meta with the placeholders of a stage.
 
     Args:
-        twin: a model on meta, with placeholders in it.
+        meta_model: a model on meta, with placeholders in it.
         experts: the experts modules that are not inside placeholders.
 
     Raises:
         InputError: the forward does not run.
     """
-    family = twin.config.model_type  # type: ignore[union-attr]
+    family = meta_model.config.model_type  # type: ignore[union-attr]
     try:
-        with stand_ins_for_experts(twin, experts), WithoutValues():
-            forward_of_text(twin)
+        with stand_ins_for_experts(meta_model, experts), WithoutValues():
+            forward_of_text(meta_model)
     except Exception as cause:
         # The family's forward uses more of a module than its call, which a placeholder does not have.
         raise InputError(
@@ -121,15 +121,15 @@ def rehearse(twin: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None:
 
 
 @contextmanager
-def stand_ins_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> Iterator[None]:
+def stand_ins_for_experts(meta_model: nn.Module, experts: Sequence[ExpertsSpec]) -> Iterator[None]:
     """Replace the forwards of experts on meta while the context is open."""
     # Tokens cannot be sorted without values, and the result of experts does not matter on meta.
-    with forwards_replaced(forwards_of_experts(twin, experts, lambda module: _weighted, _one_row)):
+    with forwards_replaced(forwards_of_experts(meta_model, experts, lambda module: _weighted, _one_row)):
         yield
 
 
 @contextmanager
-def handed_on(twin: nn.Module, blocks: Sequence[str], repeated: Collection[str]) -> Iterator[None]:
+def handed_on(meta_model: nn.Module, blocks: Sequence[str], repeated: Collection[str]) -> Iterator[None]:
     """Make the `repeated` blocks return their hidden state unchanged while the context is open.
 
     They run if a block before them returned more than a hidden state.
@@ -144,7 +144,7 @@ def handed_on(twin: nn.Module, blocks: Sequence[str], repeated: Collection[str])
         returns_more = not isinstance(output, torch.Tensor)
         return output
 
-    modules = {name: twin.get_submodule(name) for name in blocks}
+    modules = {name: meta_model.get_submodule(name) for name in blocks}
     with forwards_replaced({block: partial(run, block.forward, name in repeated) for name, block in modules.items()}):
         yield
 
@@ -170,15 +170,15 @@ def forwards_of_experts(
     return found
 
 
-def forward_of_text(twin: nn.Module) -> None:
+def forward_of_text(meta_model: nn.Module) -> None:
     """Run a few rows through a model on meta; call it within `WithoutValues`."""
-    training = twin.training
-    twin.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
+    training = meta_model.training
+    meta_model.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
     try:
         with torch.no_grad(), EvenCounts():
-            twin(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
+            meta_model(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
     finally:
-        twin.train(training)
+        meta_model.train(training)
 
 
 def _weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:

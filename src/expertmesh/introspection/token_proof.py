@@ -19,7 +19,7 @@ from expertmesh.compat import tree_leaves, tree_map_only
 from expertmesh.introspection.heads_proof import TOLERANCE
 from expertmesh.introspection.known_families import own_class, proof_key, refusal_by_proof
 from expertmesh.introspection.stage_probe import LENGTH, ROWS, WithoutValues, forward_of_text, stand_ins_for_experts
-from expertmesh.state.stage_view import meta_twin
+from expertmesh.state.model_view import meta_copy
 
 _HIDDEN, _TOKENS = 8, ROWS * LENGTH
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -44,7 +44,7 @@ class TokenProof:
             return "it holds experts"
         try:
             if self._calls is None:
-                self._calls = _calls(meta_twin(self._model), self._anatomy)
+                self._calls = _calls(meta_copy(self._model), self._anatomy)
             module = self._model.get_submodule(name)
             error = _error(module, self._calls[name], self._model.config.get_text_config().hidden_size)
         # The family's code may fail in any way without values, or at another size; nothing is proven then.
@@ -53,7 +53,7 @@ class TokenProof:
         return None if error <= TOLERANCE else f"its tokens see each other (off by {error:.1e} on a small copy)"
 
 
-def _calls(twin: nn.Module, anatomy: Anatomy) -> dict[str, _Call]:
+def _calls(meta_model: nn.Module, anatomy: Anatomy) -> dict[str, _Call]:
     """Record the arguments of each module in a forward of text on meta."""
     calls: dict[str, _Call] = {}
 
@@ -61,11 +61,11 @@ def _calls(twin: nn.Module, anatomy: Anatomy) -> dict[str, _Call]:
         calls[name] = (args, kwargs)
 
     with ExitStack() as stack:
-        for name, module in twin.named_modules():
+        for name, module in meta_model.named_modules():
             stack.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))
-        stack.enter_context(stand_ins_for_experts(twin, anatomy.experts))
+        stack.enter_context(stand_ins_for_experts(meta_model, anatomy.experts))
         stack.enter_context(WithoutValues())
-        forward_of_text(twin)
+        forward_of_text(meta_model)
     return calls
 
 

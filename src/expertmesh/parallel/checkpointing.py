@@ -17,7 +17,7 @@ from expertmesh.compat import enable_checkpointing
 from expertmesh.config.errors import InputError
 from expertmesh.experts.activation_checkpointing import block_contexts
 from expertmesh.experts.lora_state import adapter_state
-from expertmesh.state.stage_view import stage_names
+from expertmesh.state.model_view import stage_names
 
 CheckpointingMode = Literal["none", "selective", "full"]
 CheckpointedLayers = Literal["all"] | int | Sequence[int]

@@ -20,8 +20,8 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.attention import recurrent_mixers
 from expertmesh.parallel.packing.varlen import running_samples, traceable
+from expertmesh.state.model_view import stage_names
 from expertmesh.state.patching import replace_forward
-from expertmesh.state.stage_view import stage_names
 
 # Code is compiled per class, and again for other sizes, masks or dtypes. torch's own limit of 8 is for one function.
 _VARIANTS = 64

@@ -44,11 +44,11 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         model.get_submodule(name).requires_grad_(False)
     anatomy, compute = plan.anatomy, getattr(torch, plan.options.precision.compute)
     if plan.cut is not None:
-        twin = plan.twin.module
+        meta_model = plan.view.meta
         # The meta copy answers for the other stages, so the same routers are frozen there.
         for name in plan.frozen:
-            twin.get_submodule(name).requires_grad_(False)
-        anatomy = cut(model, plan.cut, anatomy, mesh, compute, plan.uncast, twin)
+            meta_model.get_submodule(name).requires_grad_(False)
+        anatomy = cut(model, plan.cut, anatomy, mesh, compute, plan.uncast, meta_model)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
     install(
         model,

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter, is_inside, packable_linears
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_inside, packable_linears
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
 from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.host_memory import HostCopies
+from expertmesh.state.model_view import is_adapter
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantised_format
 from expertmesh.state.sharded_model import attach, sharded

@@ -26,9 +26,9 @@ from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.stage_probe import LENGTH, ROWS, Decoder, probe, rehearse
 from expertmesh.parallel.placeholders import Leaving, Placeholder, idle, placeholders_for, put_placeholders
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
+from expertmesh.state.model_view import ModelView, meta_copy
 from expertmesh.state.patching import exchanged
 from expertmesh.state.sharded_model import StageView, attach, sharded
-from expertmesh.state.stage_view import full_state, meta_twin
 
 _HIDDEN_SIZE = "hidden_size"  # in a cached answer, stands for the value of this name in the configuration
 
@@ -108,12 +108,12 @@ class Cut:
 
 
 def plan_cut(
-    model: nn.Module, anatomy: Anatomy, layout: Layout, twin: nn.Module | None = None, frozen: Sequence[str] = ()
+    model: nn.Module, anatomy: Anatomy, layout: Layout, meta_model: nn.Module | None = None, frozen: Sequence[str] = ()
 ) -> Cut:
     """Plan the pipeline stages of `model`, which is not changed; every rank makes the same plan.
 
     Args:
-        twin: the meta copy of the model, if there is one; its state is restored.
+        meta_model: the meta copy of the model, if there is one; its state is restored.
         frozen: names of the modules that will be frozen.
 
     Raises:
@@ -121,11 +121,11 @@ def plan_cut(
     """
     blocks = decoder_blocks(anatomy)
     refuse_few_blocks(len(blocks), layout)
-    decoder = find_decoder(model, anatomy, blocks, twin)
+    decoder = find_decoder(model, anatomy, blocks, meta_model)
     stages = plan_stages(model, anatomy, blocks, layout, decoder.joined)
     parts = _parts(model, decoder, blocks, layout, stages)
     if not decoder.hands_on_hidden_alone:
-        _rehearse_each(meta_twin(model) if twin is None else twin, anatomy, blocks, decoder, stages)
+        _rehearse_each(meta_copy(model) if meta_model is None else meta_model, anatomy, blocks, decoder, stages)
     # Under all names: a tied weight is trained on the stage of each of its names.
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     trained = [name for name in trained if not any(is_inside(name, module) for module in frozen)]
@@ -145,14 +145,14 @@ def plan_cut(
     return Cut(tuple(blocks), stages, parts, decoder.hidden, decoder.items, decoder.joined)
 
 
-def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin: nn.Module | None) -> Decoder:
+def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], meta_model: nn.Module | None) -> Decoder:
     """Find the values that blocks pass on, and the parameters before and after them.
 
     The answer is cached by the family's code and configuration. To prove it, the model runs on meta with placeholders.
     """
 
     def prove() -> dict[str, Any]:
-        bare = meta_twin(model) if twin is None else twin
+        bare = meta_copy(model) if meta_model is None else meta_model
         decoder = probe(bare, blocks, anatomy.experts)
         # Replace every part at once: no stage can lack more than that.
         everything = _parts(model, decoder, blocks, Layout(), (range(len(blocks)),))
@@ -206,14 +206,14 @@ def cut(
     mesh: Mesh,
     dtype: torch.dtype,
     uncast: Collection[str],
-    twin: nn.Module,
+    meta_model: nn.Module,
 ) -> Anatomy:
     """Replace the parts of other pp ranks in `model` by placeholders, in place.
 
     Args:
         dtype: the compute dtype.
         uncast: the parameters that are used in float32.
-        twin: the meta copy of the full model; state/stage_view.py reads names and shapes of other stages from it.
+        meta_model: the meta copy of the full model; `ModelView` reads names and shapes of other stages from it.
 
     Returns:
         The anatomy of this rank's stages.
@@ -224,7 +224,7 @@ def cut(
     pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
     # Attach the adapter state too: no module of this stage may be adapted, and it must be found all the same.
     # The view is made before any part is replaced: it needs the tensors and ties of the full model.
-    view = _stage_view(model, plan.parts, mesh, twin)
+    view = _stage_view(model, plan.parts, mesh, meta_model)
     attach(model, stage_view=view, pipeline=pipeline, lora_state=adapter_state(model))
     gone = plan.gone(mesh.coordinate("pp"))
     put_placeholders(
@@ -324,11 +324,11 @@ def _outermost(
     )
 
 
-def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, twin: nn.Module) -> StageView:
+def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, meta_model: nn.Module) -> StageView:
     """Record the tensors that several stages hold; the first pp rank of them owns each, the others have replicas."""
     everywhere = frozenset(range(mesh.layout.pp))
     holders: dict[int, frozenset[int]] = {}
-    state = full_state(model)
+    state = ModelView(model).state
     # By identity: tied names share one tensor, which is on the stages of all its names.
     for name, tensor in state.items():
         of_name = next((ranks for part, ranks in parts.items() if name == part or is_inside(name, part)), everywhere)
@@ -336,7 +336,7 @@ def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, 
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
     return StageView(
-        meta_model=twin,
+        meta_model=meta_model,
         tied_replicas=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
         tied_originals=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
         is_first_rank=mesh.rank % mesh.layout.ranks_per_stage == 0,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_classifier, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_classifier, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
@@ -21,7 +21,7 @@ from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wid
 from expertmesh.introspection.experts_proof import confirm_experts
 from expertmesh.introspection.shared_expert import shared_behind_routed
 from expertmesh.parallel.sequence import refuse_blocks
-from expertmesh.state.stage_view import MetaTwin
+from expertmesh.state.model_view import ModelView, is_adapter
 
 
 def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
@@ -81,7 +81,7 @@ def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: t
 
 
 def shared_beside_rows(
-    twin: MetaTwin, anatomy: Anatomy, layout: Layout, moe: MoeConfig, gathered: Sequence[str]
+    view: ModelView, anatomy: Anatomy, layout: Layout, moe: MoeConfig, gathered: Sequence[str]
 ) -> dict[str, str]:
     """Find the shared experts that can compute while rows are sent.
 
@@ -96,7 +96,7 @@ def shared_beside_rows(
     """
     if layout.ep == 1 or layout.tp > 1 or choose_dispatch(moe, layout) != "all_to_all":
         return {}
-    found = shared_behind_routed(twin.module, anatomy)
+    found = shared_behind_routed(view.meta, anatomy)
     alone = {shared for shared in found.values() for name in gathered if name == shared or is_inside(name, shared)}
     return {experts: shared for experts, shared in found.items() if shared not in alone}
 
@@ -168,7 +168,7 @@ def refuse_dtypes(
     anatomy: Anatomy,
     precision: PrecisionConfig,
     kept_in_fp32: Callable[[str], bool],
-    twin: MetaTwin,
+    view: ModelView,
     router_dtype: str,
 ) -> Casts:
     """Raise `InputError` for dtypes that a model does not have, or cannot compute in.
@@ -184,10 +184,10 @@ def refuse_dtypes(
     # What adapters have frozen is in the compute dtype; of a model in memory it may be as wide as the masters.
     wide = adapter_state(model) is None or all(parameter.dtype == master for parameter in model.parameters())
     _refuse_mixed_dtypes(model, master, master if wide else compute, kept_in_fp32)
-    casts = Casts() if compute == master else plan_compute(model, anatomy, compute, kept_in_fp32, twin.module)
+    casts = Casts() if compute == master else plan_compute(model, anatomy, compute, kept_in_fp32, view.meta)
     if router_dtype == "compute" or compute.itemsize > 2:
         return casts
-    return with_wide_routers(model, anatomy, compute, casts, twin.module)
+    return with_wide_routers(model, anatomy, compute, casts, view.meta)
 
 
 def _refuse_mixed_dtypes(

@@ -40,7 +40,7 @@ from expertmesh.parallel.refusals import (
     shared_beside_rows,
 )
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
-from expertmesh.state.stage_view import MetaTwin
+from expertmesh.state.model_view import ModelView
 
 if TYPE_CHECKING:
     from expertmesh.experts.balance import Balance
@@ -120,7 +120,7 @@ class ShardPlan:
     """The blocks that are recomputed in backward."""
     compiled: tuple[str, ...]
     """The parts that are compiled."""
-    twin: MetaTwin = field(repr=False)
+    view: ModelView = field(repr=False)
     """The meta copy of the full model."""
 
     @property
@@ -172,16 +172,16 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
 
     Collectives: none.
     """
-    anatomy, twin, precision = describe(model), MetaTwin(model), options.precision
+    anatomy, view, precision = describe(model), ModelView(model), options.precision
     compute = getattr(torch, precision.compute)
     asked, ep = options.moe.compute, layout.ep
     backends = {spec.name: choose_backend(spec, asked, compute, spec.num_experts // ep) for spec in anatomy.experts}
     expert_dims = plan_expert_dims(model, anatomy, layout)
     frozen = anatomy.routers if options.moe.router == "frozen" else ()
-    tensor, context, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)
+    tensor, context, cut = plan_axes(model, anatomy, layout, view, kept_in_fp32=kept_in_fp32, frozen=frozen)
     balance = refuse_model(model, anatomy, options.moe)
     refuse_dispatch(options.moe, layout, anatomy, compute)
-    casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin, options.moe.router_dtype)
+    casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, view, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:
         refuse_compile(model, precision.frozen)
@@ -189,7 +189,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     # Under selective checkpointing a block's second run has the routed experts' result but not the shared expert's.
     overlaps = not options.compile and options.activation_checkpointing != "selective"
     gathered = [module for group in groups for module in group.modules]
-    shared = shared_beside_rows(twin, anatomy, layout, options.moe, gathered) if overlaps else {}
+    shared = shared_beside_rows(view, anatomy, layout, options.moe, gathered) if overlaps else {}
     return ShardPlan(
         layout=layout,
         options=options,
@@ -210,7 +210,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         packed=plan_frozen(model, anatomy, layout, splits, expert_dims, precision.frozen),
         checkpointed=checkpointed,
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
-        twin=twin,
+        view=view,
     )
 
 
@@ -218,7 +218,7 @@ def plan_axes(
     model: nn.Module,
     anatomy: Anatomy,
     layout: Layout,
-    twin: MetaTwin,
+    view: ModelView,
     *,
     kept_in_fp32: KeptInFp32,
     frozen: Sequence[str] = (),
@@ -231,7 +231,7 @@ def plan_axes(
     refuse_axes(model, anatomy, layout)
     context = context_plan(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
-    return tensor, context, plan_cut(model, anatomy, layout, twin.module, frozen) if layout.pp > 1 else None
+    return tensor, context, plan_cut(model, anatomy, layout, view.meta, frozen) if layout.pp > 1 else None
 
 
 def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> ExpertTraffic | None:

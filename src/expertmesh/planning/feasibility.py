@@ -16,7 +16,7 @@ from expertmesh.parallel.pipeline import Cut, find_decoder
 from expertmesh.parallel.shard_plan import KeptInFp32, plan_axes
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan
-from expertmesh.state.stage_view import MetaTwin
+from expertmesh.state.model_view import ModelView
 
 _SMALL = (2, 3, 5, 7)
 
@@ -31,7 +31,7 @@ class Feasibility:
         self._cut = cut
         self._model, self._anatomy, self._heads, self._kept = model, anatomy, heads, kept_in_fp32
         self._blocks = decoder_blocks(anatomy)
-        self._twin = MetaTwin(model)
+        self._view = ModelView(model)
 
     def refusal(self, layout: Layout) -> str | None:
         """Why `train` would not split this model so, or None."""
@@ -71,12 +71,12 @@ class Feasibility:
     def _joined(self) -> Mapping[int, str]:
         if self._cut is not None:
             return self._cut.joined
-        return find_decoder(self._model, self._anatomy, self._blocks, self._twin.module).joined
+        return find_decoder(self._model, self._anatomy, self._blocks, self._view.meta).joined
 
     @cache  # noqa: B019
     def _plan(self, layout: Layout) -> tuple[TensorPlan, ContextPlan] | InputError:
         """What tp and cp split, or why the axes of `layout` are refused."""
         try:
-            return plan_axes(self._model, self._anatomy, layout, self._twin, kept_in_fp32=self._kept)[:2]
+            return plan_axes(self._model, self._anatomy, layout, self._view, kept_in_fp32=self._kept)[:2]
         except InputError as error:
             return error

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, alike, is_adapter, is_inside
+from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, alike, is_inside
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
@@ -31,6 +31,7 @@ from expertmesh.planning.model_figures import (
     Weight,
 )
 from expertmesh.planning.probe import NotProbed, Packed, kept_apart, probe
+from expertmesh.state.model_view import is_adapter
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.weights.meta_model import kept_in_fp32
 
@@ -61,19 +62,19 @@ def figures_of(
 def figures_of_plan(
     plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool, device: str
 ) -> ModelFigures:
-    """The same for a model whose shards are planned, in any layout, on its meta twin, which is left as it was."""
-    twin: Any = plan.twin.module
+    """The same for a model whose shards are planned, in any layout, on its meta copy, which is left as it was."""
+    meta_model: Any = plan.view.meta
     compute = plan.dtypes[1]
-    fp32 = kept_in_fp32(twin, compute)
-    state = twin.state_dict(keep_vars=True)
+    fp32 = kept_in_fp32(meta_model, compute)
+    state = meta_model.state_dict(keep_vars=True)
     with ExitStack() as stack:
-        for router in map(twin.get_submodule, plan.wide_routers):
+        for router in map(meta_model.get_submodule, plan.wide_routers):
             stack.callback(router.register_forward_pre_hook(cast_inputs, with_kwargs=True).remove)
         stack.enter_context(cast_on_meta([tensor for name, tensor in state.items() if not fp32(name)], compute))
         wide = [tensor for name, tensor in state.items() if name in plan.uncast]
         stack.enter_context(cast_on_meta(wide, torch.float32))
-        apart = kept_apart(twin, plan.anatomy, device, compute) if packed else "no"
-        return _figures(twin, plan, fp32, length=length, lora=lora, packed=apart)
+        apart = kept_apart(meta_model, plan.anatomy, device, compute) if packed else "no"
+        return _figures(meta_model, plan, fp32, length=length, lora=lora, packed=apart)
 
 
 def _figures(

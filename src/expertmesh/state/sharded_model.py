@@ -4,18 +4,21 @@ Functions that get only a model (loss, clipping, saving) read it here. A field i
 that imports this one; the accessor named beside the field returns it with its type. Nothing here communicates.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.io.safetensors_reader import FileTensor
 
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """The full model, as a model that was split into pipeline stages remembers it (stage_view.py)."""
+    """The full model, as a model that was split into pipeline stages remembers it."""
 
     meta_model: nn.Module
     """The full model on meta."""
@@ -28,13 +31,29 @@ class StageView:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """The files that a model was loaded from."""
+
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The dtypes in the files by state-dict name, bfloat16 where they hold codes; empty for a model made in memory."""
+    unmapped: tuple[FileTensor, ...] = ()
+    """The tensors that the files hold and the model does not."""
+    quantisation: Mapping[str, Any] | None = None
+    """The `quantization_config` of the files."""
+    packed: tuple[FileTensor, ...] = ()
+    """The codes, scales and further parts of the tensors that the model has."""
+    bare: bool = False
+    """The files name the tensors inside the base model without its prefix."""
+
+
+@dataclass(frozen=True, slots=True)
 class ShardedModel:
     """The state of one model; `attach` replaces fields, nothing changes in place."""
 
     mesh: Mesh | None = None
     """The ranks that the model is sharded over: `mesh_of`."""
     stage_view: StageView | None = None
-    """Only for a model that was split into stages: state/stage_view.py."""
+    """Only for a model that was split into stages."""
     pipeline: Any = None
     """The split into stages: `parallel.pipeline.pipeline_of`."""
     tensor_plan: Any = None
@@ -51,8 +70,8 @@ class ShardedModel:
     """Formats of the weights that stay packed, by parameter, or None: `parallel.groups.plan_frozen`."""
     averages_gradients: bool = False
     """Whether gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
-    source: Any = None
-    """The files it was loaded from: `weights.source.source_of`."""
+    source: Source = field(default_factory=Source)
+    """The files it was loaded from; an empty one for a model made in memory."""
     base_files: Any = None
     """The JSON files of the base that it was built from, as bytes by name: weights/companions.py."""
 

@@ -3,12 +3,16 @@
 Code that reads or writes tensors (weights, checkpoints, audits) calls this file and never sees a parallel layout. A box
 is (start, stop) for each dim of the *global* tensor. `local_box` returns the box of a DTensor's local tensor, for every
 placement that FSDP2 and expert parallelism produce: `Replicate`, `Shard`, and the `_StridedShard` that FSDP2 makes of a
-tensor already sharded on the same dim (experts: ep slice first, efsdp inside it). Nothing here communicates except
+tensor already sharded on the same dim (experts: ep slice first, efsdp inside it).
+
+Tensors of a model that was split into pipeline stages are marked with their placement. Tensors of other stages are on
+meta: they have a name, a shape and a dtype, and this rank holds an empty part of them. Nothing here communicates except
 `full_values`.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,8 +22,24 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from expertmesh.compat import StridedShard
 from expertmesh.io.boxes import Box, extents, full_box, slices
 from expertmesh.state.packed import PackedTensor, stored, values_at
-from expertmesh.state.sharded_model import sharded
-from expertmesh.state.stage_view import is_on_other_stage, on_other_stage, placement_of
+from expertmesh.state.sharded_model import StageView, sharded
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlacement:
+    """The location of a tensor of a model that was split into stages."""
+
+    on_other_stage: bool = False
+    """Only other stages hold it."""
+    is_tied_replica: bool = False
+    """Another stage also holds it, and owns it."""
+    has_tied_replica: bool = False
+    """This tensor, or one on another stage that is tied to it, is a tied replica."""
+    is_first_rank: bool = False
+    """This rank is the first of the ranks that hold the stage."""
+
+
+_OTHER_STAGE = StagePlacement(on_other_stage=True)
 
 
 def local_box(tensor: Tensor) -> Box:
@@ -144,3 +164,57 @@ def shard_dim(placement: Placement) -> int | None:
     """Return the dim that a placement splits, or None."""
     # _StridedShard is a subclass of Shard in some torch versions and not in others.
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+
+
+def placement_of(tensor: Tensor) -> StagePlacement | None:
+    """Return where `tensor` is; None for a tensor of a model that was never split."""
+    placement = getattr(tensor, "_expertmesh_stage_placement", None)
+    return placement if isinstance(placement, StagePlacement) else None
+
+
+def is_on_other_stage(tensor: Tensor) -> bool:
+    """Return whether only other stages hold `tensor`."""
+    placement = placement_of(tensor)
+    return placement is not None and placement.on_other_stage
+
+
+def on_other_stage(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a placeholder on meta for a tensor that only other stages hold."""
+    return _place(torch.empty(shape, dtype=dtype, device="meta"), _OTHER_STAGE)
+
+
+def is_tied_replica(tensor: Tensor) -> bool:
+    """Return whether another stage also holds `tensor`, and owns it."""
+    placement = placement_of(tensor)
+    return placement is not None and placement.is_tied_replica
+
+
+def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Mark `tensor` (an optimizer's state, for example) as located where `other` is, and return it."""
+    placement = placement_of(other)
+    return tensor if placement is None else _place(tensor, placement)
+
+
+def _placement(view: StageView, name: str) -> StagePlacement:
+    replica = name in view.tied_replicas
+    return StagePlacement(
+        is_tied_replica=replica,
+        has_tied_replica=replica or name in view.tied_originals,
+        is_first_rank=view.is_first_rank,
+    )
+
+
+def _place(tensor: Tensor, placement: StagePlacement) -> Tensor:
+    tensor._expertmesh_stage_placement = placement  # type: ignore[attr-defined]
+    return tensor
+
+
+def full_state(view: StageView, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict of the full model of a stage, each tensor marked with its placement.
+
+    Args:
+        own: The stage's state dict, with its parameters as they are.
+    """
+    full = dict(view.meta_model.state_dict(keep_vars=True))
+    held = {id(full[name]): _place(tensor, _placement(view, name)) for name, tensor in own.items()}
+    return {name: held.get(id(meta), _place(meta, _OTHER_STAGE)) for name, meta in full.items()}

@@ -17,7 +17,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import counting, real_tokens_of
 from expertmesh.parallel.sequence import SequenceShare, sequence_share
-from expertmesh.state.stage_view import is_cut
+from expertmesh.state.model_view import ModelView
 
 _NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens", "reference")
 
@@ -70,7 +70,7 @@ def run_base(
             hook.remove()
     assert len(captured) == 1, f"{type(model).__name__} ran its base model {len(captured)} times"
     assert output.logits.shape[1] == 0, f"{type(model).__name__} computed logits from elsewhere than its base model"
-    if router_logits and not recorded[0] and not is_cut(model):  # a pipeline stage may have no MoE layer
+    if router_logits and not recorded[0] and not ModelView(model).is_stage:  # a pipeline stage may have no MoE layer
         raise InputError(
             f"{config.model_type} gave no router logits; set moe.aux_loss_coef and moe.z_loss_coef to 0.0",
             key="moe.no-router-logits",

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import sequence_share
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.sharded_model import mesh_of
-from expertmesh.state.stage_view import placement_of, stage_parameters
+from expertmesh.state.shards import placement_of
 from expertmesh.step.base_model import model_inputs
 from expertmesh.step.loss import loss_of_base, loss_of_batch
 from expertmesh.step.objective import CrossEntropy, Objective, Term
@@ -178,7 +179,7 @@ def _through_stages(
 
 def _tied_between_stages(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters that both the first and the last stage hold, in the same order on both."""
-    places = [(parameter, placement_of(parameter)) for parameter in stage_parameters(model).values()]
+    places = [(parameter, placement_of(parameter)) for parameter in ModelView(model).parameters.values()]
     return [p for p, place in places if p.requires_grad and place is not None and place.has_tied_replica]
 
 

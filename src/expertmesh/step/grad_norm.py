@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import mesh_of
-from expertmesh.state.stage_view import is_tied_replica, stage_parameters
+from expertmesh.state.shards import is_tied_replica
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
@@ -36,7 +37,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without backward leaves the root's parameters gathered, and without gradients
-    parameters = stage_parameters(model).values()
+    parameters = ModelView(model).parameters.values()
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     # Count a weight that two pipeline stages share once.
     counted = [_local(p.grad) for p in parameters if p.grad is not None and not is_tied_replica(p)]

@@ -1,6 +1,7 @@
-"""The bugs that `--self-test` plants: each was shipped by some trainer, or is a minimal variant of such a bug.
+"""Plant the bugs of `--self-test` in a job.
 
-The loss stays plausible and the result is wrong.
+Some trainer shipped each of them, or a bug of which it is a minimal variant. With each bug the loss stays plausible and
+the result is wrong. `self_test` runs the checks on the job with the bug. The reference is never changed.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.io.boxes import slices
 from expertmesh.parallel.pipeline import pipeline_of
+from expertmesh.state.model_view import stage_names
 from expertmesh.state.shards import as_stored, local_box, local_tensor
-from expertmesh.state.stage_view import stage_names
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import Job
 from expertmesh.verification.layers import CHECKS
@@ -35,20 +36,22 @@ def _passes() -> Checks:
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """One bug: what it is, the layer that has to catch it, and how to plant it in a job.
-
-    `checks` are run on that job; `refusal` says why it cannot be planted.
-    """
+    """One bug and the way to plant it in a job."""
 
     name: str
+    """The description of the bug in the report."""
     expected: str
+    """The layer that has to catch it."""
     hooks: Hooks
+    """Plants the bug."""
     checks: Checks = field(default_factory=_passes)
+    """The checks to run on the job with the bug, by layer."""
     refusal: str | None = None
+    """Why it cannot be planted in this run, or None."""
 
 
 def bugs(proof: Proof) -> list[Bug]:
-    """All bugs but the adapter's, which needs a job with adapters; those between stages only where there are some."""
+    """Return all bugs but the adapter's, which needs a job with adapters. The bug between stages needs pp > 1."""
     setup, layout = proof.setup, proof.setup.layout
     alone = "needs two data ranks" if layout.data_ranks == 1 else None
     routers = alone or _why_no_router(proof)
@@ -74,7 +77,10 @@ def bugs(proof: Proof) -> list[Bug]:
 
 @torch.no_grad()
 def _swap_experts(job: Job) -> None:
-    """The first two of the last layer, wherever they are (transformers 45662)."""
+    """Exchange the first two experts of the last layer (transformers 45662).
+
+    Collectives: every rank calls it; one all-reduce per tensor of the experts.
+    """
     state = job.tensors()
     for experts in expert_tensors(job.model)[-1:]:
         for name in experts.names:
@@ -88,7 +94,7 @@ def _swap_experts(job: Job) -> None:
 
 @torch.no_grad()
 def _swap_nibbles(job: Job) -> None:
-    """In one matrix: of a linear layer, where the run packs those."""
+    """Exchange the halves of each byte in one packed matrix; in a linear layer, if the run packs linear layers."""
     model, state = job.model, job.tensors()
     packed = [local_tensor(tensor) for name, tensor in state.items() if as_stored(model, name, tensor) is not tensor]
     held: list[Any] = [each for each in packed if hasattr(each, "kind")]  # the others are on other stages
@@ -103,7 +109,7 @@ def _drop_token(job: Job) -> None:
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         kept = torch.ones(output.shape[:-1], dtype=output.dtype, device=output.device)
-        kept.view(-1)[0] = 0  # the last one may be padding, which no figure shows
+        kept.view(-1)[0] = 0  # the last token may be padding, which no check compares
         return output * kept[..., None]
 
     block = spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name
@@ -135,7 +141,7 @@ def _why_no_router(proof: Proof) -> str | None:
 
 
 def _lose_between_stages(job: Job) -> None:
-    """On the last stage, as where a schedule and FSDP2 disagree on who runs a module's backward."""
+    """Zero the gradient that the last stage sends back, as if schedule and FSDP2 disagreed on who runs a backward."""
     pipeline = pipeline_of(job.model)
     if pipeline is None or not pipeline.is_last(pipeline.own_stages[-1]):
         return
@@ -153,7 +159,7 @@ def _lose_between_stages(job: Job) -> None:
 def _double(job: Job) -> None:
     inside = tuple(f"{spec.name}." for spec in job.setup.anatomy.experts)
     found = {name: p for name, p in job.parameters().items() if name.startswith(inside)}
-    if not any(gather(bool(found))):  # adapters may leave experts alone
+    if not any(gather(bool(found))):  # the run may have no adapters on experts
         found = job.parameters()
     for parameter in found.values():
         if parameter.grad is not None:
@@ -170,7 +176,7 @@ def _local_norm(job: Job, max_norm: float | None) -> float:
 
 
 def _stale_moments() -> Callable[[Job], None]:
-    """After its second step, one rank goes on with the moments that it had after the first."""
+    """Return a hook that sets the last rank's moments after the second step to those after the first step."""
     before: list[dict[str, Tensor]] = []
 
     @torch.no_grad()
@@ -190,7 +196,7 @@ def _stale_moments() -> Callable[[Job], None]:
 
 @torch.no_grad()
 def _lose_moments(job: Job) -> None:
-    """One rank starts with none, as if only the others' had been saved."""
+    """Zero the moments of the last rank, as if only those of the other ranks had been saved."""
     if job.mesh.rank == job.mesh.layout.world_size - 1:
         for value in job.optimizer_tensors().values():
             if value.dim():
@@ -198,7 +204,7 @@ def _lose_moments(job: Job) -> None:
 
 
 def zero_half_of_each_adapter(directory: Path) -> None:
-    """In a directory with an adapter that was just saved."""
+    """Zero the second half of the rows of each B in a directory with a saved adapter."""
     tensors = load_file(directory / WEIGHTS_FILE)
     for name, value in tensors.items():
         if "lora_B" in name:

@@ -1,4 +1,7 @@
-"""Builds the sharded job under proof by the calls that training makes, and a variant of it for what must not matter."""
+"""Build the sharded job under proof with the calls that training makes, or a variant that must give the same result.
+
+For `proof` and the layers. It never trains: the job is loaded and not yet stepped.
+"""
 
 from dataclasses import replace
 
@@ -27,10 +30,18 @@ def build(
     parallel: ParallelConfig | None = None,
     checkpointing: bool | None = None,
 ) -> Job:
-    """The job of the configuration, or a variant of it, loaded. Adapters get values by their names instead of zeros.
-    What attends or carries rows in bf16 alone is another's in other precisions.
+    """Build and load the job of the configuration, or a variant of it.
 
-    Every rank calls it; issues the collectives of loading.
+    Adapters get values that follow from their names instead of zeros (see `adapter_value`). FlashAttention 2 and DeepEP
+    work in bf16 alone: in other precisions sdpa and `dispatch: auto` replace them. DeepEP is also replaced in a variant
+    with another layout.
+
+    Args:
+        precision: Instead of the configuration's.
+        parallel: The layout, instead of the configuration's.
+        checkpointing: Activation checkpointing of all blocks on or off; None: as configured.
+
+    Collectives: every rank calls it; those of loading, and of `reference_table` with objective dpo.
     """
     config = setup.config
     precision = precision or config.precision
@@ -57,10 +68,12 @@ def build(
 
 
 def _make_up_reference(job: Job) -> None:
-    """Give the steps of objective dpo log-probabilities of a reference: the model's own, up to 1 / beta more or less.
+    """Set made-up reference log-probabilities for the steps of objective dpo: the model's, up to 1 / beta more or less.
 
-    Before its first update a model is its own reference, so that every pair has the same weight, and a mistake in these
-    weights would not show. A forward over all steps.
+    Before its first update a model equals its reference, so every pair would have the same weight and a bug in these
+    weights would not show.
+
+    Collectives: every rank calls it; `reference_table` for each step.
     """
     for number, data in enumerate(job.setup.steps):
         assert data.beta is not None
@@ -69,8 +82,9 @@ def _make_up_reference(job: Job) -> None:
 
 
 def dequantised_base(setup: Setup, dtype: torch.dtype) -> PreTrainedModel:
-    """The unsharded model in one process with what the codes of its files stand for, which transformers' own reading
-    keeps quantised, or gets wrong for some formats. No communication.
+    """Return the unsharded model in one process, with the dequantised values of its files.
+
+    transformers' loader keeps them quantised, or reads some formats wrong. Collectives: none.
     """
     model = setup.meta_model(dtype, fuse=False)
     read_whole(model, setup.directory)

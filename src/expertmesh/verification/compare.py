@@ -1,10 +1,10 @@
-"""How far two runs are from each other, and how far they may be.
+"""Measure the distance between two runs, and set its limit.
 
-The error of a tensor is the norm of the difference over the norm of what is expected, over all ranks together. In fp32
-it must be at most 1e-5 (fp64: 1e-10): some forty times what sums of a few thousand terms lose to rounding, and a
-thousand times less than the smallest known bug costs. Where a model's own arithmetic is worse conditioned than that,
-and always in bf16, the unsharded model sets the limit: the job may be 1.5 times as far from the unsharded model in a
-wider dtype as the unsharded model in the job's own dtype is, in its worst tensor of the same kind.
+The error of a tensor is the norm of the difference over the norm of the expected tensor, over all ranks together. In
+fp32 it must be at most 1e-5 (fp64: 1e-10): about forty times the rounding error of sums of a few thousand terms, and a
+thousand times less than the effect of the smallest known bug. If a model is worse conditioned than that, and always in
+bf16, the unsharded model sets the limit. Take its distance in the job's dtype from itself in a wider dtype, for the
+worst tensor of the same kind: the job may be 1.5 times as far from the unsharded model in the wider dtype.
 """
 
 import math
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.anatomy import is_adapter
+from expertmesh.state.model_view import is_adapter
 from expertmesh.verification.result import Figure
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 OWN_ERRORS = 1.5
-# A gradient whose mean element is this much smaller than the whole model's is nothing but the rounding of terms that
-# cancel (a key bias under a softmax, for one); it is compared as if it were this large.
+# If a gradient's RMS is this much smaller than the full model's, it is only the rounding of terms that cancel (for
+# example a key bias under a softmax); it is compared as if it were this large.
 _LEAST_RMS = 1e-3
 _FEW = 64
 _BLOCK = 1 << 24
@@ -32,13 +32,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Over all ranks: squared norms of the difference and of what was expected, and elements."""
+    """The distance of a tensor from the expected one, over all ranks."""
 
     difference: float
+    """The squared norm of the difference."""
     expected: float
+    """The squared norm of the expected tensor."""
     elements: int
+    """The number of elements."""
 
     def relative(self, least_rms: float = 0.0) -> float:
+        """Return the relative error, as if the expected tensor had at least the RMS `least_rms`."""
         size = max(math.sqrt(self.expected), least_rms * math.sqrt(self.elements))
         if size == 0.0:
             return 0.0 if self.difference == 0.0 else math.inf
@@ -48,9 +52,14 @@ class Distance:
 def distances(
     got: Mapping[str, Tensor], expected: Mapping[str, Tensor], counted: Mapping[str, bool] | bool
 ) -> dict[str, Distance]:
-    """Of each tensor; `counted` says whether this rank's part counts. One gathering of three numbers per tensor.
+    """Return the distance of each tensor over all ranks; a tensor that only one side has is compared with zeros.
 
-    What only one side has is compared with zeros.
+    Args:
+        got: This rank's parts of the job's tensors, by name.
+        expected: The same parts of the unsharded model's tensors.
+        counted: Whether this rank's part counts, by name or for all.
+
+    Collectives: every rank calls it; one all-gather of objects, three numbers per tensor.
     """
     mine: dict[str, tuple[float, float, int]] = {}
     for name in sorted(got.keys() | expected.keys()):
@@ -62,12 +71,15 @@ def distances(
 
 
 def differ(one_TK: Tensor, other_TK: Tensor) -> Tensor:
-    """Tokens whose sets of experts are not the same."""
+    """Return for each token whether its two sets of experts differ, `[T]` bool."""
     return (one_TK.sort(-1).values != other_TK.sort(-1).values).any(-1)
 
 
 def squares(got: Tensor, expected: Tensor) -> tuple[float, float, int]:
-    """Of the difference and of what was expected, in fp64, with small temporaries and one wait for the device."""
+    """Return the squared norms of the difference and of `expected`, and the number of elements.
+
+    Sums are in fp64, block by block to keep temporaries small, with one wait for the device.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=got.device)
     for a, b in zip(got.reshape(-1).split(_BLOCK), expected.to(got.device).reshape(-1).split(_BLOCK), strict=True):
         wide = b.double()
@@ -83,9 +95,13 @@ def figures(
     *,
     floor: bool = False,
 ) -> Iterator[Figure]:
-    """Each tensor's error beside its limit: `tolerance`, or what the unsharded model's `own` error allows if more.
+    """Yield each tensor's relative error with its limit.
 
-    `floor`: count tensors that are next to nothing beside all others as a little larger, as gradients need it.
+    Args:
+        found: The distances of the job.
+        tolerance: The limit, unless the unsharded model's error allows more.
+        own: The distances of the unsharded model in the job's dtype from a wider one.
+        floor: Compare tensors that are nearly zero beside all others as if they were larger; gradients need it.
     """
     least = least_rms(found) if floor else 0.0
     allowed = {kind: OWN_ERRORS * error for kind, error in own_errors(own or {}, least).items()}
@@ -93,13 +109,14 @@ def figures(
     for name, distance in found.items():
         limit = allowed.get(without_numbers(name), 0.0)
         if distance.elements < _FEW:
-            # The own error of a few numbers may be small by luck: it is known to one part in the root of their number.
+            # The measured error of a few numbers may be small by chance: it is known to one part in the root of their
+            # number only.
             limit = worst * math.sqrt(_FEW / max(1, distance.elements))
         yield Figure(name, distance.relative(least), max(tolerance, limit))
 
 
 def own_errors(own: Mapping[str, Distance], least_rms: float = 0.0) -> dict[str, float]:
-    """The largest error of each kind of tensor."""
+    """Return the largest relative error of each kind of tensor."""
     errors: dict[str, float] = {}
     for name, distance in own.items():
         kind = without_numbers(name)
@@ -108,7 +125,7 @@ def own_errors(own: Mapping[str, Distance], least_rms: float = 0.0) -> dict[str,
 
 
 def total(found: Mapping[str, Distance]) -> Distance:
-    """All tensors as one."""
+    """Return the distance of all tensors together."""
     parts = found.values()
     return Distance(
         sum(part.difference for part in parts),
@@ -118,22 +135,23 @@ def total(found: Mapping[str, Distance]) -> Distance:
 
 
 def least_rms(found: Mapping[str, Distance]) -> float:
-    """The smallest gradient per element that is told from zero."""
+    """Return the RMS below which a gradient counts as nearly zero."""
     whole = total(found)
     return _LEAST_RMS * math.sqrt(whole.expected / max(1, whole.elements))
 
 
 def scalar(name: str, got: float, expected: float, limit: float) -> Figure:
-    """The relative error of one number."""
+    """Return the relative error of one number."""
     size = abs(expected)
     error = abs(got - expected) / size if size else (0.0 if got == expected else math.inf)
     return Figure(name, error, limit)
 
 
 def without_numbers(name: str) -> str:
-    """A tensor's kind: its name without the numbers of layers and experts. All A of adapters are one kind, and all B.
+    """Return a tensor's kind: its name without the numbers of layers and experts.
 
-    The reference adds adapters to the weights, so that rounding falls on other tensors than in the job.
+    All adapter matrices A are one kind, and all B: the reference adds adapters to the weights, so other tensors are
+    rounded than in the job.
     """
     if is_adapter(name):
         return name[-len("lora_A") :]
@@ -141,14 +159,20 @@ def without_numbers(name: str) -> str:
 
 
 def gather(mine: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Every rank's `mine`, on every rank. One gathering of objects on `group`, the default group by default."""
+    """Return every rank's `mine`, by rank.
+
+    Collectives: every rank of `group` (the default group if None) calls it; one all-gather of objects.
+    """
     found: list[_T] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
 
 
 def summed_over_ranks(mine: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Numbers by name, added up over the ranks that have the name. One gathering."""
+    """Return the numbers of each name, summed over the ranks that have the name.
+
+    Collectives: every rank calls it; one all-gather of objects on the default group.
+    """
     totals: dict[str, list[float]] = {}
     for part in gather(mine):
         for name, values in part.items():

@@ -1,8 +1,8 @@
-"""What a forward of the job gives for its samples: the output of every block, the experts chosen, the logits.
+"""Record a forward of the job on its samples: the output of every block, the chosen experts, the logits.
 
-Hooks record it, micro-batch by micro-batch, without gradients, by the forward that evaluation runs (with train.compile,
-that training runs). A rank sees some positions (tp, cp) or some blocks (pp) of its data rank's samples; the parts are
-put together here, so that whole samples of whole models are compared.
+Hooks record each micro-batch, without gradients. The forward is that of evaluation, or of training with train.compile.
+A rank computes some positions (tp, cp) or some blocks (pp) of its data rank's samples; they are gathered here, so that
+the layers of the proof compare full samples of full models.
 
     B rows, S positions, T a data rank's tokens, X any last dimension, K top-k
 """
@@ -31,20 +31,22 @@ from expertmesh.verification.compare import gather
 from expertmesh.verification.job import Job
 from expertmesh.verification.samples import PlacedSample, StepData
 
-# Of wide tensors so many elements are compared, of tokens chosen at random.
+# The number of elements to compare of a large tensor, in tokens chosen at random.
 _MOST_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRecord:
-    """Of this data rank's samples: `tensors` by name `[T, X]`, and the experts chosen, `choices` `[T, K]` by module."""
+    """The results of a forward on this data rank's samples, on the host."""
 
     tensors: dict[str, Tensor]
+    """The outputs of blocks and the logits, `[T, X]` by name; of many tokens a random part (`kept_tokens`)."""
     choices: dict[str, Tensor]
+    """The chosen expert ids, `[T, K]` by module."""
 
 
 def kept_tokens(value_TX: Tensor) -> Tensor:
-    """Rows of `[T, X]` in fp32 or wider, on the host; of many, a random part that depends on the shape alone."""
+    """Return rows of `[T, X]` on the host, in fp32 or wider; of many, a random part that depends on the shape alone."""
     most = max(1, _MOST_ELEMENTS // max(1, value_TX.shape[-1]))
     if len(value_TX) > most:
         order = torch.randperm(len(value_TX), generator=torch.Generator().manual_seed(0))
@@ -56,8 +58,14 @@ def kept_tokens(value_TX: Tensor) -> Tensor:
 def recording(
     modules: Mapping[str, nn.Module], anatomy: Anatomy, outputs: dict[str, Tensor], choices: dict[str, Tensor]
 ) -> Iterator[None]:
-    """Put what each block of `modules` gives into `outputs`, and the expert ids `[T, K]` that each experts module is
-    called with into `choices`, by the module's name; those of routers that sort rows by the router's.
+    """Record the forward of `modules` inside the block.
+
+    Args:
+        modules: The modules of the model, by name.
+        anatomy: Names the blocks, the experts and the routers.
+        outputs: Gets the output of each block, by the block's name.
+        choices: Gets the expert ids `[T, K]` with which each experts module is called, by the module's name; for a
+            router that sorts rows, by the router's name.
     """
 
     def output_hook(name: str) -> Any:
@@ -93,14 +101,14 @@ def recording(
 
 @torch.no_grad()
 def record_forward(job: Job, data: StepData) -> ForwardRecord:
-    """Run the samples of this data rank without gradients.
+    """Run the samples of this data rank without gradients and record the forward.
 
-    Every rank calls it: the collectives of a forward, those of `_whole_rows` and, with stages, of `_of_all_stages`.
+    Collectives: every rank calls it; those of a forward, of `_whole_rows` and, with stages, of `_of_all_stages`.
     """
     step, placed = job.batches(data), data.placed(job.mesh.layout, job.mesh.rank)
     modules = {name: m for name, m in job.model.named_modules() if not isinstance(m, Placeholder)}
     recorder = _JobRecorder(job, placed)
-    # Compiled blocks round otherwise and so choose otherwise; they run compiled in training alone.
+    # Compiled blocks round differently and may choose other experts. They run compiled in training mode alone.
     job.model.train(job.setup.config.train.compile)
     with recording(modules, job.setup.anatomy, recorder.last_outputs, recorder.last_choices):
         if pipeline_of(job.model) is None:
@@ -117,23 +125,32 @@ def record_forward(job: Job, data: StepData) -> ForwardRecord:
 
 @dataclass(slots=True)
 class _JobRecorder:
-    """By name, a part for each micro-batch. `last_*` are of the forward that has just run, as this rank saw it."""
+    """Collects the outputs and the chosen experts of all micro-batches."""
 
     job: Job
+    """The job that runs."""
     placed: list[PlacedSample]
+    """The samples of this data rank, in the order of its micro-batches."""
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    """The outputs `[T, X]` of each micro-batch, by name."""
     choices: dict[str, list[Tensor]] = field(default_factory=dict)
+    """The expert ids `[T, K]` of each micro-batch, by module."""
     last_outputs: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's outputs in the last forward, not yet gathered."""
     last_choices: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's expert ids in the last forward, not yet gathered."""
 
     def keep(self, number: int, batch: Mapping[str, Tensor]) -> None:
-        """Of the micro-batch `number`, the samples' own tokens. Stages run micro-batches in order."""
+        """Store the real tokens of the last forward, which was of micro-batch `number`. Stages run them in order.
+
+        Collectives: every rank calls it; those of `_whole_rows` for each tensor.
+        """
         rows, positions = batch["input_ids"].shape
         mine = [sample for sample in self.placed if sample.micro == number]
         for name, value in self.last_outputs.items():
             self.outputs.setdefault(name, []).append(_cut_out(_whole_rows(self.job, value), mine))
         for name, index in self.last_choices.items():
-            # Attention that tp leaves whole has its router see whole rows.
+            # If tp does not split attention, its router gets full rows.
             is_whole = name in self.job.setup.anatomy.sorting_routers and index.shape[0] == rows * positions
             if is_whole or index.shape[0] * sequence_share(self.job.model).parts == rows * positions:
                 index_BSK = index.view(rows, -1, index.shape[-1])
@@ -144,7 +161,7 @@ class _JobRecorder:
 
 
 def _run(job: Job, batches: Any, recorder: _JobRecorder) -> None:
-    """All micro-batches through a model that this rank has whole."""
+    """Run all micro-batches through a model without pipeline stages."""
     share = sequence_share(job.model)
     for number, batch in enumerate(padded(each, share) for each in batches):
         inputs = {key: batch[key] for key in batch if key not in ("labels", "row_numbers", "real_tokens", "reference")}
@@ -153,7 +170,7 @@ def _run(job: Job, batches: Any, recorder: _JobRecorder) -> None:
 
 
 def _run_stages(job: Job, micro_batches: Any, recorder: _JobRecorder) -> None:
-    """All micro-batches through the stages, by the run's own schedule."""
+    """Run all micro-batches through the pipeline stages, with the run's schedule."""
     model, pipeline = job.model, pipeline_of(job.model)
     assert pipeline is not None
     batches = same_shape(micro_batches, sequence_share(model).parts)
@@ -167,7 +184,7 @@ def _run_stages(job: Job, micro_batches: Any, recorder: _JobRecorder) -> None:
 
 
 def _logits(model: nn.Module, base: ModelOutput) -> Tensor:
-    """What the last stage's head makes of the decoder's result; gathered for that, as for the loss in evaluation."""
+    """Return the logits of the last stage from the decoder's result; unshard the head for it, as evaluation does."""
     hidden_BSH = base["last_hidden_state"]
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
     root = cast(FSDPModule, model)
@@ -178,7 +195,10 @@ def _logits(model: nn.Module, base: ModelOutput) -> Tensor:
 
 
 def _whole_rows(job: Job, value_BSX: Tensor) -> Tensor:
-    """What the ranks that share rows have of them, all positions. Collective over tp and cp: one all-gather each."""
+    """Return all positions of the rows, gathered from the ranks that share them.
+
+    Collectives: every rank calls it; one all-gather each over tp and cp, if the axis is larger than 1.
+    """
     for axis in ("tp", "cp"):
         if job.mesh.layout.size(axis) > 1:
             value_BSX = sequence_collectives.gather(value_BSX, 1, job.mesh.dense.get_group(axis))
@@ -186,7 +206,10 @@ def _whole_rows(job: Job, value_BSX: Tensor) -> Tensor:
 
 
 def _of_all_stages(mesh: Mesh, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What every stage has of the same samples, on each of their ranks. Collective over pp: one gathering."""
+    """Return the tensors of all stages for the same samples.
+
+    Collectives: every rank calls it; one all-gather of objects over pp.
+    """
     whole: dict[str, Tensor] = {}
     for part in gather(own, mesh.pp_group):
         assert not whole.keys() & part.keys(), f"{whole.keys() & part.keys()} ran on two stages"
@@ -195,6 +218,6 @@ def _of_all_stages(mesh: Mesh, own: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _cut_out(value_BSX: Tensor, placed: list[PlacedSample]) -> Tensor:
-    """The samples' own tokens of a micro-batch, one sample after the other."""
+    """Return the samples' real tokens of a micro-batch, `[T, X]`, sample after sample."""
     parts = [value_BSX[sample.row, sample.start : sample.start + len(sample)] for sample in placed]
     return torch.cat(parts) if parts else value_BSX[:0].flatten(0, 1)

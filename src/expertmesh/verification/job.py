@@ -1,7 +1,7 @@
-"""The sharded job under proof: what training does with a model, one call at a time; and what a rank holds of it.
+"""The sharded job under proof: the steps of training, one call each, and the tensors that a rank holds.
 
-Of a job with pipeline stages a rank has what its stages have, by the names of the whole model. Methods that communicate
-say so.
+With pipeline stages a rank has the tensors of its stages, by their names in the full model. A method that communicates
+has a line `Collectives:` in its docstring; every rank of the job has to call it.
 """
 
 from collections.abc import Mapping
@@ -21,27 +21,29 @@ from expertmesh.data import Step
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.io.boxes import Box, slices
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
-from expertmesh.state.stage_view import full_model, full_state, stage_parameters
 from expertmesh.step.forward_backward import minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
-from expertmesh.weights.mapping import model_tensors
 
 if TYPE_CHECKING:
     from expertmesh.training.objective import RunObjective
 
-Boxes = dict[str, Box]  # of tensors, by name
+Boxes = dict[str, Box]  # boxes of tensors, by name
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Of a step, over all ranks. `aux_loss` and `z_loss` (the routers') are without their factors, None where off."""
+    """The losses of a step, over all ranks."""
 
     loss: float
+    """The loss of the objective."""
     aux_loss: float | None
+    """The routers' load-balancing loss without its coefficient; None if it is off."""
     z_loss: float | None
+    """The routers' z-loss without its coefficient; None if it is off."""
 
 
 @dataclass(slots=True)
@@ -49,27 +51,37 @@ class Job:
     """One sharded model with its optimizer. Every rank calls the methods that communicate, in the same order."""
 
     setup: Setup
+    """The configuration, the layout and the data under verification."""
     mesh: Mesh
+    """The mesh of the job's layout, which may be a variant of the layout in `setup`."""
     model: PreTrainedModel
+    """The sharded model, loaded."""
     optimizer: torch.optim.Optimizer
+    """The optimizer of the configuration, on the trained parameters of `model`."""
     precision: PrecisionConfig
+    """The precision of this job, which may differ from the one in `setup`."""
 
     @property
     def answers_for_rows(self) -> bool:
-        """Whether this rank answers for the rows of its data rank: one of the ranks that share them."""
+        """True on one of the ranks that share the rows of a data rank: only its results for these rows are counted."""
         layout, rank = self.mesh.layout, self.mesh.rank
         return rank % (layout.cp * layout.tp) == 0 and rank < layout.world_size // layout.pp
 
     def batches(self, data: StepData, **changes: Any) -> Step:
-        """The step's micro-batches of this data rank, on its device; `changes` are to the form of its rows."""
+        """Return the micro-batches of this data rank, on this rank's device.
+
+        Args:
+            data: The samples of the step.
+            changes: Fields of `data.form` to replace, such as `packing` or `micro_batch_size`.
+        """
         step = data.batches(self.mesh.layout, self.mesh.rank, **changes)
         moved = tuple({key: value.to(self.mesh.device) for key, value in batch.items()} for batch in step.micro_batches)
         return replace(step, micro_batches=moved)
 
     def backward(self, step: Step) -> Losses:
-        """All micro-batches of one step, as the training loop runs them; gradients are complete afterwards.
+        """Run forward and backward of all micro-batches, as the training loop does; gradients are complete afterwards.
 
-        Issues the collectives of a step, and one all-reduce of the losses.
+        Collectives: every rank calls it; those of a step, and one all-reduce of the losses on the default group.
         """
         losses = minimise(self.model, step.micro_batches, self.setup.steps[0].objective(step))
         for module in self.model.modules():
@@ -83,35 +95,42 @@ class Job:
         return Losses(total, aux if balance.aux_loss_coef else None, z if balance.z_loss_coef else None)
 
     def reference_table(self, data: StepData, objective: "RunObjective") -> npt.NDArray[np.float64]:
-        """The log-probability of each sample under the reference of `objective`, by the model as it is now. Collective:
-        a forward over the samples, and one all-reduce.
+        """Return the log-probability of each sample under the reference of `objective`, by the model as it is now.
+
+        Returns:
+            `[samples]` float64, by the number of the sample; the same on every rank.
+
+        Collectives: every rank calls it; forwards over the samples, and one all-reduce.
         """
         layout = self.mesh.layout
         form = replace(data.form, data_rank=layout.data_rank(self.mesh.rank), data_ranks=layout.data_ranks)
         return objective.table(self.model, self.mesh, data.dataset, form)
 
     def clip(self, max_norm: float | None) -> float:
-        """The training loop's own norm and clipping. Issues its collectives."""
+        """Clip the gradients with the training loop's function and return their global norm.
+
+        Collectives: every rank calls it; those of `clip_grad_norm_`.
+        """
         return float(clip_grad_norm_(self.model, max_norm))
 
     def update(self) -> None:
-        """One optimizer step on the gradients that are there, and what the training loop does after it."""
+        """Take one optimizer step on the present gradients, update the routers' biases and drop the gradients."""
         self.optimizer.step()
         update_router_bias(self.model)
         self.optimizer.zero_grad(set_to_none=True)
 
     def train_step(self, data: StepData) -> None:
-        """A whole step of the run."""
+        """Run one training step: forward, backward, clipping and the optimizer step. Collectives: those of a step."""
         self.backward(self.batches(data))
         self.clip(self.setup.config.optim.max_grad_norm)
         self.update()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank trains a part of, by the names of the whole model."""
-        return {name: p for name, p in stage_parameters(self.model).items() if p.requires_grad}
+        """Return the trained parameters of which this rank holds a part, by their names in the full model."""
+        return {name: p for name, p in ModelView(self.model).parameters.items() if p.requires_grad}
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's shards of all gradients, as they are now; zeros where there is none."""
+        """Return copies of this rank's shards of all gradients; zeros for a parameter without a gradient."""
         found = {}
         for name, parameter in self.parameters().items():
             held, grad = local_tensor(parameter), parameter.grad
@@ -119,40 +138,48 @@ class Job:
         return found
 
     def boxes(self) -> Boxes:
-        """The parts of trained tensors that this rank answers for: each element is in one rank's."""
+        """Return the boxes of trained tensors that this rank reports: every element is in the boxes of one rank."""
         return {name: local_box(parameter) for name, parameter in self.parameters().items() if owns_copy(parameter)}
 
     def parts(self, values: Mapping[str, Tensor], boxes: Boxes) -> dict[str, Tensor]:
-        """`boxes` of trained tensors, on the host, where each rank has `values` of its own parts in this job.
+        """Return the `boxes` of trained tensors on the host, collected from all ranks.
 
-        Every rank calls it, of other stages too. One all-reduce for each tensor.
+        Args:
+            values: This rank's shards in the layout of this job, by name.
+            boxes: The boxes to return, which may be those of another layout.
+
+        Collectives: every rank calls it, on every stage; one all-reduce per trained tensor on the default group.
         """
-        state, found = full_state(self.model), {}
-        for name, parameter in full_model(self.model).named_parameters():
+        view, found = ModelView(self.model), {}
+        for name, parameter in view.full.named_parameters():
             if parameter.requires_grad:
-                whole = self.whole(state[name], values.get(name))
+                whole = self.whole(view.state[name], values.get(name))
                 if name in boxes:
                     found[name] = whole[slices(boxes[name])].cpu()
         return found
 
     def whole(self, tensor: Tensor, local: Tensor | None) -> Tensor:
-        """All of a sharded tensor, on every rank, from the `local` part of each. One all-reduce."""
+        """Return the full tensor of a sharded one, on every rank, from the `local` part of each rank.
+
+        Collectives: every rank calls it; one all-reduce of the full tensor's bytes on the default group.
+        """
         whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.mesh.device)
         if local is not None and owns_copy(tensor):
             whole[slices(local_box(tensor))] = local
-        dist.all_reduce(whole.reshape(-1).view(torch.uint8))  # of any dtype: to all but one rank's elements it adds 0
+        # Summing bytes is exact for every dtype: each element is nonzero on one rank at most.
+        dist.all_reduce(whole.reshape(-1).view(torch.uint8))
         return whole
 
     def counted(self) -> dict[str, bool]:
-        """Of which trained tensors this rank's part counts, where several ranks hold the same."""
+        """Return for each trained tensor whether this rank's part counts, so that each replicated part counts once."""
         return {name: owns_copy(parameter) for name, parameter in self.parameters().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters (trained or not) and persistent buffers of this rank, by name."""
-        return {**model_tensors(self.model), **dict(self.model.named_parameters())}
+        """Return this rank's parameters (trained or not) and persistent buffers, by name."""
+        return {**ModelView(self.model).tensors, **dict(self.model.named_parameters())}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's state of each trained tensor, such as `exp_avg of NAME`."""
+        """Return the optimizer's state tensors of each trained parameter, under names such as `exp_avg of NAME`."""
         return {
             f"{slot} of {name}": value
             for name, parameter in self.parameters().items()

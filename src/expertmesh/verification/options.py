@@ -1,4 +1,7 @@
-"""What the command line says to `verify` beside the configuration; travels to the ranks as JSON. Needs no torch."""
+"""The options of `verify` on the command line, beside the configuration. Ranks get them as JSON.
+
+This module never imports torch, so the command line can use it at once.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -11,18 +14,20 @@ DEFAULT_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """`layers`: blocks of the model to keep (None: all). `tokens`: of one step over the whole job, about.
-
-    `only`: which layers of the proof. `random_data`: no data is named, so token ids are drawn. `report`: where the JSON
-    goes (None: nowhere).
-    """
+    """The options of one verification. Raises `InputError` for an unknown layer in `only`."""
 
     layers: int | None = None
+    """The number of leading blocks of the model to verify; None: all."""
     tokens: int = DEFAULT_TOKENS
+    """The approximate number of tokens of one step, over all ranks."""
     self_test: bool = False
+    """Plant known bugs after the layers of the proof."""
     only: tuple[str, ...] = LAYERS
+    """The layers of the proof to run."""
     random_data: bool = False
+    """Draw random token ids, because no data is named."""
     report: str | None = None
+    """The path of the JSON report. None: in `output_dir`, or none with `random_data`."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.only if name not in LAYERS]
@@ -37,6 +42,6 @@ class VerifyOptions:
 
     @classmethod
     def load(cls, text: str) -> "VerifyOptions":
-        """What `dump` wrote; the defaults for an empty text."""
+        """Return the options that `dump` wrote; the defaults for an empty text."""
         values = json.loads(text or "{}")
         return cls(**{**values, "only": tuple(values.get("only", LAYERS))})

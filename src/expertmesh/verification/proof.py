@@ -1,7 +1,7 @@
-"""What the layers of a proof share: the job in its own precision and in fp32, and what the unsharded model gives.
+"""Shared results for the layers of a proof: the job in its precision and in fp32, and the unsharded model's results.
 
-Everything is made when it is first asked for and kept: a planted bug changes the job, never the reference, so the
-self-test computes no reference twice.
+Everything is computed at its first use and cached. A planted bug changes the job, never the reference, so the self-test
+never computes a reference result twice.
 """
 
 import gc
@@ -35,7 +35,7 @@ from expertmesh.verification.reference.model import Expected, Reference
 from expertmesh.verification.result import Figure
 from expertmesh.verification.setup import Setup, in_float32
 
-_SHARE_OF_MEMORY = 0.5  # of the memory that is free, what unsharded models in memory may use
+_SHARE_OF_MEMORY = 0.5  # the part of the free memory that unsharded models may use
 
 
 def _nothing(_: Any) -> None:
@@ -44,81 +44,98 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Where a bug can be planted in a job: called after loading, after backward, after each optimizer step, after a
-    checkpoint was loaded, and on rank 0 with a directory just saved; `clip` is the training loop's own.
-    """
+    """The places of a job in which a bug can be planted."""
 
     loaded: Callable[[Job], None] = _nothing
+    """Called after the job is built and loaded."""
     backward: Callable[[Job], None] = _nothing
+    """Called after each backward, before clipping."""
     updated: Callable[[Job], None] = _nothing
+    """Called after each optimizer step."""
     resumed: Callable[[Job], None] = _nothing
+    """Called after a checkpoint was loaded."""
     saved: Callable[[Path], None] = _nothing
+    """Called on rank 0 with a directory that was just saved."""
     clip: Callable[[Job, float | None], float] = Job.clip
+    """Clips to a maximum norm and returns the norm; by default the training loop's function."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult:
-    """One backward pass of the job: its losses, this rank's gradients before clipping, and the norm it reported.
-
-    `scaled` is how much clipping to `max_norm` scaled each tensor's part here.
-    """
+    """The results of one backward pass of the job."""
 
     losses: Losses
+    """The losses over all ranks."""
     gradients: dict[str, Tensor]
+    """This rank's shards of the gradients before clipping, by name."""
     norm: float
+    """The global norm that clipping returned."""
     max_norm: float
+    """The maximum norm that clipping was called with."""
     scaled: dict[str, float]
+    """The factor by which clipping scaled each of this rank's shards that is not zero, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far the job is from what is `expected`, tensor by tensor, and the unsharded model in the job's dtype (`own`,
-    where that counts) from the same model in a wider one.
-    """
+    """The distance between the job and the unsharded model, tensor by tensor."""
 
     expected: Expected
+    """The results of the unsharded model."""
     found: dict[str, Distance]
+    """The distance of the job's tensors, by name."""
     own: dict[str, Distance] | None
+    """The distance of the unsharded model in the job's dtype from the same model in a wider dtype; None if the
+    tolerance alone is the limit.
+    """
     limit: float
+    """The tolerance, as a relative error."""
     floor: bool
+    """Compare tensors that are nearly zero as if they were larger, as in compare.py."""
 
     @property
     def least_rms(self) -> float:
+        """The RMS below which a tensor counts as nearly zero; 0 without `floor`."""
         return least_rms(self.found) if self.floor else 0.0
 
     @property
     def figures(self) -> list[Figure]:
+        """The relative error and the limit of each tensor."""
         return list(figures(self.found, self.limit, self.own, floor=self.floor))
 
 
 @dataclass(slots=True)
 class Expectations:
-    """The unsharded model's results: of the first step by dtype, with its own choices of experts, and of all steps.
-    Shared by all jobs of one layout.
-    """
+    """The unsharded model's results, shared by all jobs of one layout."""
 
     found: dict[torch.dtype, Expected] = field(default_factory=dict)
+    """The results of the first step by dtype, with the experts that the unsharded model chooses."""
     trajectories: Any = None
+    """The runs over all steps, without and with noise (layers/trajectory.py); None until they are computed."""
 
 
 @dataclass(slots=True)
 class Proof:
-    """One job under proof. `scratch` is a directory that all ranks see.
-
-    `uses_float64`: where fp32 is not near enough, the reference in fp64 says whether the job is to blame. `own_error`:
-    by tensor kind, how far the unsharded fp32 model was found to be from fp64. `runs`: fp32 (or fp64) first, which is
-    compared to a tolerance, then the run's own precision, if that is another.
-    """
+    """One job under proof, in each of its precisions, with the reference that it is compared with."""
 
     setup: Setup
+    """The configuration, the layout and the data."""
     scratch: Path
+    """A directory that all ranks can read."""
     expectations: Expectations = field(default_factory=Expectations)
+    """The unsharded model's results."""
     hooks: Hooks = field(default_factory=Hooks)
+    """The planted bug; by default none."""
     uses_float64: bool = True
+    """If the job's fp32 result is outside the tolerance, compare with the reference in fp64 before blaming the job."""
     own_error: dict[str, float] = field(default_factory=dict)
+    """The largest measured relative error of the unsharded fp32 model against fp64, by kind of tensor."""
     jobs: dict[str, Job] = field(default_factory=dict)
+    """The loaded jobs, by the label of their precision."""
     references: dict[torch.dtype, Reference] = field(default_factory=dict)
+    """The unsharded models, by dtype."""
     runs: "list[PrecisionRun]" = field(init=False)
+    """The run in fp32 (or fp64), which has a tolerance; then the run in the configured precision, if it differs."""
 
     def __post_init__(self) -> None:
         own, exact = self.setup.config.precision, in_float32(self.setup.config.precision)
@@ -126,17 +143,21 @@ class Proof:
 
     @property
     def exact(self) -> "PrecisionRun":
+        """The run in fp32 (or fp64)."""
         return self.runs[0]
 
     def planted(self, hooks: Hooks) -> "Proof":
-        """The same with a bug. The job is shared where it is loaded as it should be, else this one is freed."""
+        """Return the same proof with a bug. It shares the loaded jobs, unless the bug changes loading; then free them.
+
+        Collectives: every rank calls it.
+        """
         if hooks.loaded is _nothing:
             return replace(self, hooks=hooks)
         self.free_jobs()
         return replace(self, hooks=hooks, jobs={}, references={})
 
     def free_jobs(self) -> None:
-        """What was measured stays. Every rank calls it."""
+        """Free the jobs and the references; results that were computed stay. Collectives: every rank calls it."""
         for job in self.jobs.values():
             close_library(job.model)
         self.jobs.clear()
@@ -144,20 +165,25 @@ class Proof:
         gc.collect()
 
     def expected(self, dtype: torch.dtype) -> Expected:
-        """What the unsharded model gives on the first step, with its own choices of experts."""
+        """Return the unsharded model's results on the first step, with the experts that it chooses itself.
+
+        Collectives: every rank calls it; those of `Reference.run` at the first call for a dtype.
+        """
         found = self.expectations.found
         if dtype not in found:
             found[dtype] = self.reference(dtype).run(self.setup.steps[0])
         return found[dtype]
 
     def reference(self, dtype: torch.dtype) -> Reference:
+        """Return the unsharded model in `dtype`. Collectives: every rank calls it; those of making a `Reference`."""
         if dtype not in self.references:
             self.references[dtype] = Reference(self.exact.job, dtype)
         return self.references[dtype]
 
     def no_memory_for(self, copies: int) -> str | None:
-        """Why so many copies of the unsharded model are too many for the memory of rank 0's machine; None if not, on
-        every rank alike. Every rank calls it; one broadcast.
+        """Return why `copies` of the unsharded model do not fit into the memory of rank 0's machine; None if they do.
+
+        Collectives: every rank calls it and gets the same; one broadcast on the default group.
         """
         meta_model = self.setup.meta_model(self.exact.judge)
         needed = copies * sum(parameter.nbytes for parameter in meta_model.parameters())
@@ -169,34 +195,38 @@ class Proof:
 
 @dataclass
 class PrecisionRun:
-    """The job of a proof in one precision, and what it gave on the first step, made when it is first asked for."""
+    """The job of a proof in one precision and its results on the first step, each computed at its first use."""
 
     proof: Proof
+    """The proof that this is a run of."""
     precision: PrecisionConfig
+    """The precision of the job."""
     _followed: dict[torch.dtype, Expected] = field(default_factory=dict)
+    """Cache of `expected`: the unsharded model's results with the job's experts, by dtype."""
 
     @property
     def name(self) -> str:
+        """The name of the precision in reports."""
         return label(self.precision)
 
     @property
     def limit(self) -> float:
-        """The tolerance; 0 where only the unsharded model's own error counts."""
+        """The tolerance, a relative error; 0 if only the unsharded model's error sets the limit."""
         return TOLERANCE.get(getattr(torch, self.precision.compute), 0.0)
 
     @property
     def judge(self) -> torch.dtype:
-        """The dtype of the unsharded model that the job is compared with."""
+        """The dtype of the unsharded model with which the job is compared."""
         return torch.float64 if self.precision.compute == "float64" else torch.float32
 
     @property
     def may_ask_float64(self) -> bool:
-        """Whether the reference in fp64 decides where fp32 cannot."""
+        """True if the reference in fp64 decides where the reference in fp32 cannot."""
         return self.proof.uses_float64 and self.precision.compute == "float32"
 
     @property
     def job(self) -> Job:
-        """Loaded and not yet stepped."""
+        """The job, loaded; built at its first use. Collectives: every rank reads it; those of `build`."""
         jobs = self.proof.jobs
         if self.name not in jobs:
             jobs[self.name] = build(self.proof.setup, precision=self.precision)
@@ -205,15 +235,20 @@ class PrecisionRun:
 
     @cached_property
     def forward(self) -> ForwardRecord:
+        """The job's forward on the first step. Collectives: every rank reads it; those of `record_forward`."""
         return record_forward(self.job, self.proof.setup.steps[0])
 
     @cached_property
     def backward(self) -> BackwardResult:
-        """One backward pass, and clipping to half of the norm that the unsharded model has."""
+        """The job's backward pass on the first step, clipped to half of the norm of the unsharded gradients.
+
+        Collectives: every rank reads it; those of `Job.backward`, `Job.clip` and `Proof.expected`.
+        """
         job, hooks = self.job, self.proof.hooks
         losses = job.backward(job.batches(self.proof.setup.steps[0]))
         hooks.backward(job)
         before = job.gradients()
+        # Half of the norm, so that clipping has an effect that can be compared.
         max_norm = self.proof.expected(self.judge).norm / 2
         norm = hooks.clip(job, max_norm)
         after, sizes = job.gradients(), {name: float(value.double().norm()) for name, value in before.items()}
@@ -222,10 +257,13 @@ class PrecisionRun:
         return BackwardResult(losses, before, norm, max_norm, scaled)
 
     def expected(self, dtype: torch.dtype) -> Expected:
-        """What the unsharded model gives when every token takes the experts that the job chose.
+        """Return the unsharded model's results when every token takes the experts that the job chose.
 
-        Between near experts rounding decides, and one token's other expert outweighs all rounding: choices are judged
-        on their own. One gathering, to see whether any differ.
+        Rounding decides between experts with nearly equal scores, and one token on another expert changes the result
+        more than all rounding. So the chosen experts are checked separately, and everything else with equal experts.
+
+        Collectives: every rank calls it; one all-gather of objects, to find out whether any chosen expert differs, and
+        those of `Reference.run`.
         """
         if dtype not in self._followed:
             found, chosen = self.proof.expected(dtype), self.forward.choices
@@ -243,11 +281,19 @@ class PrecisionRun:
         *,
         floor: bool = False,
     ) -> Comparison:
-        """What the job `got` beside `part` of what the unsharded model gives; `counted` and `floor` as in compare.py.
+        """Compare the job's tensors with those of the unsharded model.
 
-        A tolerance limits fp32 and fp64. Where fp32 cannot tell by itself whether the job or the model's conditioning
-        is to blame, fp64 does. In bf16 the unsharded fp32 model is taken for exact, and the error of the unsharded bf16
-        model sets the limit.
+        fp32 and fp64 have a tolerance. If fp32 cannot show whether the job or the model's conditioning is to blame,
+        fp64 decides. In bf16 the unsharded fp32 model counts as exact, and the error of the unsharded bf16 model sets
+        the limit.
+
+        Args:
+            got: The job's tensors, by name.
+            part: Selects the same tensors from the unsharded model's results.
+            counted: As in `distances`.
+            floor: As in `figures`.
+
+        Collectives: every rank calls it; those of `expected` and `distances`, for up to two dtypes.
         """
 
         def distance(got: Mapping[str, Tensor], expected: Expected) -> dict[str, Distance]:
@@ -276,7 +322,7 @@ def _free_memory() -> int:
 
 
 def label(precision: PrecisionConfig) -> str:
-    """How reports name a precision."""
+    """Return the name of a precision in reports."""
     if precision.params == precision.compute:
         return precision.compute
     return f"{precision.compute} over {precision.params}"

@@ -1,8 +1,8 @@
-"""What a verification found: figures with their limits, checks, layers, and the report of all of them.
+"""The results of a verification: figures with their limits, checks, layers, and the report of all of them.
 
-A figure is one comparison; a check is its worst figure with the number of comparisons behind it; a layer passes when
-all its checks do. Nothing is left out silently: what could not be done on the ranks at hand is a check with the status
-`not run`, and says why.
+A figure is one comparison. A check is the worst of its figures, with their number. A layer passes if no check fails and
+at least one passes. Nothing is left out silently: a check that is impossible on these ranks has the status `not run`
+and a note with the reason.
 """
 
 import json
@@ -22,15 +22,18 @@ Status = Literal["pass", "fail", "not run"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One comparison: `error` of `tensor` (a name, or what was compared) must be at most `limit`."""
+    """One comparison: `error` must be at most `limit`."""
 
     tensor: str
+    """The name of the tensor, or a description of the number."""
     error: float
+    """The measured error, relative if possible."""
     limit: float
+    """The largest allowed error."""
 
     @property
     def share(self) -> float:
-        """The error as a share of what is allowed; infinite for NaN, which no comparison would catch."""
+        """The error divided by the limit; infinite for NaN, for which every comparison is false."""
         if math.isnan(self.error) or math.isnan(self.limit):
             return math.inf
         if self.limit == 0.0:
@@ -40,17 +43,22 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `worst` is None for what is not a number, or was not run; `note` says more."""
+    """One line of the report."""
 
     name: str
+    """The comparison, in words."""
     status: Status
+    """`pass`, `fail` or `not run`."""
     worst: Figure | None = None
+    """The figure with the largest share of its limit; None if the check has no number, or was not run."""
     compared: int = 0
+    """The number of comparisons."""
     note: str = ""
+    """Further details, or the reason why it was not run."""
 
     @classmethod
     def of(cls, name: str, figures: Iterable[Figure], note: str = "") -> "Check":
-        """The check that all `figures` are within their limits."""
+        """Return the check that all `figures` are within their limits; `not run` if there is none."""
         found = list(figures)
         if not found:
             return cls(name, "not run", note=note or "nothing to compare")
@@ -59,7 +67,7 @@ class Check:
 
     @classmethod
     def that(cls, name: str, holds: bool, compared: int, note: str = "") -> "Check":
-        """The check of something that is right or wrong."""
+        """Return the check of a statement that is right or wrong, without a number."""
         return cls(name, "pass" if holds else "fail", None, compared, note)
 
     @classmethod
@@ -72,8 +80,11 @@ class Layer:
     """One layer of the proof."""
 
     name: str
+    """The name of the layer."""
     checks: list[Check] = field(default_factory=list)
+    """The checks of the layer, in order."""
     seconds: float = 0.0
+    """The time that it took."""
 
     @property
     def status(self) -> Status:
@@ -83,15 +94,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One planted bug: `expected` is the layer that has to catch it, `caught` those that did, with the check's name.
-
-    `why_not` says why it could not be planted here.
-    """
+    """The result of one planted bug."""
 
     bug: str
+    """The description of the bug."""
     expected: str
+    """The layer that has to catch it."""
     caught: tuple[tuple[str, str], ...] = ()
+    """The layer and the name of each check that caught it."""
     why_not: str = ""
+    """Why it could not be planted in this run; empty if it was."""
 
     @property
     def status(self) -> Status:
@@ -102,16 +114,20 @@ class Mutation:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that was found. `facts` says on what: model, layout, tokens, versions."""
+    """All results of a verification."""
 
     facts: dict[str, Any]
+    """The object of the verification: model, layout, tokens, versions."""
     layers: list[Layer] = field(default_factory=list)
+    """The layers of the proof, in the order in which they ran."""
     mutations: list[Mutation] = field(default_factory=list)
+    """The planted bugs; empty without the self-test."""
     seconds: float = 0.0
+    """The time of the whole verification."""
 
     @property
     def failures(self) -> list[str]:
-        """One line for each thing that is wrong."""
+        """One line for each failed check and for each planted bug that was not caught."""
         lines = [_failure(layer, check) for layer in self.layers for check in layer.checks if check.status == "fail"]
         return lines + [f"self-test: {m.bug}: not caught by {m.expected}" for m in self.mutations if m.status == "fail"]
 
@@ -121,7 +137,7 @@ class Report:
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Write `report` as JSON; docs/verify.md describes it. Raises `OSError`."""
+    """Write `report` as JSON in the format that docs/verify.md describes. Raises `OSError`."""
     head = {"format": FORMAT, "version": VERSION, "status": report.status}
     content = {**head, **_jsonable(report), "failures": report.failures}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +145,7 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def head_lines(facts: dict[str, Any]) -> Iterator[str]:
-    """What is verified, for people."""
+    """Yield the terminal lines that describe what is verified."""
     kept, every = facts["layers"], facts["layers_of_the_model"]
     layers = f"{every} layers" if kept == every else f"the first {kept} of {every} layers"
     yield f"model       {facts['model']}: {facts['model_type']}, {layers}, {facts['precision']}"
@@ -145,14 +161,14 @@ def head_lines(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def layer_lines(layer: Layer) -> Iterator[str]:
-    """One layer for people: a line per check."""
+    """Yield the terminal lines of one layer, one per check."""
     for number, check in enumerate(layer.checks):
         head = layer.name if number == 0 else ""
         yield f"{head:<12}{check.status:<9}{check.name}{_figures(check)}"
 
 
 def mutation_lines(mutations: Iterable[Mutation]) -> Iterator[str]:
-    """The self-test for people: a line per bug."""
+    """Yield the terminal lines of the self-test, one per bug."""
     for number, mutation in enumerate(mutations):
         head = "self-test" if number == 0 else ""
         if mutation.why_not:
@@ -180,7 +196,7 @@ def _failure(layer: Layer, check: Check) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """Dataclasses as dictionaries, with their status; JSON has no infinity and no NaN."""
+    """Return dataclasses as dictionaries with their status, and infinity and NaN as strings, which JSON cannot hold."""
     if is_dataclass(value):
         found = {each.name: _jsonable(getattr(value, each.name)) for each in fields(value)}
         return {**found, "status": value.status} if isinstance(value, Layer | Mutation) else found
@@ -194,6 +210,6 @@ def _jsonable(value: Any) -> Any:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print on rank 0. Every rank may call it."""
+    """Print on rank 0 alone. Every rank may call it. Collectives: none."""
     if dist.get_rank() == 0:
         tell(*lines)

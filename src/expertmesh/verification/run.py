@@ -1,7 +1,7 @@
-"""A whole verification, from a configuration to its report: goes through the layers in order and says what it finds.
+"""Run a verification, from a configuration to its report: go through the layers in order and print the results.
 
-Called in every rank, under torchrun or our own launcher, before the process group exists, as training is. Changes no
-run: what it writes goes to a directory of its own beside `output_dir`, which it removes, and to the JSON report.
+Every rank calls it, under torchrun or our launcher, before the process group exists, as for training. It never changes
+a run: it writes only the JSON report and a temporary directory beside `output_dir`, which it removes.
 """
 
 import gc
@@ -36,10 +36,15 @@ _SHOWN = 20
 
 
 def verify(config: Config, control: Control | None = None) -> Report:
-    """Prove the job of `config` on the ranks at hand; `control.arguments` are `VerifyOptions` as JSON.
+    """Verify the job of `config` on the ranks of the process group; `control.arguments` are `VerifyOptions` as JSON.
 
-    Every rank calls it, with the same configuration; rank 0 prints and writes the report. Raises on all ranks alike
-    `InputError` for what cannot run and `IntegrityError` when anything is not as it should be.
+    Rank 0 prints the results and writes the report.
+
+    Raises:
+        InputError: On all ranks, if the configuration cannot run, or a file or directory cannot be written.
+        IntegrityError: On all ranks, if a check failed.
+
+    Collectives: every rank calls it, with the same configuration. It starts the process group.
     """
     control = control or Control()
     options = VerifyOptions.load(control.arguments)
@@ -76,6 +81,7 @@ def _checked(proof: Proof, name: str) -> Layer:
 
 
 def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
+    # Rank 0 decides, so that all ranks raise the same error. A broadcast text has a size limit: shorten the sentences.
     failures = json.loads(from_rank_0(json.dumps([line[:500] for line in report.failures[:_SHOWN]])))
     path = options.report or (None if options.random_data else str(Path(config.output_dir) / REPORT_FILE))
     with raise_on_all_ranks("writing the report"):
@@ -129,7 +135,7 @@ def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
 
 
 def _schedule(setup: Setup) -> str | None:
-    """In which order the first step's micro-batches go through pipeline stages."""
+    """Return the pipeline schedule of the first step and its number of micro-batches, or None without pp."""
     if setup.layout.pp == 1:
         return None
     count = len(setup.steps[0].batches(setup.layout, dist.get_rank()).micro_batches)
@@ -139,8 +145,10 @@ def _schedule(setup: Setup) -> str | None:
 
 @contextmanager
 def _short_collections() -> Iterator[None]:
-    """Jobs that were built hold themselves in cycles and have to be collected before the next one; what is imported
-    (a million objects) is left out of that.
+    """Keep garbage collections short inside the block.
+
+    A built job is part of reference cycles, so it has to be collected before the next one is built. The objects that
+    exist already (a million, most of them from imports) are excluded from these collections.
     """
     gc.freeze()
     try:
@@ -151,7 +159,15 @@ def _short_collections() -> Iterator[None]:
 
 @contextmanager
 def _scratch(config: Config, options: VerifyOptions) -> Iterator[Path]:
-    """A directory that all ranks see: beside `output_dir`, as far as that path exists."""
+    """Make a directory that all ranks can read, and remove it after the block.
+
+    It is in the nearest existing parent of `output_dir`; with random data, in the working directory.
+
+    Raises:
+        InputError: On all ranks, if rank 0 cannot make it.
+
+    Collectives: every rank enters it; one broadcast and one small all-reduce on the default group.
+    """
     beside = Path.cwd() if options.random_data else Path(config.output_dir).absolute().parent
     while not beside.exists():
         beside = beside.parent

@@ -1,7 +1,8 @@
-"""What a verification computes on: a few steps of the run's own samples, small enough for the tokens allowed.
+"""Choose the data of a verification: a few steps of the run's samples, small enough for the allowed tokens.
 
-The sharded job gets its batches from the product's own loader, packed or padded as the run says; the reference gets
-each sample alone, so that a mistake in packing, padding or dealing rows to ranks shows. Every rank makes the same.
+The sharded job gets its batches from the training data loader, packed or padded as configured. The reference gets each
+sample by itself, so an error in packing, padding or the distribution of rows to ranks becomes visible. Every rank makes
+the same steps; nothing here communicates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,14 +25,20 @@ LEAST_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
-    """Sample `index` and where the sharded job has it: row `row` of micro-batch `micro`, from position `start`."""
+    """A sample and its place in the batches of the sharded job."""
 
     index: int
+    """The number of the sample in its data set."""
     input_ids: Tensor
+    """The token ids, `[tokens]`."""
     labels: Tensor
+    """The labels, `[tokens]`."""
     micro: int
+    """The number of its micro-batch."""
     row: int
+    """The number of its row in the micro-batch."""
     start: int
+    """The position of its first token in the row."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -39,43 +46,50 @@ class PlacedSample:
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """The samples of one optimizer step, and the `form` of its rows (whatever data rank that is for); `beta` is that of
-    objective dpo, whose samples are pairs.
-    """
+    """The samples of one optimizer step."""
 
     dataset: TokenizedDataset
+    """The samples."""
     form: BatchLayout
+    """The shape of the step's rows and micro-batches; its data rank has no meaning."""
     beta: float | None = None
+    """The beta of objective dpo, whose samples are pairs; None for sft."""
 
     @property
     def targets(self) -> int:
-        """Counted here once more: labels but for each sample's first."""
+        """The number of targets: all labels but the first of each sample. Counted independently of the data loader."""
         return sum(int((self.dataset.sample(i).labels[1:] != IGNORE).sum()) for i in range(len(self.dataset)))
 
     @property
     def rows(self) -> Sequence[np.ndarray]:
-        """The samples of each row of the whole step."""
+        """The numbers of the samples in each row, for all data ranks."""
         return self.form.plan(self.dataset, np.arange(len(self.dataset) // self.dataset.samples_per_row)).rows
 
     @property
     def share(self) -> float:
-        """What the loss of one target counts in that of the step; with dpo at most."""
+        """The weight of one target's loss in the loss of the step; with dpo its upper bound."""
         return 1 / self.targets if self.beta is None else self.beta / len(self.rows)
 
     def objective(self, step: Step) -> Objective:
-        """What the job minimises in `step`, which is one of these samples."""
+        """Return the objective that the job minimises in `step`, made of these samples."""
         return RunObjective(self.beta).over(rows=step.rows, target_tokens=step.target_tokens)
 
     def batches(self, layout: Layout, rank: int, **changes: Any) -> Step:
-        """The step as the data rank of `rank` trains on it, by the product's loader; `changes` are to its `form`."""
+        """Return the step of the data rank of `rank`, from the training data loader.
+
+        Args:
+            layout: The layout of the job.
+            rank: A rank of the job; ranks of one data rank get the same step.
+            changes: Fields of `form` to replace.
+        """
         form = replace(self.form, data_rank=layout.data_rank(rank), data_ranks=layout.data_ranks, **changes)
         per_pass = form.micro_batch_size * form.data_ranks
-        rows = len(self.dataset) // self.dataset.samples_per_row  # at most so many, packed or not
+        rows = len(self.dataset) // self.dataset.samples_per_row  # an upper bound, packed or not
         size = -(-rows // per_pass) * per_pass
         return next(TrainingBatches(self.dataset, form, global_batch_size=size, shuffle=False, seed=0).epoch(0))
 
     def placed(self, layout: Layout, rank: int) -> list[PlacedSample]:
-        """The samples of the data rank of `rank`, in the order of its micro-batches."""
+        """Return the samples of the data rank of `rank`, in the order of its micro-batches."""
         found = []
         for number, samples in enumerate(self.rows[layout.data_rank(rank) :: layout.data_ranks]):
             micro, row = divmod(number, self.form.micro_batch_size)
@@ -89,7 +103,7 @@ class StepData:
         return found
 
     def repeated(self, multiple: int) -> "StepData":
-        """A multiple of so many rows, each of one sample (or pair), beginning again where there are too few."""
+        """Return the step with samples repeated to a multiple of `multiple` rows, one sample (or pair) a row."""
         each = multiple * self.dataset.samples_per_row
         indices = np.arange(-(-len(self.dataset) // each) * each) % len(self.dataset)
         samples = [self.dataset.sample(index) for index in indices.tolist()]
@@ -97,7 +111,7 @@ class StepData:
         return replace(self, dataset=_like(self.dataset, indices, kept), form=replace(self.form, packing=False))
 
     def uneven(self) -> "StepData":
-        """The same tokens with very uneven numbers of targets: sample i keeps the first (1 + i mod 4) / 4 of them."""
+        """Return the step with uneven numbers of targets: sample i keeps the first (1 + i mod 4) / 4 of its targets."""
         samples = [self.dataset.sample(index) for index in range(len(self.dataset))]
         kept = []
         for number, sample in enumerate(samples):
@@ -111,12 +125,19 @@ class StepData:
 def steps_of(
     dataset: TokenizedDataset, config: Config, layout: Layout, *, tokens: int, steps: int, pad_token_id: int
 ) -> list[StepData]:
-    """`steps` steps of about `tokens` tokens, from the samples that the run trains on first, in its order.
+    """Return `steps` steps of about `tokens` tokens each, from the first samples of the run, in its order.
 
-    A step has the run's rows, but at most two micro-batches per rank (times pp, so that a pipeline runs in the schedule
-    of the run and has something to do between filling and emptying), cut to what the tokens allow and to no less than
-    `LEAST_LENGTH`; of a long sample the part that ends with its last target stays. A small data set is used again. With
-    objective dpo a row is a pair.
+    A step has as many rows as a step of the run, but at most two micro-batches per rank (times pp, so that a pipeline
+    uses the run's schedule and has micro-batches between filling and draining). Samples are cut to fit `tokens`, but
+    not below `LEAST_LENGTH`; a long sample keeps the part that ends with its last target. The samples of a small data
+    set repeat. With objective dpo a row is a pair.
+
+    Args:
+        tokens: Tokens of one step over all ranks.
+        pad_token_id: For padding of rows.
+
+    Raises:
+        InputError: If the data set is empty.
     """
     train, packing, each = config.train, config.data.packing, dataset.samples_per_row
     beta = config.objective.beta if config.objective.name == "dpo" else None
@@ -137,7 +158,7 @@ def steps_of(
                 break
             chosen.append(cut)
         step = StepData(_dataset(chosen, each), form, beta)
-        while packing and len(step.rows) > rows:  # what is left free at the ends of rows adds up to one more
+        while packing and len(step.rows) > rows:  # free positions at the ends of rows can add up to one more row
             chosen.pop()
             step = replace(step, dataset=_dataset(chosen))
         made.append(step)
@@ -145,7 +166,7 @@ def steps_of(
 
 
 def random_dataset(vocab_size: int, length: int, samples: int, seed: int) -> TokenizedDataset:
-    """Token ids drawn at random, of different lengths, all of them targets but the first quarter of each sample."""
+    """Return samples of random token ids and different lengths; all tokens but each first quarter are targets."""
     generator = np.random.default_rng(seed)
     ids = [generator.integers(vocab_size, size=max(4, length - 3 * n % (length // 2))) for n in range(samples)]
     targets = [np.arange(len(each)) >= len(each) // 4 for each in ids]
@@ -153,7 +174,7 @@ def random_dataset(vocab_size: int, length: int, samples: int, seed: int) -> Tok
 
 
 def _endless(dataset: TokenizedDataset, order: np.ndarray) -> Iterator[Sample]:
-    """The samples of the rows `order`, again and again."""
+    """Yield the samples of the rows `order` in an endless loop. Raises `InputError` for an empty data set."""
     if not len(dataset):
         raise InputError("the training data has no sample to verify on; correct data.train", key="data.empty")
     each = dataset.samples_per_row
@@ -163,7 +184,7 @@ def _endless(dataset: TokenizedDataset, order: np.ndarray) -> Iterator[Sample]:
 
 
 def _cut(sample: Sample, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and targets of at most `longest` tokens that end with the last target."""
+    """Return ids and target mask of at most `longest` tokens that end with the last target, if the sample is longer."""
     targets = sample.labels != IGNORE
     stop = len(targets) if len(targets) <= longest else int(targets.nonzero()[0][-1]) + 1
     part = slice(max(0, stop - longest), max(stop, min(longest, len(targets))))
@@ -180,7 +201,7 @@ def _dataset(samples: Sequence[tuple[np.ndarray, np.ndarray]], samples_per_row: 
 def _like(
     dataset: TokenizedDataset, indices: np.ndarray, samples: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> TokenizedDataset:
-    """`samples`, made of those of `dataset` that `indices` say, with their reference."""
+    """Return a data set of `samples`, made of the samples `indices` of `dataset`, with the reference of those."""
     made = _dataset(samples, dataset.samples_per_row)
     made.reference = None if dataset.reference is None else dataset.reference[indices]
     return made

@@ -1,6 +1,6 @@
-"""Layer 7, `--self-test`: plants known bugs in the job, one at a time, and shows that the right layer turns red.
+"""Layer 7, `--self-test`: plant known bugs in the job, one at a time, and check that the right layer fails.
 
-The reference is never touched. A bug that the run leaves no room for (one rank, no moments) is reported as not planted.
+The reference is never changed. A bug that is impossible in the run (one rank, no moments) is reported as not planted.
 """
 
 import gc
@@ -17,7 +17,10 @@ from expertmesh.verification.setup import Setup, in_float32
 
 
 def self_test(proof: Proof) -> list[Mutation]:
-    """Plant every bug and report who caught it. Every rank calls it; the reference's results are used again."""
+    """Plant every bug and return which checks caught it; the reference's results are reused.
+
+    Collectives: every rank calls it; those of building jobs and of the checks.
+    """
     config = proof.setup.config
     setup = replace(proof.setup, config=config.model_copy(update={"precision": in_float32(config.precision)}))
     sound = Proof(setup, proof.scratch, proof.expectations, uses_float64=False)
@@ -30,15 +33,19 @@ def self_test(proof: Proof) -> list[Mutation]:
         checks = [(layer, check) for layer, run in bug.checks.items() for check in run(broken)]
         caught = tuple((layer, check.name) for layer, check in checks if check.status == "fail")
         found.append(Mutation(bug.name, bug.expected, caught))
+        # Free the job with this bug before the next one is built.
         del broken, checks
         gc.collect()
     return [*found, _adapter_bug(setup, proof.scratch)]
 
 
 def _adapter_bug(setup: Setup, scratch: Path) -> Mutation:
-    """The saved adapter holds one rank's rows of each B, the rest zeros (axolotl 3772); of a job with adapters."""
+    """Plant zeros in half of each saved B, as if one rank's rows alone were saved (axolotl 3772).
+
+    It runs on a job with adapters: those of the run, or small ones if the run has none.
+    """
     name, expected, config = "half of each adapter's rows zeroed", "artifacts", setup.config
-    # Experts of some families cannot have adapters that PEFT reads; attention does as well.
+    # PEFT cannot read adapters on the experts of some families; then attention alone gets adapters.
     wanted = [LoraConfig(r=4, alpha=8.0, targets=targets) for targets in (("attention", "experts"), ("attention",))]
     checks: list[Check] = []
     for lora in [config.lora] if config.lora is not None else wanted:

@@ -1,7 +1,8 @@
-"""What is verified: the run's model (all of its layers or the first few), its layout, and a few steps of its data.
+"""Prepare a verification: the run's model (all of its layers or the first few), its layout and a few steps of its data.
 
-Made by every rank alike before anything is loaded, and without communication, so that what cannot work is refused on
-all ranks with one sentence. What would make two equal runs differ (dropout, jitter) is switched off and said.
+Every rank makes the same setup before any weights are loaded. It never communicates, so all ranks refuse a
+configuration that cannot work with the same sentence. Random parts (dropout, jitter) would make two equal runs differ:
+they are switched off, and the report has a note about it.
 """
 
 import re
@@ -32,26 +33,36 @@ _RANDOM = re.compile(r"(dropout|jitter|_pdrop$)")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`config` is the run's without what is random, its layout explicit; `steps` are those to compute; `notes` what the
-    report has to say.
-
-    `dropped` matches the file tensors of layers that were left out (None: none were). `packs`: whether the model can
-    keep packed samples apart.
-    """
+    """The model, the layout and the data of one verification."""
 
     config: Config
+    """The run's configuration with an explicit layout and without dropout."""
     model_config: PreTrainedConfig
+    """The model's config, without random parts and cut to the verified layers."""
     directory: Path
+    """The directory of the model's files."""
     anatomy: Anatomy
+    """The anatomy of the verified layers."""
     layout: Layout
+    """The sizes of the mesh axes."""
     steps: tuple[StepData, ...]
+    """The optimizer steps to compute."""
     notes: tuple[str, ...]
+    """Sentences for the report."""
     layers: tuple[int, int]
+    """The number of verified layers, and of all layers of the model."""
     dropped: str | None
+    """A pattern for the file tensors of layers that are left out; None if none are."""
     packs: bool
+    """True if the model can keep packed samples apart."""
 
     def meta_model(self, dtype: torch.dtype, *, fuse: bool = True) -> PreTrainedModel:
-        """The model on meta, unsharded, knowing which tensors of the files it has not."""
+        """Return the unsharded model on meta; it ignores file tensors of layers that are left out.
+
+        Args:
+            dtype: The dtype of its parameters.
+            fuse: Fuse experts that are a list of MLPs.
+        """
         model = build_meta_model(
             self.model_config,
             dtype,
@@ -64,14 +75,20 @@ class Setup:
         return model
 
     def forget_layers(self, model: PreTrainedModel) -> None:
-        """Let `model` be filled from files that hold more layers than it has."""
+        """Let `model` load from files that contain more layers than it has."""
         if self.dropped is not None:
             known = set(model._keys_to_ignore_on_load_unexpected or ())
             model._keys_to_ignore_on_load_unexpected = known | {self.dropped}
 
 
 def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
-    """Read config.json, headers, tokenizer and data, and decide. Raises `InputError` for whatever cannot work."""
+    """Read config.json, headers, tokenizer and data, and decide what to verify.
+
+    Raises:
+        InputError: If the configuration, the model or the data cannot work.
+
+    Collectives: none.
+    """
     config, notes = _without_chance(config)
     refuse_config(config, names_data=not options.random_data)
     model_config, directory = read_model_config(
@@ -83,7 +100,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     if options.random_data and (most := longest(model_config)) is not None:
         length = min(config.data.max_length, most)
         config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": length})})
-    # Of the whole model also where some layers are left out: what `train` would refuse, and the layout it would have.
+    # Check the full model even if layers are left out: `train` would refuse the same, and choose the same layout.
     checked = check_model(config, model_config, directory, world_size)
     layout, every = checked.layout, len(checked.anatomy.blocks)
     config = config.model_copy(update={"parallel": explicit(layout)})
@@ -92,7 +109,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     if kept < every:
         dropped = _dropped(checked.anatomy, kept)
         model_config = _first_layers(model_config, kept, every)
-        # Those that are left out may be named there, and are none of this proof.
+        # `checkpoint_layers` may name layers that are left out here.
         config = config.model_copy(update={"train": config.train.model_copy(update={"checkpoint_layers": "all"})})
         checked = _checked_layers(config, model_config, directory, kept, world_size)
     if not options.random_data:
@@ -123,7 +140,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
 
 
 def in_float32(precision: PrecisionConfig) -> PrecisionConfig:
-    """The precision of comparisons that are about what is computed, not how finely; fp64 stays."""
+    """Return the precision with fp32 everywhere but in `frozen`, for comparisons with a tolerance; fp64 stays fp64."""
     if precision.params == "float64":
         return precision
     return PrecisionConfig(params="float32", compute="float32", reduce="float32", frozen=precision.frozen)
@@ -137,7 +154,7 @@ def _without_chance(config: Config) -> tuple[Config, list[str]]:
 
 
 def _silence(config: PreTrainedConfig, notes: list[str]) -> None:
-    """Switch off what is random in training, in the config and in those inside it."""
+    """Set dropout and jitter to 0 in the config and its nested configs, and add a note for each."""
     for key, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             _silence(value, notes)
@@ -147,7 +164,11 @@ def _silence(config: PreTrainedConfig, notes: list[str]) -> None:
 
 
 def _dropped(anatomy: Anatomy, kept: int) -> str:
-    """A pattern for file tensors of the blocks from `kept` on; refused where blocks are in several lists."""
+    """Return a pattern for the file tensors of the blocks from `kept` on.
+
+    Raises:
+        InputError: If the model has its blocks in several lists.
+    """
     lists = {name.rpartition(".")[0] for name in anatomy.blocks}
     if len(lists) > 1:
         raise InputError(
@@ -159,7 +180,7 @@ def _dropped(anatomy: Anatomy, kept: int) -> str:
 
 
 def _first_layers(config: PreTrainedConfig, kept: int, every: int) -> PreTrainedConfig:
-    """The same model with its first `kept` blocks: every list in its config with an entry per layer is cut too."""
+    """Return the config of the model's first `kept` blocks, with each list of one entry per layer cut as well."""
     cut = deepcopy(config)
     text: Any = cut.get_text_config()
     for key, value in list(vars(text).items()):

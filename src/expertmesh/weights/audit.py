@@ -27,11 +27,11 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.pieces import Leaf, Piece
 from expertmesh.io.safetensors_reader import FileTensor, as_bytes, open_weight_files
-from expertmesh.state.shards import local_box, local_values, owns_copy
-from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.state.model_view import ModelView
+from expertmesh.state.shards import is_on_other_stage, local_box, local_values, owns_copy
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source, weights_file
-from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
+from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
 from expertmesh.weights.quantised.resident import kept_plan
 from expertmesh.weights.reading import bytes_needed, read_box
 
@@ -117,10 +117,11 @@ def audit_weights(
     per expert.
     """
     started = time.monotonic()
+    view = ModelView(model)
     with raise_on_all_ranks("comparing the weights with their files"):
-        with open_weight_files(directory, weights_file(model)) as files:
-            plan = plan_load(model, files, new)
-        auditor = _Auditor(plan, model_tensors(model), expert_tensors(model))
+        with open_weight_files(directory, view.weights_file) as files:
+            plan = plan_load(view, files, new)
+        auditor = _Auditor(plan, view.tensors, expert_tensors(model))
         auditor.check_numbers()
         auditor.plan = kept_plan(model, plan)
         hashed = auditor.full() if mode == "full" else auditor.sample()

@@ -32,10 +32,9 @@ from transformers.dynamic_module_utils import custom_object_save
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_file
 from expertmesh.io.safetensors_writer import FilesLayout, create_index, sync
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import sharded
-from expertmesh.weights.mapping import own_class, own_classes
 from expertmesh.weights.meta_model import CONFIG_FILE, GENERATION_FILE, class_of, family_of, json_files
-from expertmesh.weights.source import source_of
 
 _TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 # The files of all kinds of tokenizers, including the vocabulary files of transformers 4.
@@ -76,7 +75,7 @@ class CopiedFiles:
 
 
 def write_companions(
-    model: PreTrainedModel,
+    view: ModelView,
     directory: Path,
     layout: FilesLayout,
     tokenizer: Tokenizer | None,
@@ -93,21 +92,21 @@ def write_companions(
     with io_errors(directory, layout.size):
         if layout.index is not None:
             create_index(directory, layout.index)
-        write_config(model, directory, tokenizer, dtype, quantisation)
+        write_config(view, directory, tokenizer, dtype, quantisation)
         for path in directory.rglob("*"):
             sync(path)
         sync(directory)
 
 
-def config_files(model: PreTrainedModel, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+def config_files(view: ModelView, tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """Return the files that `write_config` writes for weights in the base's dtype, by path."""
     with io_errors(Path(tempfile.gettempdir()), 0), tempfile.TemporaryDirectory(prefix="expertmesh-") as scratch:
-        write_config(model, Path(scratch), tokenizer, None)
+        write_config(view, Path(scratch), tokenizer, None)
         return _files_in(Path(scratch))
 
 
 def write_config(
-    model: PreTrainedModel,
+    view: ModelView,
     directory: Path,
     tokenizer: Tokenizer | None,
     dtype: torch.dtype | None,
@@ -119,17 +118,17 @@ def write_config(
         dtype: The dtype of the weights. None: the base's dtype, or the parameters' dtype for a model without a base.
         quantisation: The `quantization_config` of the weights, if they are written as codes.
     """
-    base = _base_of(model)
-    config = deepcopy(model.config)
+    model: PreTrainedModel = view.module
+    base, config = _base_of(model), deepcopy(model.config)
     if model.is_remote_code():
-        with own_classes(model):
+        with view.published_classes():
             custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
     if CONFIG_FILE in base:
-        (directory / CONFIG_FILE).write_bytes(_config_in_base(model, base[CONFIG_FILE], dtype, quantisation))
+        (directory / CONFIG_FILE).write_bytes(_config_in_base(view, base[CONFIG_FILE], dtype, quantisation))
     else:
         dtype = dtype or next(each.dtype for each in model.parameters() if each.is_floating_point())
         config.dtype = str(dtype).removeprefix("torch.")
-        config.architectures = [own_class(model).__name__]
+        config.architectures = [view.family.__name__]
         # These keys would name a weights file that is not written here, and codes where the files hold values.
         for name in ("transformers_weights", "quantization_config"):
             if hasattr(config, name):
@@ -251,10 +250,10 @@ def _own_part(base: Any, config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def _config_in_base(
-    model: PreTrainedModel, base: bytes, dtype: torch.dtype | None, quantisation: Mapping[str, Any] | None
+    view: ModelView, base: bytes, dtype: torch.dtype | None, quantisation: Mapping[str, Any] | None
 ) -> bytes:
     """Return the base's config.json with the changed values: see `write_config`."""
-    config, whole = model.config, json.loads(base)
+    config, whole = view.module.config, json.loads(base)
     own = _own_part(whole, config)
     assert own is not None
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -263,15 +262,16 @@ def _config_in_base(
         before = type(config).from_json_file(file.name)  # unlike `from_dict`, it reads numbers that JSON lacks
     content = _changed(own, _content(before), _content(config), config)
     content.pop("transformers_weights", None)  # it would name a weights file that is not written here
-    kind = own_class(model)
-    same_class = kind.__name__ in (own.get("architectures") or ()) or model.is_remote_code() or kind is class_of(config)
+    kind = view.family
+    published = kind.__name__ in (own.get("architectures") or ()) or kind is class_of(config)
+    same_class = published or view.module.is_remote_code()
     if not same_class or own is not whole:
         content["architectures"] = [kind.__name__]
     as_before = content.pop("quantization_config", None) == quantisation
     if quantisation is not None:
         content["quantization_config"] = dict(quantisation)
     if dtype is not None:
-        same = as_before and (quantisation is not None or dtype in source_of(model).dtypes.values())
+        same = as_before and (quantisation is not None or dtype in view.attached.source.dtypes.values())
         _say_dtype(content, type(config), str(dtype).removeprefix("torch."), add=not same)
     return base if content == whole else _json_bytes(content)
 

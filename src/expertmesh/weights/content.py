@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from expertmesh.distributed.all_ranks import sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, slices
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import values_at
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
-from expertmesh.weights.mapping import unique_tensors
 
 _BLOCK_ELEMENTS = 1 << 22
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,7 +27,7 @@ def content_hash(model: nn.Module) -> str:
 
     Collectives: every rank calls it. One all-reduce of one integer per tensor on the default group.
     """
-    tensors = unique_tensors(model)
+    tensors = ModelView(model).unique
     sums = [
         element_sum(local_tensor(tensor), local_box(tensor), tensor.shape) if owns_copy(tensor) else 0
         for tensor in tensors.values()

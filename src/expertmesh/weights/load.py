@@ -23,9 +23,10 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, intersect, slices
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
 from expertmesh.io.terminal import tracked
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.reading import bytes_needed, read_box
 from expertmesh.weights.source import UnmappedTensors, remember_files, summarize_unmapped
@@ -83,20 +84,22 @@ def fill(
 
     Collectives: every rank calls it. One small all-reduce on the default group.
     """
-    with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as files:
-        plan = plan_load(model, files, new)
+    view = ModelView(model)
+    with raise_on_all_ranks("loading weights"), open_weight_files(directory, view.weights_file) as files:
+        plan = plan_load(view, files, new)
         if allocate_on is not None:
             materialize(model, allocate_on)
-        report = fill_planned(model, files, plan)
+        report = fill_planned(ModelView(model), files, plan)
     return replace(report, new=tuple(name for name in new if name not in plan.tensors))
 
 
 def read_whole(model: PreTrainedModel, directory: str | Path) -> None:
     """Fill an unsharded model on meta in a single process, on the CPU. No communication."""
-    with open_weight_files(directory, weights_file(model)) as files:
-        plan = plan_load(model, files)
+    view = ModelView(model)
+    with open_weight_files(directory, view.weights_file) as files:
+        plan = plan_load(view, files)
         materialize(model, "cpu")
-        fill_planned(model, files, plan)
+        fill_planned(ModelView(model), files, plan)
 
 
 def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
@@ -110,51 +113,51 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
 
     Collectives: none, so call it on every rank or inside `raise_on_all_ranks`.
     """
-    state = model_tensors(model)
-    with open_weight_files(directory, weights_file(model)) as files:
-        plan = plan_load(model, files)
+    view = ModelView(model)
+    with open_weight_files(directory, view.weights_file) as files:
+        plan = plan_load(view, files)
     sources = [*plan.tensors.items(), *plan.copies]
-    return sum(bytes_needed(lazy, local_box(state[name])) for name, lazy in sources)
+    return sum(bytes_needed(lazy, local_box(view.tensors[name])) for name, lazy in sources)
 
 
 @torch.no_grad()
-def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> LoadReport:
+def fill_planned(view: ModelView, files: WeightFiles, plan: LoadPlan) -> LoadReport:
     """Execute `plan` on this rank. Raises `IntegrityError`; issues no collective."""
-    state = model_tensors(model)
-    announced = _announced(files, plan, state)
+    boxes = {name: local_box(view.tensors[name]) for name in plan.tensors}
+    shards = {name: local_tensor(view.tensors[name]) for name in plan.tensors}
+    announced = _announced(files, plan, boxes)
     for name, lazy in tracked(announced, len(plan.tensors), "loading weights", "tensors"):
-        box, local = local_box(state[name]), local_tensor(state[name])
+        box, local = boxes[name], shards[name]
         assert not local.is_meta, f"{name} is still on meta; allocate the model's shards before filling them"
         read_box(lazy, box, local, files.read)
         refuse_non_finite(name, lazy, box, local)
     for name, lazy in plan.copies:
-        box, local = local_box(state[name]), local_tensor(state[name])
-        copy = torch.empty_like(local)
-        read_box(lazy, box, copy, files.read)
-        if not torch.equal(copy, local):
+        copy = torch.empty_like(shards[name])
+        read_box(lazy, boxes[name], copy, files.read)
+        if not torch.equal(copy, shards[name]):
             raise differing_copies(lazy, plan.tensors[name])
-    source = remember_files(model, plan, files)
+    source = remember_files(view, plan, files)
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
         file_bytes=files.total_bytes,
-        local_bytes=sum(local_tensor(state[name]).nbytes for name in plan.tensors),
-        experts=_experts_held(model, state),
+        local_bytes=sum(local.nbytes for local in shards.values()),
+        experts=_experts_held(view, boxes),
         ignored=plan.ignored,
         unmapped=summarize_unmapped(source.unmapped, files.tensors.keys() - set(plan.ignored)),
     )
 
 
-def _announced(files: WeightFiles, plan: LoadPlan, state: dict[str, Tensor]) -> Iterator[tuple[str, "LazyTensor"]]:
+def _announced(files: WeightFiles, plan: LoadPlan, boxes: dict[str, Box]) -> Iterator[tuple[str, "LazyTensor"]]:
     """Yield the tensors in the order of the files, while the system prefetches the bytes of the next ones."""
     items = sorted(plan.tensors.items(), key=lambda item: _place(item[1]))
-    boxes = [local_box(state[name]) for name, _ in items]
-    sizes = [bytes_needed(lazy, box) for (_, lazy), box in zip(items, boxes, strict=True)]
+    sizes = [bytes_needed(lazy, boxes[name]) for name, lazy in items]
     told, following = 0, 0 if hasattr(os, "posix_fadvise") else len(items)
     for number, item in enumerate(items):
         while following < len(items) and (following <= number or told < _AHEAD_BYTES):
-            for piece in items[following][1].pieces:
-                common = intersect(piece.dest, boxes[following])
+            name, lazy = items[following]
+            for piece in lazy.pieces:
+                common = intersect(piece.dest, boxes[name])
                 if isinstance(piece.leaf, FileTensor) and common is not None:
                     files.announce(piece.leaf, piece.crop(common).source)
             told += sizes[following]
@@ -222,7 +225,7 @@ def named_source(lazy: "LazyTensor", index: list[int] | None = None) -> str:
 
 def head_names(model: PreTrainedModel) -> list[str]:
     """Return the tensors of a sequence classifier's head, which files of a language model do not hold."""
-    return [name for name in model_tensors(model) if not name.startswith(f"{model.base_model_prefix}.")]
+    return [name for name in ModelView(model).tensors if not name.startswith(f"{model.base_model_prefix}.")]
 
 
 @torch.no_grad()
@@ -242,12 +245,6 @@ def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
         for leaf, values in new.named_parameters():
             whole = head.get_parameter(leaf)
             local_tensor(whole).copy_(values[slices(local_box(whole))])
-
-
-def weights_file(model: PreTrainedModel) -> str | None:
-    """Return the name of the weights file if the config names one instead of the usual file, else None."""
-    name: str | None = getattr(model.config, "transformers_weights", None)
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +277,7 @@ def expert_tensors(model: PreTrainedModel) -> list[ExpertTensors]:
     ]
 
 
-def _experts_held(model: PreTrainedModel, state: dict[str, Tensor]) -> tuple[tuple[str, int, int], ...]:
-    firsts = [(tensors, state[tensors.names[0]]) for tensors in expert_tensors(model)]
-    held = [(tensors.module, tensors.experts(first, local_box(first)[0])) for tensors, first in firsts]
+def _experts_held(view: ModelView, boxes: dict[str, Box]) -> tuple[tuple[str, int, int], ...]:
+    firsts = [(tensors, tensors.names[0]) for tensors in expert_tensors(view.module)]
+    held = [(tensors.module, tensors.experts(view.tensors[name], boxes[name][0])) for tensors, name in firsts]
     return tuple((module, experts.start, experts.stop) for module, experts in held)

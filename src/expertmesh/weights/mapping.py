@@ -7,17 +7,14 @@ is filled exactly once, from tensors that fit. Nothing in this file depends on a
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -28,12 +25,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from expertmesh.anatomy import is_adapter
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.pieces import Leaf
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
-from expertmesh.state.sharded_model import sharded
-from expertmesh.state.stage_view import full_model, full_state
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.module_list import list_rules
 from expertmesh.weights.quantised.published import PublishedTensors, published_tensors, quantisation
@@ -96,46 +91,20 @@ class _Mismatches:
         self.names.setdefault(kind, []).append(name)
         self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, FILE_LEAVES)}
 
-    def refuse(self, model: nn.Module, directory: Path) -> None:
+    def refuse(self, family: type, directory: Path) -> None:
         """Raise `IntegrityError` if anything was added."""
         kinds = ("missing", "unexpected", "duplicated", "incomplete", "misshaped", "mistyped")
         found = [f"{len(names)} {kind} ({_listed(names)})" for kind in kinds if (names := self.names.get(kind))]
         if found:
             where = f"; in {_listed(sorted(self.files))}" if self.files else ""
             raise IntegrityError(
-                f"{directory}: does not fit {own_class(model).__name__}: {'; '.join(found)}{where}",
+                f"{directory}: does not fit {family.__name__}: {'; '.join(found)}{where}",
                 key="weights.does-not-fit",
             )
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by state-dict name, without adapters.
-
-    Tied tensors are there under each of their names. The tensors of the full model are returned: those of another
-    pipeline stage have no values (state/stage_view.py).
-
-    Raises:
-        InputError: An entry of the state dict is not a tensor.
-    """
-    state = {name: value for name, value in full_state(model).items() if not is_adapter(name)}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise InputError(
-                f"{type(model).__name__}: state {name} is not a tensor, which is not supported",
-                key="model.state-not-tensor",
-            )
-    return dict(state)
-
-
-def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the low-rank adapters of the full model by name; an empty dict for a model without adapters."""
-    return {name: parameter for name, parameter in full_state(model).items() if is_adapter(name)}
-
-
-def plan_load(
-    model: PreTrainedModel, files: WeightFiles, new: Sequence[str] = (), *, complete: bool = True
-) -> LoadPlan:
-    """Plan the source of each tensor of `model`, which may be on meta and may be sharded.
+def plan_load(view: ModelView, files: WeightFiles, new: Sequence[str] = (), *, complete: bool = True) -> LoadPlan:
+    """Plan the source of each tensor of a model, which may be on meta and may be sharded.
 
     Quantised weights are read as the values that their codes represent. Only the headers that `files` already has are
     used.
@@ -149,18 +118,16 @@ def plan_load(
         IntegrityError: Names the tensors that are missing, unexpected, duplicated, incomplete, misshaped or mistyped.
         InputError, IntegrityError: As `published_tensors` does.
     """
-    published = published_tensors(quantisation(model.config), files)
-    state = model_tensors(model)
-    with own_classes(model):
+    published = published_tensors(quantisation(view.module.config), files)
+    with view.published_classes():
         # Rules are found by the classes of modules, and one pipeline stage lacks some of these classes.
-        whole: Any = full_model(model)
-        conversions = [*get_model_conversion_mapping(whole), *list_rules(whole)]
-    planner = _LoadPlanner(model, published, state, new)
+        conversions = [*get_model_conversion_mapping(view.full), *list_rules(view.full)]
+    planner = _LoadPlanner(view, published, new)
     inputs, ignored = planner.match(conversions)
     filled, failed = planner.assemble(inputs)
     tensors: dict[str, LazyTensor] = {}
     copies: list[tuple[str, LazyTensor]] = []
-    for names in tied_names(state):
+    for names in view.ties:
         present = [name for name in names if name in filled]
         if present:
             tensors[names[0]] = filled[present[0]]
@@ -168,11 +135,11 @@ def plan_load(
         elif not failed & set(names) and names[0] not in new:
             planner.mismatches.add("missing", names[0])
     if complete:
-        planner.mismatches.refuse(model, files.directory)
+        planner.mismatches.refuse(view.family, files.directory)
     return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()), published)
 
 
-def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
+def plan_save(view: ModelView) -> dict[str, LazyTensor]:
     """Plan the tensors to write, by file tensor name, in the layout of the files read, or else the family's own layout.
 
     The keys and shapes are those of transformers' `save_pretrained`: tied tensors once, the family's ignore list
@@ -181,73 +148,33 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     Raises:
         InputError: transformers' rules for saving change the number of values.
     """
-    state = model_tensors(model)
-    kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
+    model, state = view.module, view.tensors
+    kept = _untied(view) - set(model._keys_to_ignore_on_save or ())
     # transformers adds the prefix when it loads files without it, but does not remove it when it saves.
-    prefix = f"{model.base_model_prefix}." if getattr(sharded(model).source, "bare", False) else ""
+    prefix = f"{model.base_model_prefix}." if view.attached.source.bare else ""
     lazies = {
         name.removeprefix(prefix): LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept
     }
-    whole: Any = full_model(model)
-    if whole is not model:
-        whole._weight_conversions = getattr(model, "_weight_conversions", None)  # the rules that loading applied
-    with own_classes(model), torch.no_grad():
-        saved: dict[str, Any] = revert_weight_conversion(whole, dict(lazies))
+    if view.is_stage:
+        view.full._weight_conversions = getattr(model, "_weight_conversions", None)  # the rules that loading applied
+    with view.published_classes(), torch.no_grad():
+        saved: dict[str, Any] = revert_weight_conversion(view.full, dict(lazies))
     before, after = (sum(tensor.numel() for tensor in each.values()) for each in (lazies, saved))
     if before != after:
         raise InputError(
-            f"{own_class(model).__name__}: transformers' own rules for saving it turn {before} values into "
+            f"{view.family.__name__}: transformers' own rules for saving it turn {before} values into "
             f"{after}; saving would lose weights, so it is refused",
             key="model.saving-loses-values",
         )
     return saved
 
 
-def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return `model_tensors`, each tensor once, under the first of its names."""
-    state = model_tensors(model)
-    return {names[0]: state[names[0]] for names in tied_names(state)}
-
-
-def tied_names(state: dict[str, Tensor]) -> list[list[str]]:
-    """Return the names of each tensor, in state-dict order: a list of one name, or of several for a tied tensor."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
-    return list(names.values())
-
-
-def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without the subclass that FSDP2 puts in front of it."""
-    kinds: Iterable[type] = type(module).__mro__
-    return next(kind for kind in kinds if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
-
-
-@contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give sharded modules their original classes back inside the `with` block.
-
-    transformers finds conversion rules by class name and skips classes defined outside of transformers. FSDP2's
-    `FSDPMixtralForCausalLM` fails both tests: without this function, a sharded model would have no rules and would be
-    saved in another layout.
-    """
-    sharded = [(module, type(module)) for module in model.modules() if own_class(module) is not type(module)]
-    try:
-        for module, _ in sharded:
-            module.__class__ = own_class(module)
-        yield
-    finally:
-        for module, kind in sharded:
-            module.__class__ = kind
-
-
 @dataclass(slots=True)
 class _LoadPlanner:
     """The steps of `plan_load`; they collect mismatches."""
 
-    model: PreTrainedModel
+    view: ModelView
     published: PublishedTensors
-    state: dict[str, Tensor]
     new: Sequence[str]
     mismatches: _Mismatches = field(default_factory=_Mismatches)
 
@@ -260,7 +187,7 @@ class _LoadPlanner:
         renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        prefix, state = self.model.base_model_prefix, self.state
+        prefix, state = self.view.module.base_model_prefix, self.view.tensors
         targets: dict[str, _ConversionInputs] = {}
         unmapped: list[str] = []
         # The order matters: converters stack the tensors in the order in which they are added.
@@ -283,8 +210,8 @@ class _LoadPlanner:
 
     def _ignored(self, unmapped: list[str]) -> tuple[str, ...]:
         """Return the tensors that `from_pretrained` would not report; report any other as unexpected."""
-        patterns = list(self.model._keys_to_ignore_on_load_unexpected or ())
-        buffers = [name for name, _ in full_model(self.model).named_buffers()]
+        patterns = list(self.view.module._keys_to_ignore_on_load_unexpected or ())
+        buffers = [name for name, _ in self.view.full.named_buffers()]
         # Buffers that old checkpoints hold and that models compute now.
         patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
         patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
@@ -312,7 +239,7 @@ class _LoadPlanner:
             if not made:
                 failed.add(target)
             for name, value in made.items():
-                wanted, leaves = self.state.get(name), value.leaves()
+                wanted, leaves = self.view.tensors.get(name), value.leaves()
                 if wanted is None:
                     add("unexpected", f"{name} from {next(iter(inputs.keys.values()))[0]}")
                 elif name in filled:
@@ -348,7 +275,7 @@ class _LoadPlanner:
                 inputs.converter.add_tensor(target, key, pattern, lazy)
         try:
             with torch.no_grad():
-                made = inputs.converter.convert(target, model=full_model(self.model), config=self.model.config)
+                made = inputs.converter.convert(target, model=self.view.full, config=self.view.module.config)
         except Exception as error:  # operations of a family can raise any exception
             odd = [key for keys in inputs.keys.values() for key in self._odd(keys)]
             for key in odd:
@@ -392,7 +319,7 @@ def _gap(keys: Sequence[str]) -> str | None:
     return f"the files hold {len(numbers)} of {max(numbers) + 1} experts, {''.join(first)} is not there"
 
 
-def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
+def _untied(view: ModelView) -> set[str]:
     """Return the names to save: of each tied tensor, the name that the family does not declare as the copy.
 
     Raises:
@@ -400,18 +327,18 @@ def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
     """
     declared = [
         f"{prefix}.{pattern}" if prefix else pattern
-        for prefix, module in full_model(model).named_modules()
+        for prefix, module in view.full.named_modules()
         for pattern in getattr(module, "_tied_weights_keys", None) or {}
     ]
-    kept = set(state)
-    for names in tied_names(state):
+    kept = set(view.tensors)
+    for names in view.ties:
         copies = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in declared)]
         kept -= set(copies[: len(names) - 1])
         left = [name for name in names if name in kept]
         if len(left) > 1:
-            family = own_class(model).__name__
             raise InputError(
-                f"{family}: {_listed(left)} share one tensor without being declared as tied", key="model.undeclared-tie"
+                f"{view.family.__name__}: {_listed(left)} share one tensor without being declared as tied",
+                key="model.undeclared-tie",
             )
     return kept
 

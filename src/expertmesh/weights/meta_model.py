@@ -33,9 +33,8 @@ from expertmesh.io.local_copy import MODEL_FILES, local_model
 from expertmesh.io.model_config import blamed, read_model_json, refuse_impossible
 from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.urls import is_url
+from expertmesh.state.model_view import ModelView, tied_names
 from expertmesh.state.sharded_model import attach
-from expertmesh.state.stage_view import full_model
-from expertmesh.weights.mapping import model_tensors, own_class, tied_names
 from expertmesh.weights.module_list import fuse_lists_of_experts
 from expertmesh.weights.quantised.published import refuse_unsupported
 
@@ -226,13 +225,13 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             setattr(model.get_submodule(parent), leaf, model.state_dict(keep_vars=True)[first])
 
 
-def refuse_other_names(model: PreTrainedModel) -> None:
+def refuse_other_names(view: ModelView) -> None:
     """Raise `InputError` if the model's tensors have other names than its class gives them.
 
     In the saved files such tensors would be unexpected, and `from_pretrained` would initialise the missing ones at
     random, with at most a warning.
     """
-    kind: Any = own_class(model)
+    kind = view.family
     if not issubclass(kind, PreTrainedModel):
         raise InputError(
             f"save_model takes a model of transformers, not a {kind.__name__}; a PeftModel is saved by its own "
@@ -240,12 +239,12 @@ def refuse_other_names(model: PreTrainedModel) -> None:
             key="model.names-differ-from-class",
         )
     with torch.device("meta"), meta_device_safe_creation_ops():
-        new: PreTrainedModel = kind(deepcopy(model.config))
+        new: PreTrainedModel = kind(deepcopy(view.module.config))
     # Experts that were a list are fused in memory under other names; loading has already compared them.
-    fused = [f"{name}." for name, module in full_model(model).named_modules() if isinstance(module, FusedExperts)]
+    fused = [f"{name}." for name, module in view.full.named_modules() if isinstance(module, FusedExperts)]
     here, there = (
         {name for name in names if not any(name.startswith(prefix) for prefix in fused)}
-        for names in (model_tensors(model), new.state_dict(keep_vars=True))
+        for names in (view.tensors, new.state_dict(keep_vars=True))
     )
     if here != there:
         lacking, more = sorted(there - here)[:1], sorted(here - there)[:1]

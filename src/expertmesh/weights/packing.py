@@ -20,12 +20,13 @@ from expertmesh.anatomy import dense_linears, describe
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.state.model_view import ModelView
+from expertmesh.state.sharded_model import Source
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.quantised.encode import Rounding, encode
 from expertmesh.weights.quantised.layouts import FORMATS, multiple_of, settings_of, stored_matrix
 from expertmesh.weights.quantised.published import published_tensors
 from expertmesh.weights.quantised.tensor import QuantisedTensor
-from expertmesh.weights.source import Source, source_of
 from expertmesh.weights.write import OpenFiles, StateReader, assemble, check_ownership
 
 AS_LOADED = "as_loaded"
@@ -75,7 +76,7 @@ class Packing:
         return [part for packed in self.packed.values() for part in packed.leaf.parts]
 
 
-def plan_packing(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: object) -> Packing:
+def plan_packing(view: ModelView, lazies: Mapping[str, LazyTensor], form: object) -> Packing:
     """Plan the tensors of `lazies`, which saving `model` writes, that are written as codes.
 
     Args:
@@ -85,8 +86,8 @@ def plan_packing(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form:
         InputError: A tensor cannot be written in this format.
     """
     if form == AS_LOADED:
-        return _as_loaded(source_of(model), lazies)
-    return _in_format(model, lazies, str(form)) if form in FORMATS else Packing()
+        return _as_loaded(view.attached.source, lazies)
+    return _in_format(view.module, lazies, str(form)) if form in FORMATS else Packing()
 
 
 def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,13 +19,14 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_writer import lay_out
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView
+from expertmesh.state.sharded_model import Source
 from expertmesh.weights.companions import Tokenizer, write_companions
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import plan_save
 from expertmesh.weights.meta_model import kept_in_fp32, refuse_other_names
 from expertmesh.weights.packing import PACKED, Rounded, plan_packing, write_packed
-from expertmesh.weights.source import Source, UnmappedTensors, source_of, still_readable, summarize_unmapped
+from expertmesh.weights.source import UnmappedTensors, still_readable, summarize_unmapped
 from expertmesh.weights.write import OpenFiles, StateReader, live_values, write_directory
 
 # "auto": the dtypes of the files that the model was loaded from, bfloat16 where these are quantised; the dtypes of its
@@ -110,12 +110,13 @@ def save_model(
     Collectives: every rank calls it, with the same arguments. A few small collectives on the default group. Weights are
     sent only where a conversion computes across shards or codes are written, one tensor at a time.
     """
-    return save_values(model, directory, live_values, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    view = ModelView(model)
+    return save_values(view, directory, live_values, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 @torch.no_grad()
 def save_values(
-    model: PreTrainedModel,
+    view: ModelView,
     directory: str | Path,
     values: StateReader,
     *,
@@ -123,7 +124,7 @@ def save_values(
     dtype: SavedDtype,
     max_shard_bytes: int,
 ) -> SaveReport:
-    """Save `model` with values from `values`, so that a model on meta can be written; see `save_model`.
+    """Save a model with values from `values`, so that a model on meta can be written; see `save_model`.
 
     Sharded inputs of a computed conversion still come from the model itself.
     """
@@ -131,10 +132,10 @@ def save_values(
     directory = Path(directory).absolute()
     with raise_on_all_ranks("planning what to save"):
         check_target(directory)
-        refuse_other_names(model)
-        lazies = plan_save(model)
-        packing = plan_packing(model, lazies, dtype)
-        unmapped = [tensor for tensor in source_of(model).unmapped if tensor.name not in lazies]
+        refuse_other_names(view)
+        lazies = plan_save(view)
+        packing = plan_packing(view, lazies, dtype)
+        unmapped = [tensor for tensor in view.attached.source.unmapped if tensor.name not in lazies]
     # All ranks must decide the same: a file that one rank cannot read would give that rank another layout.
     lost = [not still_readable([*unmapped, *packing.sources])]
     readable = not sum_over_ranks(torch.tensor(lost, dtype=torch.int64)).any()
@@ -142,10 +143,9 @@ def save_values(
     plain = {name: lazy for name, lazy in lazies.items() if name not in packing.packed}
     with raise_on_all_ranks("planning what to save"):
         copies = {tensor.name: LazyTensor.of(tensor) for tensor in copied}
-        specs = saved_specs(model, {**plain, **copies}, "auto" if packing.packed else dtype)
+        specs = saved_specs(view, {**plain, **copies}, "auto" if packing.packed else dtype)
     main_dtype = _main_dtype({name: specs[name] for name in plain})
     specs |= {part.name: (part.dtype, part.shape) for part in packing.parts}
-    whole_model: Any = full_model(model)
     rounded: tuple[Rounded, ...] = ()
 
     def write_rest(files: OpenFiles) -> None:
@@ -156,8 +156,8 @@ def save_values(
     layout, written = write_directory(
         directory,
         plain,
-        lambda temporary: lay_out(temporary, specs, max_shard_bytes, whole_model.num_parameters()),
-        lambda temporary, layout: write_companions(model, temporary, layout, tokenizer, main_dtype, packing.settings),
+        lambda temporary: lay_out(temporary, specs, max_shard_bytes, view.full.num_parameters()),
+        lambda temporary, layout: write_companions(view, temporary, layout, tokenizer, main_dtype, packing.settings),
         values,
         copied,
         write_rest,
@@ -177,12 +177,12 @@ def save_values(
 
 
 def saved_specs(
-    model: PreTrainedModel, lazies: Mapping[str, LazyTensor], dtype: SavedDtype
+    view: ModelView, lazies: Mapping[str, LazyTensor], dtype: SavedDtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtype and shape of every tensor of the files."""
-    source = source_of(model)
+    source = view.attached.source
     cast = dtype_of(dtype)
-    kept = kept_in_fp32(model, cast) if cast is not None else None
+    kept = kept_in_fp32(view.module, cast) if cast is not None else None
     # Unmapped tensors of quantised files are codes and scales; a cast would destroy their meaning.
     fixed = {tensor.name for tensor in source.unmapped} if source.quantisation is not None else set()
     specs = {}

@@ -5,69 +5,45 @@ layers. transformers families declare such tensors unused. Loading remembers whe
 the files they came from (write.py). They are never trained. Nothing here communicates.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
-from expertmesh.state.sharded_model import attach, sharded
-from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_save, tied_names
-from expertmesh.weights.quantised.published import plain_dtype, quantisation
+from expertmesh.state.model_view import ModelView
+from expertmesh.state.sharded_model import Source, attach
+from expertmesh.weights.mapping import LoadPlan, plan_save
+from expertmesh.weights.quantised.published import plain_dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The files that a model was loaded from."""
-
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """The dtypes in the files by state-dict name, bfloat16 where they hold codes; empty for a model made in memory."""
-    unmapped: tuple[FileTensor, ...] = ()
-    """The tensors that the files hold and the model does not."""
-    quantisation: Mapping[str, Any] | None = None
-    """The `quantization_config` of the files."""
-    packed: tuple[FileTensor, ...] = ()
-    """The codes, scales and further parts of the tensors that the model has."""
-    bare: bool = False
-    """The files name the tensors inside the base model without its prefix."""
-
-
-def remember_files(model: PreTrainedModel, plan: LoadPlan, files: WeightFiles) -> Source:
-    """Remember on `model` the layout and dtypes of `files`, from which `plan` fills it."""
+def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> Source:
+    """Remember on the model the layout and dtypes of `files`, from which `plan` fills it."""
     # A new head is not in the files, so that no dtype of the files is recorded for it.
-    tied = [names for names in tied_names(model_tensors(model)) if names[0] in plan.tensors]
+    tied = [names for names in view.ties if names[0] in plan.tensors]
     dtypes = {name: plain_dtype(plan.tensors[names[0]]) for names in tied for name in names}
     unmapped, published = set(plan.ignored), plan.published
     packed = [part for name in published.quantised for part in published.stored[name] if part not in unmapped]
     source = Source(
         dtypes,
         tuple(files.tensors[name] for name in plan.ignored),
-        quantisation(model.config),
+        published.settings,
         tuple(files.tensors[name] for name in packed),
+        bare=not any(name.startswith(f"{view.module.base_model_prefix}.") for name in published.tensors),
     )
-    remember(model, plan.conversions, source)
-    if not any(name.startswith(f"{model.base_model_prefix}.") for name in published.tensors):
-        remember(model, plan.conversions, replace(source, bare=True))
-        if not plan_save(model).keys() <= published.tensors.keys():
-            remember(model, plan.conversions, source)
-    return source_of(model)
+    remember(view.module, plan.conversions, source)
+    if source.bare and not plan_save(view).keys() <= published.tensors.keys():
+        source = replace(source, bare=False)
+        remember(view.module, plan.conversions, source)
+    return source
 
 
 def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: Source) -> None:
     """Attach `source` to the model, and the conversion rules that loading applied, where transformers stores them."""
     model._weight_conversions = list(conversions)  # type: ignore[assignment]
     attach(model, source=source)
-
-
-def source_of(model: nn.Module) -> Source:
-    """Return the remembered source; an empty one for a model that was not loaded from files."""
-    found: Source | None = sharded(model).source
-    return found or Source()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from expertmesh.io.directory import create_files, io_errors, publish, temporary_
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import FilesLayout, write_box
 from expertmesh.io.terminal import tracked
-from expertmesh.state.shards import full_values, local_box, local_values, owns_copy
-from expertmesh.state.stage_view import placement_of
+from expertmesh.state.shards import full_values, local_box, local_values, owns_copy, placement_of
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor
 from expertmesh.weights.reading import read_box

@@ -12,9 +12,8 @@ from expertmesh.anatomy import describe
 from expertmesh.compat import update_as
 from expertmesh.config import OptimConfig, ScheduleConfig
 from expertmesh.config.sections import OptimizerName
-from expertmesh.state.sharded_model import sharded
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor
-from expertmesh.state.stage_view import full_model, stage_parameters
 from expertmesh.training.optimizers.adamw import AdamW, AdamW8bit
 from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
 from expertmesh.training.optimizers.matrices import matrices_of
@@ -32,7 +31,8 @@ def build_optimizer(
         seed: That of stochastic rounding.
         compute: The dtype of Muon's products.
     """
-    trainable = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
+    view = ModelView(model)
+    trainable = {name: parameter for name, parameter in view.parameters.items() if parameter.requires_grad}
     rate, decay = config.learning_rate, config.weight_decay
     if config.name == "sgd":
         return _on_shards(torch.optim.SGD(trainable.values(), lr=rate, weight_decay=decay))
@@ -41,8 +41,8 @@ def build_optimizer(
         return _on_shards(torch.optim.AdamW(trainable.values(), **adamw, fused=True))
     adamw |= {"stochastic_rounding": config.stochastic_rounding, "seed": seed}
     if config.name == "muon":
-        whole, mesh = full_model(model), sharded(model).mesh
-        matrices, group = matrices_of(whole, describe(whole)), None if mesh is None else mesh.shard_group
+        mesh = view.attached.mesh
+        matrices, group = matrices_of(view.full, describe(view.full)), None if mesh is None else mesh.shard_group
         muon: dict[str, Any] = {"momentum": config.momentum, "compute": compute, "group": group}
         return Muon(trainable.items(), matrices, **muon, **adamw)
     return (AdamW if config.name == "adamw" else AdamW8bit)(trainable.items(), **adamw)

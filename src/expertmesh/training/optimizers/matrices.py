@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.anatomy import Anatomy, is_adapter, is_inside
+from expertmesh.anatomy import Anatomy, is_inside
 from expertmesh.distributed.collectives import all_to_all
 from expertmesh.io.boxes import Box, extents, full_box, intersect, slices, volume
+from expertmesh.state.model_view import is_adapter
 from expertmesh.state.shards import box_at
 
 # Keller Jordan's: they bring singular values to between 0.7 and 1.2 in five steps, not to 1.

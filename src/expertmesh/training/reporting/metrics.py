@@ -17,7 +17,7 @@ from expertmesh.anatomy import Anatomy
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.io.terminal import duration
-from expertmesh.state.stage_view import stage_names
+from expertmesh.state.model_view import stage_names
 from expertmesh.training.reporting.record import MoeLayer
 
 EVAL_SAMPLES = "eval_samples"

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
-from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks, is_adapter
+from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks
 from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib
 from expertmesh.parallel.packing.varlen import packed_attention_line
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
+from expertmesh.state.model_view import is_adapter
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.reporting.machine import machine_lines
 from expertmesh.training.reporting.record import Forecast
@@ -76,7 +77,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     kept = "" if precision.frozen is None else f", experts and linear layers in {precision.frozen}"
     yield f"precision  {precision.params} {what}, {precision.compute} {base}compute, {precision.reduce} reduce{kept}"
     if plan.uncast:
-        uncast = (name for name, _ in plan.twin.module.named_parameters() if name in plan.uncast)
+        uncast = (name for name, _ in plan.view.meta.named_parameters() if name in plan.uncast)
         yield f"           computed in float32 all the same: {alike_as_one(uncast)}"
     router: str = config.moe.router
     if lora is not None:
@@ -205,7 +206,7 @@ def _checkpointing_line(plan: ShardPlan) -> str:
 
 def _compile_line(plan: ShardPlan) -> str:
     # Of all stages, as the model on meta has them: a stage of its own has placeholders for the others' blocks.
-    kinds = dict.fromkeys(type(plan.twin.module.get_submodule(name)).__name__ for name in plan.compiled)
+    kinds = dict.fromkeys(type(plan.view.meta.get_submodule(name)).__name__ for name in plan.compiled)
     return f"{len(plan.compiled)} dense parts of {len(plan.anatomy.blocks)} blocks ({', '.join(kinds)})"
 
 

@@ -23,12 +23,12 @@ from expertmesh.data import load_tokenizer, refuse_source
 from expertmesh.io.directory import nearest, require_space
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.io.urls import is_url
+from expertmesh.state.model_view import ModelView
 from expertmesh.training.optimizers.build import moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.training.startup.packages import refuse_missing_packages
-from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import read_model_config
 from expertmesh.weights.quantised.published import quantisation
@@ -106,8 +106,8 @@ def refuse_weights(checked: Checked) -> None:
     For one process of the job: of a large model the headers take seconds, and each rank reads them when its shards are
     known (`bytes_to_read`). Raises what loading raises before it reads: also `IntegrityError` and `SecurityError`.
     """
-    with open_weight_files(checked.directory, weights_file(checked.model)) as files:
-        plan_load(checked.model, files)
+    with open_weight_files(checked.directory, ModelView(checked.model).weights_file) as files:
+        plan_load(ModelView(checked.model), files)
 
 
 def refuse_config(config: Config, *, names_data: bool = True) -> None:

@@ -1,1 +1,1 @@
-"""`expertmesh verify CHECKPOINT`: whether a training checkpoint is what was written."""
+"""`expertmesh verify CHECKPOINT`: check that a training checkpoint still has the content that was written."""

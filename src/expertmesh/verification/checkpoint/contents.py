@@ -1,4 +1,8 @@
-"""What a checkpoint's small files say, against each other. For verify.py; what is wrong comes as sentences."""
+"""Check the small files of a checkpoint against each other: state, random generators and configuration.
+
+For verify.py. It returns problems as sentences and never reads weights or optimizer state. The layout file is read with
+the model, not here.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,13 +10,13 @@ from pathlib import Path
 from expertmesh.adapters.base import read_base
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from expertmesh.anatomy import is_adapter
 from expertmesh.checkpoint.companions import ADAPTER, HUGGINGFACE, LAYOUT_FILE
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import RNG_FILE, STATE_FILE, read_generators, read_small, read_state_file
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_json
+from expertmesh.state.model_view import is_adapter
 from expertmesh.training.resume import read_counters
 from expertmesh.verification.checkpoint.files import FileCheck
 
@@ -21,7 +25,10 @@ _NEEDED = {STATE_FILE, LAYOUT_FILE, f"{HUGGINGFACE}/config.json"}
 
 
 def small_file_problems(directory: Path, manifest: Manifest, check: FileCheck) -> Iterator[str]:
-    """What is wrong with state, generators and configuration; the layout is read with the model."""
+    """Yield a sentence for each problem with state, random generators and configuration.
+
+    Files that `check` has found damaged are not read again.
+    """
     path = directory / MANIFEST
     names = manifest.by_name
     missing = sorted(needed_files(manifest) - names.keys())
@@ -43,12 +50,12 @@ def small_file_problems(directory: Path, manifest: Manifest, check: FileCheck) -
 
 def _read_state(directory: Path, manifest: Manifest) -> None:
     state = read_state_file(directory, manifest).state
-    if "counters" in state:  # of a training run
+    if "counters" in state:  # only a training run has counters
         read_counters(directory, state["counters"], manifest.step)
 
 
 def needed_files(manifest: Manifest) -> set[str]:
-    """The files that a checkpoint of this kind cannot be without."""
+    """Return the names of the files that every checkpoint of this kind has."""
     of_adapters = {_ADAPTER_CONFIG, _BASE} if any(is_adapter(name) for name in manifest.model) else set()
     return _NEEDED | {RNG_FILE} | of_adapters
 

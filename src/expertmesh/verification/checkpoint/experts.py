@@ -1,7 +1,7 @@
-"""Every expert of a checkpoint on its own: its hash, its norm, and whether it is dead or another's copy.
+"""Check each expert of a checkpoint: its hash, its norm, and whether it is dead or a copy of another expert.
 
-For verify.py. Experts that are byte for byte the same in one layer are what is left when one rank's experts have
-overwritten another's. Streams: a block of one expert is in memory at a time.
+For verify.py. Byte-identical experts in one layer are the sign that one rank's experts have overwritten another's. Only
+one block of one expert is in memory at a time.
 """
 
 import hashlib
@@ -17,35 +17,40 @@ from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.checkpoint.read import SavedState
 from expertmesh.io.boxes import Box, blocks, full_box
 from expertmesh.io.safetensors_reader import as_bytes
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.audit import HashedSlice
 from expertmesh.weights.load import ExpertTensors, expert_tensors
-from expertmesh.weights.mapping import adapter_tensors, model_tensors
 
 _BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedExperts:
-    """The experts of one module: `sha256[e]` and `norm[e]` are over expert e's `slices`, one after the other, each
-    row-major, whatever the layout. `layer` says in short which they are. Of a LoRA run these are the adapters, and
-    `filled[e]` is the share of expert e's B that is not zero; elsewhere it is None.
-    """
+    """The experts of one module; in a LoRA run, their adapters."""
 
     module: str
+    """The name of the experts module."""
     layer: str
+    """A short name for reports: the layer's number if that is unique, else the module."""
     slices: tuple[HashedSlice, ...]
+    """The tensor slices of an expert, in the order in which they are hashed."""
     sha256: tuple[str, ...]
+    """The hash of each expert over its `slices`, each row-major; independent of the layout."""
     norm: tuple[float, ...]
+    """The norm of each expert over its `slices`."""
     filled: tuple[float, ...] | None
+    """The share of nonzero elements in each expert's B in a LoRA run; else None."""
 
 
 def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[VerifiedExperts]:
-    """Read all experts of `model` (on meta) from `stored`, or their adapters if it has such.
+    """Read all experts of `model` (on meta) from `stored`, or their adapters if the model has any.
 
-    `InputError` for experts that are not recognised.
+    Raises:
+        InputError: If the experts are not recognised.
     """
     plan = plan_of(model)
-    state = model_tensors(model) if plan is None else adapter_tensors(model)
+    view = ModelView(model)
+    state = view.tensors if plan is None else view.adapters
     modules = expert_tensors(model) if plan is None else _adapters(plan)
     numbers = Counter(_number(tensors.module) for tensors in modules)
     for tensors in modules:
@@ -68,7 +73,7 @@ def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[Veri
 
 
 def what_is_odd(modules: Sequence[VerifiedExperts]) -> Iterator[str]:
-    """Dead experts and copies of each other, as sentences."""
+    """Yield a sentence for each dead expert and for each group of byte-identical experts."""
     for experts in modules:
         same: dict[str, list[int]] = {}
         for expert, (digest, norm) in enumerate(zip(experts.sha256, experts.norm, strict=True)):
@@ -84,11 +89,14 @@ def what_is_odd(modules: Sequence[VerifiedExperts]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """One expert; `filled` is the share of all B that is not zero, 0 without any."""
+    """The figures of one expert."""
 
     sha256: str
+    """The hash of its tensors."""
     norm: float
+    """The norm of its tensors."""
     filled: float
+    """The share of nonzero elements in all its B; 0 if it has none."""
 
 
 def _look_at(tensors: ExpertTensors, boxes: dict[str, list[Box]], expert: int, stored: SavedState) -> _Look:
@@ -104,7 +112,7 @@ def _look_at(tensors: ExpertTensors, boxes: dict[str, list[Box]], expert: int, s
 
 
 def _adapters(plan: AdapterPlan) -> list[ExpertTensors]:
-    """A and B of everything that is adapted in each experts module."""
+    """Return the adapter matrices A and B of each experts module."""
     leaves: dict[tuple[str, int], list[str]] = {}
     for target in plan.targets:
         if target.experts is not None:

@@ -1,6 +1,7 @@
-"""The files of a checkpoint against its manifest: what is there, what is too much, what the bytes are.
+"""Check the files of a checkpoint against its manifest: missing files, extra files and the bytes of each.
 
-For verify.py. Reads each byte once, a block at a time, and knows nothing of models. Opens no pickle; says where one is.
+For verify.py. It reads each byte once, a block at a time, and does not depend on the model. It never opens a pickle,
+but reports each one.
 """
 
 import hashlib
@@ -26,32 +27,42 @@ _BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, as a sentence. `unsafe`: a file that could run code, or lead out of the checkpoint."""
+    """One problem."""
 
     text: str
+    """The sentence for the user."""
     unsafe: bool = False
+    """True for a file that could run code, or that leads out of the checkpoint."""
 
 
 @dataclass(slots=True)
 class FileCheck:
-    """What looking at the files gave. `unreadable`: tensor files whose parts cannot be read; `damaged`: names of files
-    that are not what was written; `replicated`: parts that several ranks held, compared with their fingerprint.
-    """
+    """The results of checking the files."""
 
     unreadable: set[str] = field(default_factory=set)
+    """The names of tensor files whose parts cannot be read."""
     damaged: set[str] = field(default_factory=set)
+    """The names of files whose content is not what was written."""
     findings: list[Finding] = field(default_factory=list)
+    """All problems."""
     replicated: int = 0
+    """The number of parts that several ranks held and that were compared with their fingerprint."""
 
 
 def unsafe_files(directory: Path) -> list[Finding]:
-    """Pickles, and links that lead out of the directory."""
+    """Return a finding for each pickle, and for each link that leads out of the directory."""
     texts = (unsafe_content(path, directory) for path in _everything(directory))
     return [Finding(text, unsafe=True) for text in texts if text is not None]
 
 
 def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> FileCheck:
-    """Names, sizes, headers, hashes, fingerprints, and whether all values are finite. `files` reads the bytes."""
+    """Check names, sizes, headers, hashes and fingerprints, and that all values are finite.
+
+    Args:
+        directory: The checkpoint.
+        manifest: Its manifest.
+        files: Reads the bytes.
+    """
     check = FileCheck()
     named = {MANIFEST, *(file.name for file in manifest.files)}
     extra = sorted(path.relative_to(directory).as_posix() for path in _everything(directory))
@@ -70,7 +81,7 @@ def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> File
         if header is None:
             digest = file_sha256(path)
         else:
-            # Nothing follows from a manifest that contradicts itself.
+            # Parts cannot be located with a manifest that contradicts itself; the hash can still be checked.
             parts = {} if contradictions else _parts(path, header, manifest, check)
             digest = _read_tensors(path, header, parts, files, check)
         if digest != file.sha256:
@@ -80,15 +91,18 @@ def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> File
 
 
 class _Part(NamedTuple):
-    """Where in its tensor a part of a file starts, how many ranks held it, and what each of them computed of it."""
+    """The manifest's entry for the part of a tensor that a file contains."""
 
     offset: list[int]
+    """The first index of the part in its tensor, by dim."""
     copies: int
+    """The number of ranks that held the part."""
     fingerprint: Any
+    """The fingerprint that these ranks computed; None if the file has none."""
 
 
 def _everything(directory: Path) -> Iterator[Path]:
-    """Everything below `directory` but directories; links are not followed."""
+    """Yield all files and links below `directory`; links are not followed."""
     for root, directories, names in os.walk(directory):
         linked = [name for name in directories if os.path.islink(os.path.join(root, name))]
         yield from (Path(root, name) for name in sorted([*names, *linked]))
@@ -96,7 +110,8 @@ def _everything(directory: Path) -> Iterator[Path]:
 
 def _has_size(directory: Path, file: FileEntry) -> bool:
     path = directory / file.name
-    return os.path.isfile(path) and path.stat().st_size == file.bytes  # false for a name that no file can have
+    # `os.path.isfile` returns False for a name that no file can have, such as one with a null byte.
+    return os.path.isfile(path) and path.stat().st_size == file.bytes
 
 
 def _header(path: Path, check: FileCheck) -> dict[str, FileTensor] | None:
@@ -108,7 +123,7 @@ def _header(path: Path, check: FileCheck) -> dict[str, FileTensor] | None:
 
 
 def _parts(path: Path, header: Mapping[str, FileTensor], manifest: Manifest, check: FileCheck) -> dict[str, _Part]:
-    """What the manifest says of the tensors of a file, by name."""
+    """Return the manifest's entries for the tensors of a file, by name; add findings if the file's header differs."""
     try:
         problems, fingerprints = match_header(path, header, manifest), fingerprints_in(path)
     except ExpertmeshError as error:
@@ -125,7 +140,10 @@ def _parts(path: Path, header: Mapping[str, FileTensor], manifest: Manifest, che
 def _read_tensors(
     path: Path, header: Mapping[str, FileTensor], parts: Mapping[str, _Part], files: WeightFiles, check: FileCheck
 ) -> str:
-    """The file's sha256; each byte is read once, also for the fingerprints and the values of its tensors."""
+    """Return the file's sha256, and add findings for values that are not finite and for fingerprints that differ.
+
+    Each byte is read once for all of these.
+    """
     digest = hashlib.sha256()
     start = min((tensor.offset for tensor in header.values()), default=path.stat().st_size)
     for block, _ in _blocks(files, FileTensor("the header", torch.uint8, (start,), path, 0)):
@@ -150,7 +168,7 @@ def _read_tensors(
 
 
 def _blocks(files: WeightFiles, tensor: FileTensor) -> Iterator[tuple[Tensor, int]]:
-    """The bytes of a tensor, in blocks of a multiple of 8, each with its place in the tensor."""
+    """Yield the bytes of a tensor in blocks, each with its offset in bytes, which is a multiple of 8."""
     raw = FileTensor(tensor.name, torch.uint8, (tensor.nbytes,), tensor.path, tensor.offset)
     for at in range(0, tensor.nbytes, _BLOCK_BYTES):
         block = torch.empty(min(_BLOCK_BYTES, tensor.nbytes - at), dtype=torch.uint8)

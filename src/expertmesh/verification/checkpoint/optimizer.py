@@ -1,5 +1,6 @@
-"""What a checkpoint's manifest says of the optimizer's state: kinds and shapes. For verify.py; what is wrong comes as
-sentences.
+"""Check the kinds and shapes of the optimizer state in a checkpoint's manifest.
+
+For verify.py. It returns problems as sentences and never reads a tensor.
 """
 
 import re
@@ -13,10 +14,14 @@ _SCALE, _MUON, _ADAMW = "_scale", "momentum_buffer", {"exp_avg", "exp_avg_sq"}
 
 
 def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
-    """What is wrong: all trained parameters have to have the same kinds of state, in their own shapes; 8-bit codes have
-    scales as well, and with Muon a parameter has its momentum or AdamW's moments.
+    """Return the problems of the optimizer state, the kinds of state, and the trained parameters without state.
 
-    With the kinds, and the trained parameters without any state, numbers as `*`: no step has reached their kind.
+    All trained parameters need the same kinds of state, in the shape of the parameter. 8-bit codes have scales as well,
+    and with Muon a parameter has either its momentum or AdamW's moments.
+
+    Returns:
+        The sentences; the kinds of state, sorted; and the names, with numbers as `*`, of which no trained parameter has
+        any state. These are no problem: no step has updated such parameters.
     """
     texts, model, trained, held = [], manifest.model, set(manifest.trained), dict[str, dict[str, TensorEntry]]()
     for key, entry in manifest.optimizer.items():
@@ -39,7 +44,7 @@ def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], 
         scales = {f"{slot}{_SCALE}" for slot, entry in slots.items() if entry.dtype == "U8"}
         needed = same - (_ADAMW if _MUON in slots else {_MUON} if same & _ADAMW else set())
         missing = sorted((needed | scales) - slots.keys())
-        if model and name not in model:  # else it was saved without weights
+        if model and name not in model:  # `model` is empty for a checkpoint without weights
             texts.append(f"{name}: is trained, but not in the checkpoint")
         elif name not in held and _pattern(name) not in kin:
             without[_pattern(name)] = None
@@ -55,7 +60,7 @@ def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], 
 
 
 def _wanted_shapes(slots: Mapping[str, TensorEntry], parameter: list[int] | None) -> dict[str, list[int]]:
-    """Of the kinds of state of one parameter: its own shape, if that is known, and what their scales follow from."""
+    """Return the required shapes of one parameter's state: that of the parameter (if known), and those of scales."""
     wanted = {} if parameter is None else {slot: parameter for slot in slots if not slot.endswith(_SCALE)}
     for slot, entry in slots.items():
         if entry.dtype == "U8" and entry.shape:

@@ -1,7 +1,7 @@
-"""Verifies one checkpoint by itself: its files against the manifest, and what they hold against each other.
+"""Verify one checkpoint by itself: its files against the manifest, and their contents against each other.
 
-For `expertmesh verify`. Finds all that is wrong, not only the first thing. Needs no GPU and no process group, holds a
-block at a time, runs no code that a model brings, opens no pickle, changes nothing.
+For `expertmesh verify`. It finds all problems, not only the first. It needs no GPU and no process group, and has one
+block in memory at a time. It never runs code that comes with a model, opens no pickle and changes no file.
 """
 
 import time
@@ -25,27 +25,36 @@ from expertmesh.verification.checkpoint.optimizer import optimizer_problems
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found. `slots`: kinds of the optimizer's state. `without_slots`: trained parameters without any, numbers
-    as `*`. `replicated`: chunks compared with their fingerprint. `experts_left_out`: why there are no `experts`.
-    """
+    """The results of verifying a checkpoint."""
 
     directory: Path
+    """The checkpoint."""
     manifest: Manifest
+    """Its manifest."""
     findings: tuple[Finding, ...]
+    """All problems."""
     slots: tuple[str, ...]
+    """The kinds of optimizer state."""
     without_slots: tuple[str, ...]
+    """The trained parameters without optimizer state, with numbers as `*`."""
     replicated: int
+    """The number of chunks that were compared with their fingerprint."""
     experts: tuple[VerifiedExperts, ...]
+    """The experts, or their adapters."""
     experts_left_out: str | None
+    """Why there are no `experts`, or None."""
     seconds: float
+    """The time that it took."""
 
 
 @torch.no_grad()
 def verify(directory: Path) -> Verification:
-    """Look at everything in the checkpoint `directory`.
+    """Check everything in the checkpoint `directory`; raise only if nothing can be checked.
 
-    Raises only for what leaves nothing to look at: `InputError` (no such checkpoint, newer format), `IntegrityError`
-    (no manifest, or not one), `SecurityError` (file names that lead elsewhere, a manifest that is a pickle).
+    Raises:
+        InputError: If there is no such checkpoint, or its format is newer.
+        IntegrityError: If the manifest is missing or is not one.
+        SecurityError: If file names lead out of the checkpoint, or the manifest is a pickle.
     """
     started = time.monotonic()
     unsafe = unsafe_files(directory)
@@ -75,7 +84,7 @@ def verify(directory: Path) -> Verification:
 
 
 def _experts(state: SavedState, check: FileCheck) -> tuple[tuple[VerifiedExperts, ...], str | None, list[str]]:
-    """All experts, why they were left out, and what is wrong with model or experts."""
+    """Return all experts, why they were left out (or None), and the problems of the model or the experts."""
     if reason := _why_no_model(state, check):
         return (), reason, []
     try:

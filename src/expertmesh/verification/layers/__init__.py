@@ -1,4 +1,7 @@
-"""The layers of a proof, one file each, in the order in which they run."""
+"""The layers of a proof, one file each, in the order in which they run.
+
+Every rank calls each of them with the same proof, in the same order, because their comparisons communicate.
+"""
 
 from collections.abc import Callable
 

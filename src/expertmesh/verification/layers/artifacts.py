@@ -1,8 +1,8 @@
-"""Layer 6: what the job saves is what it trained: other tools read the files and give its logits.
+"""Layer 6: check that the job saves what it trained: other tools read the files and compute the same logits.
 
-After one optimizer step the model is saved and read by plain transformers; of a run with adapters the adapter is read
-by stock PEFT on its base, and merged and read by plain transformers. Each time the logits on rank 0's samples must be
-the job's. A model that does not fit into one process is read back one block at a time instead.
+After one optimizer step, plain transformers loads the saved model. In a run with adapters, stock PEFT loads the adapter
+on its base, and plain transformers loads the merged model. Each time, the logits on rank 0's samples must agree with
+the job's. A model that does not fit into one process is read one block at a time instead.
 """
 
 import gc
@@ -44,9 +44,16 @@ MERGED = "merged adapter in plain transformers"
 
 
 def check_artifacts(proof: Proof, *, merges: bool = True) -> list[Check]:
-    """Every rank calls it. Saves into the scratch directory, and removes it again.
+    """Train one step, save, and compare the logits of the saved model with the job's.
 
-    Without `merges` an adapter is merged only if stock PEFT is not there to read it.
+    It saves into the scratch directory, and removes the files afterwards.
+
+    Args:
+        proof: Its jobs are freed first.
+        merges: If False, an adapter is merged only if PEFT is not installed.
+
+    Collectives: every rank calls it; those of building a job, a training step, a recorded forward and saving, and a few
+    all-gathers of objects.
     """
     proof.free_jobs()
     job = build(proof.setup, precision=proof.exact.precision)
@@ -90,7 +97,10 @@ def _adapters(proof: Proof, job: Job, logits: Tensor, merges: bool) -> list[Chec
 
 @contextmanager
 def _saved(proof: Proof, job: Job, name: str) -> Iterator[Path]:
-    """A directory with the trained model or its adapter, while it is read. Collective."""
+    """Save the trained model or its adapter, and remove the directory after the block.
+
+    Collectives: every rank enters it; those of saving.
+    """
     directory = proof.scratch / name
     if name == "adapter":
         save_adapter(job.model, directory)
@@ -105,7 +115,10 @@ def _saved(proof: Proof, job: Job, name: str) -> Iterator[Path]:
 
 
 def _compared(proof: Proof, name: str, job: Job, logits: Tensor, load: Callable[[], Any]) -> Check:
-    """The logits of the model that rank 0 loads. One gathering."""
+    """Compare the logits of the model that rank 0 loads with `logits`, those of the job.
+
+    Collectives: every rank calls it; one small all-reduce, and one all-gather of objects.
+    """
     found: Distance | str = ""
     with raise_on_all_ranks("reading what was saved"):
         if job.mesh.rank == 0:
@@ -124,26 +137,29 @@ def _compared(proof: Proof, name: str, job: Job, logits: Tensor, load: Callable[
 
 
 def _limit(proof: Proof) -> float:
-    """Two ways of computing fp32 logits, each as far from the truth as the model's conditioning makes it."""
+    """Return the limit for two results in fp32, each of which has the error that the model's conditioning causes."""
     return max(proof.exact.limit, 2 * OWN_ERRORS * proof.own_error.get("logits", 0.0))
 
 
 @torch.no_grad()
 def _logits_of(proof: Proof, model: Any) -> Tensor:
-    """On rank 0's samples of the first step."""
+    """Return the logits on rank 0's samples of the first step."""
     samples = [(placed.input_ids, placed.labels) for placed in proof.setup.steps[0].placed(proof.setup.layout, 0)]
     batch = unsharded.Batch.of(samples)
     return kept_tokens(batch.real_tokens(unsharded.forward(model.eval(), batch)[0]))
 
 
 def _logits_by_block(proof: Proof, job: Job, directory: Path) -> Tensor:
-    """Of a saved model that fits no process: on this data rank's samples, every rank calls it."""
+    """Return the logits of a saved model on this data rank's samples, with one block in memory at a time.
+
+    Collectives: every rank calls it; those of `Reference.run`.
+    """
     saved = replace(job, setup=replace(proof.setup, directory=directory, dropped=None))
     return Reference(saved, proof.exact.judge).run(proof.setup.steps[0]).forward.tensors["logits"]
 
 
 def _plain_model(proof: Proof, directory: Path, config: Any = None) -> Any:
-    """transformers' own class and loading, with its eager experts."""
+    """Load a model with transformers' class and loader, with eager experts."""
     model_class = type(proof.setup.meta_model(torch.float32, fuse=False))
     options: dict[str, Any] = {} if config is None else {"config": config}
     with _quiet():
@@ -154,7 +170,7 @@ def _plain_model(proof: Proof, directory: Path, config: Any = None) -> Any:
 
 
 def _with_peft(proof: Proof, job: Job, adapter: Path) -> Any:
-    """On the base that the adapter was trained on: with experts as quantising them has left them."""
+    """Load the adapter with stock PEFT on the base that it was trained on, with the rounding of quantised experts."""
     with _quiet():
         peft: Any = importlib.import_module("peft")
     if hasattr(proof.setup.model_config, "quantization_config"):
@@ -169,7 +185,13 @@ def _with_peft(proof: Proof, job: Job, adapter: Path) -> Any:
 
 
 def _merged_adapter(proof: Proof, adapter: Path, target: Path) -> Any:
-    """By the command that a user would give, in a process of its own: merging is for one process."""
+    """Merge the adapter with the command that a user would run, and load the result.
+
+    It runs in a separate process, because merging is for one process.
+
+    Raises:
+        IntegrityError: If the command fails.
+    """
     config = proof.setup.config.model
     command = [sys.executable, "-m", "expertmesh", "merge", str(adapter), "--output", str(target)]
     command += ["--base", str(proof.setup.directory), "--dtype", "float32"]
@@ -185,7 +207,7 @@ def _merged_adapter(proof: Proof, adapter: Path, target: Path) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars, reports and deprecations of other libraries."""
+    """Switch off the progress bars, reports and deprecation warnings of other libraries inside the block."""
     shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # layers that --layers leaves out would be reported as unexpected

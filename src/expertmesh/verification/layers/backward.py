@@ -1,7 +1,7 @@
-"""Layer 3: every gradient is the unsharded model's, and so are their norm and what clipping does with it.
+"""Layer 3: compare all gradients, their norm and the effect of clipping with the unsharded model.
 
-Nothing is sampled: each rank compares the whole of what it holds with that part of the unsharded gradient. The norm is
-computed from the unsharded gradients alone; clipping is made to clip by asking for half of it.
+Nothing is sampled: each rank compares all of its shards with the same parts of the unsharded gradients. The expected
+norm is computed from the unsharded gradients alone. Half of it is the maximum norm, so that clipping has an effect.
 """
 
 import torch
@@ -12,7 +12,12 @@ from expertmesh.verification.result import Check, Figure
 
 
 def check_backward(proof: Proof) -> list[Check]:
-    """Every rank calls it; uses the passes of `check_forward` where they were made."""
+    """Compare gradients, norm and clipping of the first step with the unsharded model, in each precision.
+
+    It reuses the passes of `check_forward` if they were run.
+
+    Collectives: every rank calls it; those of the passes, and a few all-gathers of objects.
+    """
     return [check for run in proof.runs for check in _checks(run)]
 
 
@@ -30,7 +35,7 @@ def _checks(run: PrecisionRun) -> list[Check]:
 
 
 def _clipping(run: PrecisionRun) -> Check:
-    """Each tensor must have been scaled by what the reported norm asks for, to the rounding of its dtype."""
+    """Check that clipping scaled each tensor by the factor that follows from the reported norm, up to rounding."""
     got = run.backward
     factor = got.max_norm / (got.norm + 1e-6)
     rounding = max((torch.finfo(value.dtype).eps for value in got.gradients.values()), default=0.0)

@@ -1,6 +1,7 @@
-"""Layer 1: what the ranks hold is what the files hold, each expert as often as it should be, copies equal.
+"""Layer 1: check that the ranks hold the bytes of the files, each expert the right number of times, with equal copies.
 
-The audit that every `train` start runs on samples runs here on every byte, with another reader than loading uses.
+The audit that every start of `train` runs on samples runs here on every byte, with a different reader from that of
+loading.
 """
 
 import hashlib
@@ -22,7 +23,10 @@ from expertmesh.weights.audit import audit_weights
 
 
 def check_bytes(proof: Proof) -> list[Check]:
-    """Every rank calls it. One audit of all bytes and a few gatherings."""
+    """Compare the loaded weights of the configured precision with their files.
+
+    Collectives: every rank calls it; those of one audit of all bytes, and a few all-reduces and all-gathers.
+    """
     job = proof.runs[-1].job
     return [_audit(job), _owned(job), replicas(job, "copies equal")]
 
@@ -39,7 +43,10 @@ def _audit(job: Job) -> Check:
 
 
 def _owned(job: Job) -> Check:
-    """Every element of every expert is on exactly `replicate` ranks. Two all-reduces of a number per expert."""
+    """Check that every element of every expert is on exactly `replicate` ranks.
+
+    Collectives: every rank calls it; two all-reduces of a number per expert.
+    """
     state = job.tensors()
     names = [f"{spec.name}.{name}" for spec in job.setup.anatomy.experts for name in spec.parameters]
     count = job.setup.anatomy.num_experts
@@ -66,9 +73,14 @@ def _owned(job: Job) -> Check:
 
 
 def replicas(job: Job, name: str, also: dict[str, Tensor] | None = None) -> Check:
-    """Ranks that hold the same part of a tensor hold the same bytes: parameters, buffers, and what `also` adds.
+    """Check that ranks which hold the same part of a tensor hold the same bytes.
 
-    One gathering of 16 bytes per part.
+    Args:
+        job: Its parameters and buffers are compared.
+        name: The name of the check.
+        also: Further tensors, by name.
+
+    Collectives: every rank calls it; one all-gather of objects, 16 bytes per part, and one more if copies differ.
     """
     prints: dict[int, tuple[str, int]] = {}
     names: dict[int, int] = {}

@@ -1,9 +1,9 @@
-"""Layer 2: the job's forward is the unsharded model's: experts chosen, every block's output, logits, losses.
+"""Layer 2: compare the job's forward with the unsharded model: chosen experts, outputs of blocks, logits and losses.
 
-Choices are compared token by token. Where they differ, the unsharded model says how near the choice was: by rounding
-alone it is a tie, which is counted; else it is wrong. In bf16 choices differ from fp32's in the unsharded model as
-well; there the job must not differ from it more often than the unsharded bf16 model does. Everything else is compared
-with the unsharded model following the job's choices.
+Chosen experts are compared token by token. If they differ, the unsharded model gives the gap between the scores: within
+the tolerance it is a tie, which is counted; else it is an error. In bf16 the unsharded model, too, chooses other
+experts than in fp32; the job must not differ from fp32 more often than the unsharded bf16 model. Everything else is
+compared with the unsharded model on the experts that the job chose.
 """
 
 import math
@@ -28,12 +28,16 @@ from expertmesh.verification.proof import PrecisionRun, Proof
 from expertmesh.verification.reference.model import Expected
 from expertmesh.verification.result import Check, Figure
 
-# Chance at which counts of flips that differ are called different: once in a million verifications.
+# The probability of a false alarm by `_compare_flips`: once in a million verifications.
 _CHANCE = 1e-6
 
 
 def check_forward(proof: Proof) -> list[Check]:
-    """Every rank calls it; runs the job and the reference on the first step."""
+    """Compare the forward of the first step with the unsharded model, in each precision.
+
+    Collectives: every rank calls it; those of the passes of the job and of the reference, and a few all-gathers of
+    objects.
+    """
     checks = [check for run in proof.runs for check in _checks(run)]
     return checks if proof.setup.steps[0].beta is None else [*checks, _compare_reference(proof)]
 
@@ -59,16 +63,21 @@ def _checks(run: PrecisionRun) -> list[Check]:
 
 
 def _own_limit(run: PrecisionRun, own: Expected, exact: Expected) -> float:
-    """How far off the loss may be because the unsharded model `own` is, as if the errors of all its tokens added up:
-    where a loss is of differences (dpo), they count by more than their share of it. One gathering.
+    """Return the limit for the relative error of the loss that follows from the error of the unsharded model `own`.
+
+    The errors of all its tokens are added without signs: in a loss of differences (dpo) they count more than their
+    share of the loss.
+
+    Collectives: every rank calls it; one all-gather of objects.
     """
     errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
     return OWN_ERRORS * errors * run.proof.setup.steps[0].share / abs(exact.losses.loss)
 
 
 def _compare_reference(proof: Proof) -> Check:
-    """The first step's log-probabilities under the reference that a preference run would have. Every rank calls it: two
-    forwards of the job, one of the unsharded model.
+    """Compare the first step's log-probabilities under the reference of a preference run with the unsharded model.
+
+    Collectives: every rank calls it; those of two forwards of the job, and one all-gather of objects.
     """
     data, job, objective = proof.setup.steps[0], proof.exact.job, RunObjective.of(proof.setup.config)
     without, got = objective.adapters_off, job.reference_table(data, objective)
@@ -88,20 +97,23 @@ def _losses(run: PrecisionRun, expected: Expected, limit: float, own: Expected |
         value, wanted, allowed = getattr(got, name), getattr(expected.losses, name), limit
         if value is not None or wanted is not None:
             if own is not None and name != "loss":
-                # A mean over tokens, whose own error is one number: it may be small by luck, hence the loss's too.
+                # The error of this mean over tokens is one number, which may be small by chance: allow the loss's, too.
                 allowed = max(limit, OWN_ERRORS * scalar(name, getattr(own.losses, name), wanted, 0.0).error)
             found.append(scalar(name, value or 0.0, wanted or 0.0, allowed))
     return found
 
 
 def _compare_choices(run: PrecisionRun) -> Check:
-    """Compare choices token by token, as sets. A difference is a tie where scores are within the tolerance."""
+    """Compare the chosen experts token by token, as sets. A difference is a tie if scores are within the tolerance.
+
+    Collectives: every rank calls it; one all-gather of objects.
+    """
     name, choices, expected = f"{run.name}: experts chosen", run.forward.choices, run.expected(run.judge)
     mine: dict[str, tuple[int, int, int]] = {}
     for module, wanted in expected.forward.choices.items():
         if module in choices and run.job.answers_for_rows:
             differs = differ(choices[module], wanted)
-            # A router without a choice among scores (by a hash of the token, for one) has no ties.
+            # A router that does not compare scores (for example one that hashes the token) has no ties.
             tied = differs & (expected.margins.get(module, torch.full(differs.shape, math.inf)) <= run.limit)
             mine[module] = len(differs), int(tied.sum()), int((differs & ~tied).sum())
     totals = summed_over_ranks(mine)
@@ -116,9 +128,12 @@ def _compare_choices(run: PrecisionRun) -> Check:
 
 
 def _compare_flips(run: PrecisionRun) -> Check:
-    """Choices that differ from fp32's: in the job alone, and in the unsharded bf16 model alone. Equal chances would
-    give equal counts; the check fails where the job has more than 1.5 times as many and chance does not explain it.
-    Each token counts once: on the rank that answers for its row.
+    """Count the tokens whose experts differ from fp32's in the job alone, and in the unsharded bf16 model alone.
+
+    With equal probabilities both counts would be about equal. The check fails if the job's count is more than 1.5 times
+    as large and chance does not explain it. Each token counts once, on a rank with `answers_for_rows`.
+
+    Collectives: every rank calls it; one all-gather of objects.
     """
     name, choices = f"{run.name}: experts chosen", run.forward.choices
     own, exact = (run.proof.expected(dtype).forward.choices for dtype in (torch.bfloat16, torch.float32))
@@ -142,6 +157,6 @@ def _no_choices(name: str) -> Check:
 
 
 def _chance(heads: int, throws: int) -> float:
-    """Of so many heads or more, of a fair coin."""
+    """Return the probability of at least `heads` heads in `throws` throws of a fair coin."""
     log = [math.lgamma(throws + 1) - math.lgamma(k + 1) - math.lgamma(throws - k + 1) for k in range(heads, throws + 1)]
     return sum(math.exp(each - throws * math.log(2)) for each in log)

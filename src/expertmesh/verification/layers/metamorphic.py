@@ -1,8 +1,8 @@
-"""Layer 5: what must not change the result does not: ep, accumulation, packing, checkpointing, stopping and resuming.
+"""Layer 5: check that ep, accumulation, packing, activation checkpointing and resuming do not change the result.
 
-Each relation runs the same step of the same data in two ways, in fp32, and compares the loss, the gradient norm and
-every gradient (resuming: see resume.py). A relation that the ranks, the model or the run leave no room for is reported
-as not run.
+Each relation runs the same step on the same data in two ways, in fp32, and compares the loss, the gradient norm and
+every gradient (for resuming see resume.py). A relation that is impossible on these ranks, or with this model or run, is
+reported as not run.
 """
 
 import gc
@@ -16,7 +16,7 @@ from expertmesh.data import Step
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.parallel.checkpointing import checkpointed_blocks, recompute_blocks
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
 from expertmesh.verification.job import Boxes, Job
@@ -28,7 +28,10 @@ EP_SIZES = (1, 2, 4)
 
 
 def check_metamorphic(proof: Proof) -> list[Check]:
-    """Every rank calls it. Builds the job several times."""
+    """Run each relation in two ways and compare the results.
+
+    Collectives: every rank calls it; those of building the job several times and of its steps.
+    """
     proof.free_jobs()
     job = build(proof.setup, precision=proof.exact.precision, checkpointing=False)
     base = _run(job, job.batches(proof.setup.steps[0]))
@@ -41,15 +44,26 @@ def check_metamorphic(proof: Proof) -> list[Check]:
 
 @dataclass(frozen=True, slots=True)
 class _StepResult:
-    """What one way of running a step gave; `gradients` of what this rank answers for."""
+    """The results of one way to run a step."""
 
     loss: float
+    """The loss over all ranks."""
     norm: float
+    """The global norm of the gradients."""
     gradients: dict[str, Tensor]
+    """The parts of the gradients for which this rank is responsible, on the host, by name."""
 
 
 def _run(job: Job, step: Step, boxes: Boxes | None = None) -> _StepResult:
-    """`boxes`: what this rank answers for in another layout."""
+    """Run forward and backward of a step and return its results.
+
+    Args:
+        job: The job; its gradients are dropped afterwards.
+        step: The micro-batches of this data rank.
+        boxes: The parts of the gradients to return, those of another layout; None: this rank's in the job's layout.
+
+    Collectives: every rank calls it; those of `Job.backward`, `Job.clip` and, with `boxes`, `Job.parts`.
+    """
     losses, gradients = job.backward(step), job.gradients()
     own = {name: gradients[name].cpu() for name in job.boxes()} if boxes is None else job.parts(gradients, boxes)
     norm = job.clip(None)
@@ -58,7 +72,10 @@ def _run(job: Job, step: Step, boxes: Boxes | None = None) -> _StepResult:
 
 
 def _same(proof: Proof, name: str, one: _StepResult, other: _StepResult) -> Check:
-    """Two runs, each as far from the truth as the model's own conditioning makes it."""
+    """Compare two runs, each of which may have the error that the model's conditioning causes.
+
+    Collectives: every rank calls it; one all-gather of objects.
+    """
     limit, compared = proof.exact.limit, []
     for figure in figures(distances(one.gradients, other.gradients, True), limit, floor=True):
         own_error = proof.own_error.get(without_numbers(figure.tensor), 0.0)
@@ -73,7 +90,7 @@ def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
     if not getattr(job.model, "supports_gradient_checkpointing", False):
         return Check.not_run(name, f"not supported by {proof.setup.model_config.model_type}")
     anatomy = proof.setup.anatomy
-    blocks = checkpointed_blocks(full_model(job.model), anatomy, "full", "all")
+    blocks = checkpointed_blocks(ModelView(job.model).full, anatomy, "full", "all")
     recompute_blocks(job.model, "full", anatomy, blocks)
     recomputed = _run(job, job.batches(proof.setup.steps[0]))
     disable = getattr(job.model, "activation_checkpointing_disable", None)
@@ -82,7 +99,7 @@ def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
 
 
 def _accumulation(proof: Proof, job: Job) -> Check:
-    """All rows of a rank at once, and in four parts, with very uneven numbers of targets."""
+    """Compare all rows of a rank in one micro-batch with four micro-batches, with uneven numbers of targets."""
     ranks = job.mesh.layout.data_ranks
     data = proof.setup.steps[0].repeated(4 * ranks).uneven()
     mine = len(data.rows) // ranks
@@ -105,7 +122,7 @@ def _packing(proof: Proof, job: Job) -> Check:
 
 
 def _expert_parallel(proof: Proof, base: _StepResult, boxes: Boxes) -> Iterator[Check]:
-    """Other sizes of ep, with the same data ranks."""
+    """Yield a check for each other size of ep, with the same data ranks."""
     setup, layout = proof.setup, proof.setup.layout
     for size in EP_SIZES:
         name = f"ep {layout.ep} = ep {size}"

@@ -1,5 +1,6 @@
-"""The last relation of layer 5: a run that stops, saves and goes on in a new job ends with the bits of one that does
-not, in the run's own precision.
+"""The last relation of layer 5: a run that is saved and resumed in a new job ends with the same bits as without that.
+
+It runs in the configured precision and compares weights and moments bit for bit.
 """
 
 import gc
@@ -19,7 +20,11 @@ from expertmesh.verification.result import Check
 
 
 def check_resume(proof: Proof) -> list[Check]:
-    """Every rank calls it. Builds the job twice."""
+    """Compare a resumed run with an uninterrupted one, bit for bit.
+
+    Collectives: every rank calls it; those of building the job twice, of its steps and of a checkpoint, and two
+    all-gathers of objects.
+    """
     setup, precision, directory = proof.setup, proof.setup.config.precision, proof.scratch / "checkpoint"
     name = f"{label(precision)}: resumed = uninterrupted, bit for bit"
     *first, last = setup.steps
@@ -48,7 +53,7 @@ def check_resume(proof: Proof) -> list[Check]:
 
 
 def _fingerprints(job: Job) -> dict[str, int]:
-    """Of each weight and each moment that this rank holds."""
+    """Return the fingerprint of each weight and each moment that this rank holds, by name."""
     tensors = {**job.tensors(), **job.optimizer_tensors()}
     held = {name: local_tensor(tensor) for name, tensor in tensors.items()}
     return {name: fingerprint(local) for name, local in held.items() if local.numel()}

@@ -1,8 +1,8 @@
-"""A few steps of the unsharded model, in memory: losses, norms, and how far its weights move.
+"""Compare a few steps with the unsharded model in memory: losses, norms and the movement of the weights.
 
-AdamW divides by the size of each element's gradient, so that where a gradient is rounding alone its sign is chance and
-the step as large as any. The limit for weights is therefore how far the unsharded model moves otherwise when noise of
-the size that layer 3 allows is added to its gradients.
+For layer 4. AdamW divides by the size of each element's gradient. If a gradient is only rounding, its sign is random
+and the step is as large as any other. So the limit for weights is measured: how much the movement of the unsharded
+model changes when noise of the size that layer 3 allows is added to its gradients.
 """
 
 import os
@@ -33,21 +33,31 @@ from expertmesh.verification.samples import StepData
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The unsharded model, trained in memory: as it is, and with noise on its gradients, each with this rank's parts of
-    how far the weights went. `start`: the job's weights.
-    """
+    """The steps of the unsharded model in memory, with this rank's parts of the movement of the weights."""
 
     start: dict[str, Tensor]
+    """This rank's shards of the job's weights before the first step, by name."""
     exact: unsharded.UnshardedRun
+    """The steps without noise."""
     noisy: unsharded.UnshardedRun
+    """The steps with noise on the gradients."""
 
     def checks(self, job: Job, name: str, losses: list[float], norms: list[float]) -> list[Check]:
-        """Of the job, which has taken the same steps."""
+        """Compare the job, which has taken the same steps, with the unsharded model.
+
+        Args:
+            job: The job after its last step.
+            name: The name of its precision.
+            losses: The job's loss of each step.
+            norms: The job's gradient norm of each step.
+
+        Collectives: every rank calls it; two all-gathers of objects.
+        """
         limit = TOLERANCE[torch.promote_types(next(iter(self.start.values())).dtype, torch.float32)]
         moved, counted = {n: local_tensor(p) - self.start[n] for n, p in job.parameters().items()}, job.counted()
         found = distances(moved, self.exact.moved, counted)
         noise = distances(self.noisy.moved, self.exact.moved, counted)
-        # Of any tensor: which of them have an element whose sign is chance is chance, too.
+        # One limit for all tensors: which of them has an element with a random sign is random as well.
         allowed = max([limit, *(distance.relative() for distance in noise.values())])
         weights = [Figure(tensor, distance.relative(), allowed) for tensor, distance in found.items()]
         whole = max(limit, total(noise).relative())
@@ -57,8 +67,8 @@ class Trajectory:
             ("loss", losses, self.exact.losses, self.noisy.losses),
             ("norm", norms, self.exact.norms, self.noisy.norms),
         ):
-            # The job is off by chance of the same kind, of which the noise is one draw: where a rounding decides which
-            # experts or positions are chosen, another draw may move several times as much.
+            # The job's error is random in the same way, and the noise is one draw of it. If rounding decides which
+            # experts or positions are chosen, another draw may move the weights several times as far.
             chance = max(scalar(what, a, b, 0.0).error for a, b in zip(noisy, wanted, strict=True))
             allowed = max(limit, 2 * OWN_ERRORS * chance)
             steps = enumerate(zip(got, wanted, strict=True), 1)
@@ -71,8 +81,11 @@ class Trajectory:
 
 
 def start_trajectory(proof: Proof, job: Job) -> Trajectory | str:
-    """The unsharded steps, or why they cannot be taken. Before the job takes them; every rank calls it."""
-    # Of the ranks of this machine: weights, where they started, gradients, and two moments.
+    """Take the unsharded steps before the job takes them, or return why they cannot be taken.
+
+    Collectives: every rank calls it; one broadcast, and those of `Reference.run` for each step, twice.
+    """
+    # Each rank of this machine needs five copies: weights, weights before the first step, gradients and two moments.
     if (why := proof.no_memory_for(5 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) is not None:
         return why
     start = {name: local_tensor(parameter).clone() for name, parameter in job.parameters().items()}
@@ -82,9 +95,14 @@ def start_trajectory(proof: Proof, job: Job) -> Trajectory | str:
 
 
 def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
-    """The steps of the setup on the unsharded model, every rank with all weights.
+    """Take the steps of the setup on the unsharded model, with all weights in the memory of every rank.
 
-    `noise`: how much of each gradient's size is added to it at random; more where the model is worse conditioned.
+    Args:
+        proof: The proof with the reference.
+        noise: The size of random noise on each gradient, relative to the gradient; more where the model is worse
+            conditioned.
+
+    Collectives: every rank calls it; those of `Reference.run` and `_move_biases` for each step.
     """
     reference = proof.reference(proof.exact.judge)
     weights, held = reference.weights.in_memory(dict.fromkeys(reference.streamed.names.values()))
@@ -116,8 +134,9 @@ def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
 
 
 def _move_biases(job: Job, expected: Expected, held: dict[str, Tensor]) -> None:
-    """The balancing update of correction biases, by the unsharded model's own choices; the optimizer has no part in it.
-    One gathering for each bias.
+    """Update the routers' correction biases from the experts that the unsharded model chose, without the optimizer.
+
+    Collectives: every rank calls it; one all-gather of objects for each bias.
     """
     balance = attached_balance(job.model)
     for experts, bias in balance.biases:

@@ -1,8 +1,9 @@
-"""Layer 4: optimizer steps are those of plain torch, a few steps end where the unsharded model ends, replicas agree.
+"""Layer 4: compare optimizer steps with plain torch, the result of a few steps with the unsharded model, and replicas.
 
-Each rank repeats its optimizer's arithmetic in fp64, from its own weights and clipped gradients, on a sample of
-elements of each shard: weights and moments must be the rounding of that. Optimizers that treat many elements at once
-have no such sample. Where the whole unsharded model fits in the machine, it takes the same steps (trajectory.py).
+Each rank repeats the arithmetic of its optimizer in fp64, from its weights and clipped gradients, on a sample of the
+elements of each shard; weights and moments must be equal to that up to rounding. An optimizer that combines many
+elements cannot be repeated on a sample. If the full unsharded model fits into the machine, it takes the same steps
+(trajectory.py).
 """
 
 import torch
@@ -25,7 +26,11 @@ NOT_BY_ELEMENT = {
 
 
 def check_update(proof: Proof) -> list[Check]:
-    """Every rank calls it. Steps the jobs of `proof`, and frees them."""
+    """Take the steps of the setup with each job of `proof`, check them, and free the jobs.
+
+    Collectives: every rank calls it; those of the steps of the job and of the unsharded model, and a few all-gathers of
+    objects.
+    """
     checks = []
     for run in proof.runs:
         job, name = run.job, run.name
@@ -38,7 +43,16 @@ def check_update(proof: Proof) -> list[Check]:
 
 
 def _steps(proof: Proof, job: Job, name: str, trajectory: Trajectory | str | None) -> list[Check]:
-    """All steps of the setup: checks of the arithmetic, and of the trajectory if there is one."""
+    """Take all steps of the setup; return the checks of the arithmetic, and of the trajectory if there is one.
+
+    Args:
+        proof: The proof with its hooks and steps.
+        job: The job to step.
+        name: The name of its precision.
+        trajectory: The unsharded steps, the reason why there are none, or None if they are not compared.
+
+    Collectives: every rank calls it; those of the steps, and a few all-gathers of objects.
+    """
     config = proof.setup.config.optim
     repeated = None if config.name in NOT_BY_ELEMENT else _RepeatedOptimizer(job)
     losses, norms = [], []
@@ -68,13 +82,16 @@ def _steps(proof: Proof, job: Job, name: str, trajectory: Trajectory | str | Non
 
 
 def _worst_of_each_rank(mine: list[Figure]) -> list[Figure]:
-    """All figures of all ranks would be too many."""
+    """Return the worst figure of each rank; all figures of all ranks would be too many.
+
+    Collectives: every rank calls it; one all-gather of objects.
+    """
     worst = max(mine, key=lambda figure: figure.share, default=None)
     return [figure for figure in gather(worst) if figure is not None]
 
 
 class _RepeatedOptimizer:
-    """torch's own optimizer, one tensor at a time, in fp64, on a sample of the elements that this rank holds."""
+    """torch's optimizer in fp64, one tensor at a time, on a sample of the elements that this rank holds."""
 
     def __init__(self, job: Job) -> None:
         self.start = {name: _sample(parameter) for name, parameter in job.parameters().items()}
@@ -83,7 +100,7 @@ class _RepeatedOptimizer:
         self.steps = 0
 
     def step(self, job: Job) -> None:
-        """With the gradients that the job is about to use."""
+        """Take a step with the gradients that the job is about to use."""
         for name, parameter in job.parameters().items():
             self.parameters[name].grad = None if parameter.grad is None else _sample(parameter.grad)
         self.optimizer.step()
@@ -91,8 +108,9 @@ class _RepeatedOptimizer:
 
     @torch.no_grad()
     def weights(self, job: Job) -> list[Figure]:
-        """The error of all steps together, relative to how far the weights have moved; storing them costs one rounding
-        of each element at each step, and computing the step in fp32 a little of itself.
+        """Return the error of the weights after all steps, relative to their movement.
+
+        The limit allows one rounding of each stored element per step, and the tolerance for arithmetic in fp32.
         """
         found = []
         for name, parameter in job.parameters().items():
@@ -105,6 +123,7 @@ class _RepeatedOptimizer:
         return found
 
     def moments(self, job: Job) -> list[Figure]:
+        """Return the relative error of each state tensor; infinite if only one of both optimizers has it."""
         found = []
         for name, parameter in job.parameters().items():
             wanted = self.optimizer.state.get(self.parameters[name], {})
@@ -117,7 +136,7 @@ class _RepeatedOptimizer:
         return found
 
     def _moment(self, held: Tensor | float, wanted: Tensor) -> tuple[float, float]:
-        """Error and limit of one of the optimizer's tensors, or of its count of steps."""
+        """Return error and limit of one state tensor, or of the count of steps."""
         if not isinstance(held, Tensor) or not held.dim():
             return abs(float(held) - float(wanted)), 0.0
         size, error = float(wanted.norm()), float((_sample(held) - wanted).norm())
@@ -126,11 +145,11 @@ class _RepeatedOptimizer:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Up to `_SAMPLED` elements of this rank's part, evenly spread, as a flat copy in fp64 on the host."""
+    """Return up to `_SAMPLED` evenly spaced elements of this rank's part, as a flat copy in fp64 on the host."""
     flat = local_tensor(tensor.detach()).reshape(-1)
     return flat[:: max(1, -(-flat.numel() // _SAMPLED))].to("cpu", torch.float64, copy=True)
 
 
 def _precision(dtype: torch.dtype) -> tuple[float, float]:
-    """What is allowed where arithmetic is at least fp32, and what one rounding to `dtype` costs."""
+    """Return the tolerance for arithmetic in fp32 or wider, and the relative error of one rounding to `dtype`."""
     return TOLERANCE[torch.promote_types(dtype, torch.float32)], torch.finfo(dtype).eps

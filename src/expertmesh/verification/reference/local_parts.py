@@ -1,4 +1,8 @@
-"""From whole tensors of the reference to the parts of them that this rank of the job holds."""
+"""Cut full tensors of the reference into the parts that this rank of the job holds.
+
+The reference keeps experts that are a list of MLPs as they are; the job has them in fused parameters. This module maps
+the names and boxes between both. It never communicates.
+"""
 
 import torch
 from torch import Tensor
@@ -9,12 +13,12 @@ from expertmesh.state.shards import local_box
 from expertmesh.verification.job import Job
 from expertmesh.verification.setup import Setup
 
-# Where a tensor of the unsharded model lies in a fused one of the job: its name and the box.
+# The place of a tensor of the unsharded model in a fused parameter of the job: the parameter's name, and the box.
 FusedPlaces = dict[str, tuple[str, Box]]
 
 
 class LocalParts:
-    """Collects what this rank of the job holds of whole tensors of the reference, in the job's names: `parts`."""
+    """Collects this rank's parts of the reference's full tensors in `parts`, by the job's names."""
 
     def __init__(self, job: Job, places: FusedPlaces) -> None:
         self._places = places
@@ -22,7 +26,7 @@ class LocalParts:
         self.parts: dict[str, Tensor] = {}
 
     def take(self, name: str, whole: Tensor) -> None:
-        """Keep the part of a whole tensor; nothing of one that the job has not here."""
+        """Store this rank's part of the full tensor `whole`; ignore a tensor of which this rank has no part."""
         into, box = self._places.get(name, (name, full_box(whole.shape)))
         if into not in self._boxes:
             return
@@ -35,7 +39,11 @@ class LocalParts:
 
 
 def places_of_list_members(setup: Setup) -> FusedPlaces:
-    """Where the linears of experts that are a list lie in the job's fused parameters; empty for other models."""
+    """Return the places of the linears of experts that are a list, in the job's fused parameters.
+
+    Returns:
+        The fused parameter and the box, by the name of the linear's weight or bias; empty for other models.
+    """
     places: FusedPlaces = {}
     for name, module in setup.meta_model(torch.float32).named_modules():
         if not isinstance(module, FusedExperts):

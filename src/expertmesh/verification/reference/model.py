@@ -1,8 +1,8 @@
-"""The unsharded model: every data rank runs its own samples through it, and the gradients are summed over ranks.
+"""Run the unsharded model: each data rank runs its samples through it, and gradients are summed over ranks.
 
-The model is the family's own, from transformers, with transformers' eager experts, one block in memory at a time
-(streaming.py), weights read through the safetensors library, its loss that of unsharded.py. Samples are padded into one
-batch, each by itself: no packing, no micro-batches.
+The model is the family's code from transformers with eager experts and one block in memory at a time (streaming.py).
+Weights are read through the safetensors library, and the loss is that of unsharded.py. Each sample is a row of one
+padded batch: there is no packing and there are no micro-batches.
 
     T tokens of this rank's samples
 """
@@ -35,49 +35,59 @@ from expertmesh.verification.samples import PlacedSample, StepData
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the unsharded model gives for a step. `forward`, `token_losses`, `margins`: of this rank's samples; the
-    experts chosen are the model's own, also where it was told to go on with others.
-
-    `gradients`: of every trained tensor, the part that this rank of the job holds; `squares`: of the whole ones, before
-    clipping, the squared norms. `margins[module]` `[T]`: see recorder.py.
-    """
+    """The results of the unsharded model for a step."""
 
     forward: ForwardRecord
+    """The forward on this rank's samples; `choices` are those of the unsharded model, even if others were forced."""
     margins: dict[str, Tensor]
+    """The margin of each token's choice of experts on this rank, `[T]` by module; see recorder.py."""
     token_losses: Tensor
+    """The loss of each target of this rank's samples in fp64; empty on ranks without `Job.answers_for_rows`."""
     losses: Losses
+    """The losses over all ranks."""
     gradients: dict[str, Tensor]
+    """This rank's parts, as in the job, of the gradients of all trained tensors, by name."""
     squares: dict[str, float]
+    """The squared norm of each full gradient, before clipping, by name."""
 
     @property
     def norm(self) -> float:
+        """The global norm of the gradients."""
         return math.sqrt(sum(self.squares.values()))
 
 
+# Gets the name and the full gradient of a tensor.
 TakeWhole = Callable[[str, Tensor], None]
 
 
 @dataclass(slots=True)
 class Reference:
-    """The unsharded model of a job in one dtype, for comparison with what the job holds. Every rank makes one.
+    """The unsharded model of a job in one dtype, for comparison with the job's tensors.
 
-    Issues one gathering of names.
+    Collectives: every rank makes one; one all-gather of objects, the names of trained tensors.
     """
 
     job: Job
+    """The job to compare with."""
     dtype: torch.dtype
+    """The dtype of weights and arithmetic."""
     weights: Weights = field(init=False)
+    """The weights, read from the files."""
     streamed: StreamedModel = field(init=False)
+    """The model that runs."""
     places: FusedPlaces = field(init=False)
+    """The places of the linears of list experts in the job's fused parameters."""
     trained: frozenset[str] = field(init=False)
+    """The names of trained tensors, those of the job and those of the reference."""
     router_logits: Sequence[Tensor] = ()
+    """The routers' logits of the last forward, if a router loss is on."""
 
     def __post_init__(self) -> None:
         job, setup, device = self.job, self.job.setup, self.job.mesh.device
         model = setup.meta_model(self.dtype, fuse=False)
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
-        # transformers' own recording; what its loss makes of them is not used.
+        # transformers records the logits; the router loss that it computes from them is not used.
         model.config.get_text_config().output_router_logits = attached_balance(job.model).has_losses
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
@@ -97,10 +107,15 @@ class Reference:
         forced: Mapping[str, Tensor] | None = None,
         whole: TakeWhole | None = None,
     ) -> Expected:
-        """Forward and backward of a step. Collective: one all-reduce per trained tensor, and a few small ones.
+        """Run forward and backward of a step.
 
-        `weights` instead of the files'; `forced` by module: the experts `[T, K]` that this rank's tokens go to; `whole`
-        gets every gradient whole, summed over ranks.
+        Args:
+            data: The samples of the step.
+            weights: Weights to use instead of those of the files.
+            forced: The experts that this rank's tokens must take, `[T, K]` by module.
+            whole: Gets each full gradient, summed over ranks.
+
+        Collectives: every rank calls it; one all-reduce per trained tensor, and a few small ones, on the default group.
         """
         job, streamed = self.job, self.streamed
         samples = data.placed(job.mesh.layout, job.mesh.rank)
@@ -145,7 +160,13 @@ class Reference:
     def row_log_probabilities(
         self, data: StepData, forced: Mapping[str, Tensor], *, adapters: bool
     ) -> dict[int, float]:
-        """Of this rank's samples by their numbers; `forced` as for `run`. No communication."""
+        """Return the log-probability of each of this rank's samples, by the sample's number. Collectives: none.
+
+        Args:
+            data: The samples of the step.
+            forced: As for `run`.
+            adapters: Add the adapters to the weights.
+        """
         job = self.job
         samples = data.placed(job.mesh.layout, job.mesh.rank)
         batch = self._batch(samples)
@@ -159,7 +180,10 @@ class Reference:
         return {sample.index: row for sample, row in zip(samples, rows, strict=False)}
 
     def _batch(self, samples: Sequence[PlacedSample]) -> unsharded.Batch:
-        """A rank without samples still takes part in every all-reduce, with a sample that does not count."""
+        """Return the batch of `samples`, or of one sample without targets if there are none.
+
+        A rank without samples has to run the model as well: skipping an all-reduce would hang the others.
+        """
         own = [(placed.input_ids, placed.labels) for placed in samples]
         return unsharded.Batch.of(own or [_no_sample()], self.job.mesh.device)
 
@@ -171,7 +195,7 @@ class Reference:
     def _loss(
         self, data: StepData, samples: Sequence[PlacedSample], batch: unsharded.Batch, token_losses: Tensor
     ) -> Tensor:
-        """This rank's share of the step's."""
+        """Return this rank's share of the loss of the step."""
         if data.beta is None or not samples:
             return token_losses.sum() / data.targets
         assert data.dataset.reference is not None
@@ -188,9 +212,11 @@ class Reference:
         return LocalParts(self.job, self.places)
 
     def _router_losses(self, own: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """transformers' own load-balancing loss on the logits of the whole step, and this rank's share of the z-loss.
+        """Return transformers' load-balancing loss on the logits of all ranks, and this rank's share of the z-loss.
 
-        Gradients flow through this rank's logits alone; the other ranks have theirs. One gathering of logits.
+        Gradients flow through this rank's logits alone; each rank computes the gradients of its logits.
+
+        Collectives: every rank calls it; one all-gather of objects, the logits.
         """
         balance, answers = attached_balance(self.job.model), self.job.answers_for_rows
         stacked = torch.stack(own).detach().cpu()
@@ -209,14 +235,14 @@ class Reference:
         return aux, torch.stack(squares).sum() / (rows * len(own))
 
     def _summed(self, share: Tensor) -> float:
-        """Over the ranks that answer for their rows. One all-reduce."""
+        """Return the sum over the ranks with `answers_for_rows`. Collectives: every rank calls it; one all-reduce."""
         value = share.detach().to(self.job.mesh.device, torch.float64) * self.job.answers_for_rows
         dist.all_reduce(value)
         return float(value)
 
 
 class _GradientSums:
-    """Gradients summed over ranks, of which this rank keeps what it holds of the job."""
+    """Sums gradients over ranks and stores the parts that this rank of the job holds."""
 
     def __init__(self, reference: Reference, whole: TakeWhole | None) -> None:
         self._answers, self._whole = reference.job.answers_for_rows, whole
@@ -226,17 +252,18 @@ class _GradientSums:
         self.squares: dict[str, float] = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """The share of this rank's samples. One all-reduce."""
+        """Sum the gradient of this rank's samples over all ranks. Collectives: every rank calls it; one all-reduce."""
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         if not self._answers:
             total = torch.zeros_like(total)
         dist.all_reduce(total)
-        if name in self._tied:  # comes once for each unit that holds it
+        if name in self._tied:  # a tied tensor gets one gradient from each unit that holds it
             self._pending[name] = self._pending[name] + total if name in self._pending else total
         else:
             self._done(name, total)
 
     def finish(self) -> None:
+        """Store the gradients of tied tensors, which are complete after backward."""
         for name in list(self._pending):
             self._done(name, self._pending.pop(name))
 

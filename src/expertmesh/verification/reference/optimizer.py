@@ -1,5 +1,6 @@
-"""The reference's optimizer: torch's own where it has it, one tensor after the other; else ours on whole tensors, which
-tests/training/test_optimizers.py compares with torch's.
+"""Make the optimizer of the reference: torch's if it has it, one tensor at a time; else expertmesh's on full tensors.
+
+tests/training/test_optimizers.py compares expertmesh's optimizers with torch's. Nothing here communicates.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from expertmesh.config import OptimConfig
-from expertmesh.state.stage_view import full_model
+from expertmesh.state.model_view import ModelView
 from expertmesh.training.optimizers.adamw import AdamW8bit
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.optimizers.muon import Muon
@@ -17,7 +18,7 @@ from expertmesh.verification.job import Job
 
 
 def plain_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig, job: Job) -> torch.optim.Optimizer:
-    """What the configuration asks for, on plain tensors, named as those of the job."""
+    """Return the configured optimizer on plain tensors, which have the names of the job's parameters."""
     learning_rate, decay = config.learning_rate, config.weight_decay
     if config.name == "sgd":
         return torch.optim.SGD(parameters.values(), lr=learning_rate, weight_decay=decay, foreach=False, fused=False)
@@ -27,6 +28,6 @@ def plain_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig,
     adamw |= {"stochastic_rounding": False, "seed": 0}
     if config.name == "adamw_8bit":
         return AdamW8bit(parameters.items(), **adamw)
-    matrices = matrices_of(full_model(job.model), job.setup.anatomy)
+    matrices = matrices_of(ModelView(job.model).full, job.setup.anatomy)
     compute = next(iter(parameters.values())).dtype
     return Muon(parameters.items(), matrices, momentum=config.momentum, compute=compute, group=None, **adamw)

@@ -1,9 +1,8 @@
-"""Looks at how the reference chooses experts while it runs: how near choices were, and the side to take in ties.
+"""Record how the reference chooses experts: the margin of each token's choice. Force the job's experts if requested.
 
-A choice between two experts whose scores differ by rounding alone is a tie: the sharded job may take the other one and
-be as right. A token's margin is the smallest relative gap between the last score chosen and the first one left out,
-over every `topk` of a block. The reference can be told to take the job's side in ties, so that everything after a tie
-can still be compared.
+If the scores of two experts differ by rounding alone, it is a tie: the sharded job may choose the other expert and be
+right as well. A token's margin is the smallest relative gap between the last chosen score and the first one that is not
+chosen, over every `topk` of a block. With the job's experts forced, everything after a tie can still be compared.
 
     T tokens of the reference's batch, K top-k, E experts
 """
@@ -23,22 +22,26 @@ from expertmesh.anatomy import ExpertsSpec, is_inside
 
 @dataclass(slots=True)
 class Choices:
-    """Of a forward of `tokens` tokens, and of its runs again in backward. Everything is by name of an experts module,
-    or of one of `routers`, which sort rows by themselves, several to a block.
+    """The chosen experts of a forward, and of the recomputation in its backward.
 
-    `forced[module]` `[T, K]`: the experts to take, negative for tokens that choose themselves. `own[module]` `[T, K]`:
-    what the tokens would have chosen where they were forced. `margins[module]` is `[T]`.
+    A key `module` is the name of an experts module, or of one of `routers`.
     """
 
     experts: Sequence[ExpertsSpec]
+    """The experts modules of the model."""
     routers: Mapping[str, nn.Module]
+    """The routers that sort rows by expert themselves, by name; a block may have several."""
     tokens: int
+    """The number of tokens of the batch, T."""
     forced: Mapping[str, Tensor] = field(default_factory=dict)
+    """The experts to take, `[T, K]` by module; negative for tokens that choose themselves."""
     own: dict[str, Tensor] = field(default_factory=dict)
+    """The experts that the tokens would have chosen, `[T, K]` by module, for modules with forced experts."""
     margins: dict[str, Tensor] = field(default_factory=dict)
+    """The margin of each token, `[T]` by module."""
 
     def during(self, unit: str) -> AbstractContextManager[Any]:
-        """Around one run of `unit`."""
+        """Return a context for one run of `unit`, which records and forces its experts."""
         spec = next((spec for spec in self.experts if spec.name.startswith(f"{unit}.")), None)
         return nullcontext() if spec is None else self._recorded(unit, spec)
 
@@ -54,14 +57,14 @@ class Choices:
 
 
 class _TopKRecorder(TorchFunctionMode):
-    """Records how near every `topk` was, and makes flagged tokens choose what they are told."""
+    """Records the margin of every `topk`, and makes tokens take their forced experts."""
 
     def __init__(self, recorder: Choices, spec: ExpertsSpec) -> None:
         super().__init__()
         self.recorder, self.name, self.num_experts = recorder, spec.name, spec.num_experts
 
     def enter(self, name: str, *_: Any) -> None:
-        """A hook before a router: what follows is its choice."""
+        """Assign the following `topk` to the router `name`; a forward pre-hook of it."""
         self.name = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,11 +1,11 @@
-"""Runs a Hugging Face model with the weights of one block in memory at a time, forward and backward.
+"""Run a Hugging Face model with the weights of one block in memory at a time, forward and backward.
 
-The model has no weights of its own and runs its own code from its root; each *unit* (a decoder block, the embedding,
-the norm, the head) gets its weights when it is called and loses them when it returns. torch's activation checkpointing
-keeps nothing of a unit but its inputs and runs it again in backward; the gradients of its weights go to a sink. So a
-model larger than any device, or than a machine, can be a reference.
+The model runs its family's code from the root, but holds no weights. Each *unit* (a decoder block, the embedding, the
+norm, the head) gets its weights when it is called and drops them when it returns. torch's activation checkpointing
+stores only the inputs of a unit and runs it again in backward; the gradients of its weights go to a sink. So a model
+larger than any device, or than a machine, can be a reference.
 
-Plain autograd and `torch.func.functional_call`: nothing of expertmesh's own layers is in here.
+It uses plain autograd and `torch.func.functional_call`, and never expertmesh's layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,38 +20,48 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from expertmesh.state.model_view import ModelView
 from expertmesh.verification.reference.weights import Weights
-from expertmesh.weights.mapping import model_tensors, tied_names
 
-# Receives the gradient of one whole tensor, by its name. Called once for each unit that holds it.
+# Gets the name and the full gradient of a tensor. It is called once for each unit that holds the tensor.
 Sink = Callable[[str, Tensor], None]
 
 
 @dataclass(slots=True)
 class StreamedModel:
-    """A model, given on meta, whose units are fed by `weights`; each run of a unit is `within` a context of its own.
-
-    `trained`: the leaves of the weights whose gradients are wanted. `names`: of tied tensors the first.
-    """
+    """A model on meta whose units get their weights when they are called."""
 
     model: PreTrainedModel
+    """The model; its tensors on meta are replaced by placeholders on `device`."""
     device: torch.device
+    """The device on which units run."""
     blocks: Sequence[str]
+    """The names of the decoder blocks."""
     trained: frozenset[str]
+    """The names of the leaves that need gradients."""
     weights: Weights = field(init=False)
+    """The source of the weights; set inside `fed_by`."""
     within: Callable[[str], AbstractContextManager[Any]] = field(init=False)
+    """Returns the context for one run of a unit; set inside `fed_by`."""
     sink: Sink | None = None
+    """Gets the gradients; set inside `backward`."""
     names: dict[str, str] = field(init=False)
+    """The first name of each tensor, by each of its names; tied tensors have several."""
     loose: dict[str, nn.Parameter] = field(default_factory=dict)
+    """The parameters outside of units, in memory inside `fed_by`."""
 
     def __post_init__(self) -> None:
-        state = model_tensors(self.model)
-        self.names = {name: names[0] for names in tied_names(state) for name in names}
+        self.names = {name: names[0] for names in ModelView(self.model).ties for name in names}
         self.model._apply(self._placeholder)
 
     @contextmanager
     def fed_by(self, weights: Weights, within: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
-        """While the model may be called."""
+        """Allow calls of the model inside the block.
+
+        Args:
+            weights: The source of the weights.
+            within: Returns the context for one run of a unit, by the unit's name.
+        """
         self.weights, self.within = weights, within
         units, loose = units_of(self.model, self.blocks)
         meta = {name: self.model.get_parameter(name) for name in loose}
@@ -70,10 +80,10 @@ class StreamedModel:
             for name in loose:
                 self._set(name, meta[name])
             self.loose.clear()
-            del self.weights, self.within  # they hold what the run has recorded
+            del self.weights, self.within  # frees the records that they reference
 
     def backward(self, loss: Tensor, sink: Sink) -> None:
-        """Hand the gradient of every trained tensor to `sink`, unit by unit from the last to the first."""
+        """Run backward and pass the gradient of every trained tensor to `sink`, from the last unit to the first."""
         self.sink = sink
         try:
             loss.backward()
@@ -84,7 +94,7 @@ class StreamedModel:
             self.sink = None
 
     def _placeholder(self, tensor: Tensor) -> Tensor:
-        """A single zero with the shape and the device of the tensor: some models' code asks where a weight is."""
+        """Return one zero, expanded to the shape of a meta tensor; some models' code reads the device of a weight."""
         if not tensor.is_meta:
             return tensor.to(self.device)
         return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
@@ -95,8 +105,10 @@ class StreamedModel:
 
 
 def units_of(model: nn.Module, blocks: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Units: the blocks, and the largest modules with parameters that hold no block, in module order. And loose
-    parameters: those that a module which holds blocks has of its own, few and small; they stay in memory.
+    """Return the names of the units, in module order, and of the loose parameters.
+
+    Units are the blocks, and the largest modules with tensors that contain no block. Loose parameters are direct
+    parameters of a module that contains blocks; they are few and small, and stay in memory.
     """
     units: list[str] = []
     loose: list[str] = []
@@ -118,7 +130,7 @@ def units_of(model: nn.Module, blocks: Sequence[str]) -> tuple[list[str], list[s
 def _call_unit(
     streamed: StreamedModel, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of a unit's own `forward`, which runs in here."""
+    """Run a unit's `forward` with its weights, under activation checkpointing; it replaces the unit's `forward`."""
     firsts = {leaf: streamed.names[f"{name}.{leaf}"] for leaf in module.state_dict(keep_vars=True)}
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -135,11 +147,11 @@ def _call_unit(
 
 
 def _fresh_leaves(streamed: StreamedModel, firsts: list[str]) -> dict[str, Tensor]:
-    """All leaves of the tensors `firsts`, read now; the gradients of those that are trained go to the sink."""
+    """Read all leaves of the tensors `firsts`; the gradients of trained leaves go to the sink."""
     leaves = {leaf: value for first in firsts for leaf, value in streamed.weights.leaves(first).items()}
     trained = [leaf for leaf in leaves if leaf in streamed.trained]
     if trained:
-        # The anchor wants a gradient, so that autograd calls backward.
+        # The leaves need no gradient; the anchor does, so that autograd calls `_Leaves.backward`.
         anchor = torch.zeros((), device=streamed.device, requires_grad=torch.is_grad_enabled())
         values = _Leaves.apply(anchor, streamed, trained, *(leaves[leaf] for leaf in trained))
         leaves.update(zip(trained, values, strict=True))
@@ -147,7 +159,7 @@ def _fresh_leaves(streamed: StreamedModel, firsts: list[str]) -> dict[str, Tenso
 
 
 class _Leaves(torch.autograd.Function):
-    """The trained weights of a unit, as results that the graph need not keep: torch holds on to leaves of its own."""
+    """Returns the trained weights of a unit as non-leaf tensors: the autograd graph would keep leaves in memory."""
 
     @staticmethod
     def forward(
@@ -163,7 +175,8 @@ class _Leaves(torch.autograd.Function):
         streamed: StreamedModel = ctx.streamed
         assert streamed.sink is not None, "backward of a streamed model belongs into StreamedModel.backward"
         for (name, shape, dtype), gradient in zip(ctx.described, grads, strict=True):
-            # Every rank calls the sink for every tensor: an expert without tokens on this rank has some elsewhere.
+            # Call the sink for every tensor on every rank: an expert without tokens here has some on other ranks, and a
+            # skipped all-reduce would hang them.
             if gradient is None:
                 gradient = torch.zeros(shape, dtype=dtype, device=streamed.device)
             streamed.sink(name, gradient)

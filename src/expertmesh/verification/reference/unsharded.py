@@ -1,7 +1,7 @@
-"""The unsharded model in plain torch: what `verify` and the tests compare sharded jobs with.
+"""Run an unsharded model in plain torch. `verify` and the tests compare sharded jobs with it.
 
-A model of transformers, or of PEFT around one, runs as it is in one process, with torch's own loss and optimizer.
-Nothing here communicates; expertmesh's dispatch, expert layers, loss, norm and packing are not in it.
+A model of transformers, or of PEFT around one, runs unchanged in one process, with torch's loss and optimizer. Nothing
+here communicates, or uses expertmesh's dispatch, expert layers, loss, norm or packing.
 
     B samples, S positions, V vocabulary, T real tokens, K top-k
 """
@@ -27,32 +27,36 @@ StepT = TypeVar("StepT")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples as one right-padded batch, with a mask of the real tokens."""
+    """Samples as one right-padded batch."""
 
     ids_BS: Tensor
+    """The token ids; 0 for padding."""
     labels_BS: Tensor
+    """The labels; `IGNORE` for padding."""
     real_BS: Tensor
+    """True for real tokens, False for padding."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> "Batch":
+        """Return the batch of `samples`, one row each, on `device`."""
         ids = pad_sequence([ids for ids, _ in samples], batch_first=True)
         labels = pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=IGNORE)
         real = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids, _ in samples], batch_first=True)
         return cls(ids.to(device), labels.to(device), real.to(device))
 
     def real_tokens(self, value_BSX: Tensor) -> Tensor:
-        """The real tokens `[T, X]`, sample after sample, of a value for each token of the batch."""
+        """Return the values of real tokens, `[T, X]`, sample after sample."""
         return value_BSX.reshape(*self.ids_BS.shape, -1)[self.real_BS]
 
     def spread(self, choices_TK: Tensor) -> Tensor:
-        """From real tokens to all places of the batch; -1 for padding."""
+        """Return the values of real tokens at all positions of the batch, `[B * S, K]`, with -1 for padding."""
         choices = choices_TK.new_full((self.real_BS.numel(), choices_TK.shape[-1]), -1)
         choices[self.real_BS.flatten().to(choices.device)] = choices_TK
         return choices
 
 
 def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The logits `[B, S, V]`, and the cross entropy of each target, in fp32 or wider."""
+    """Return the logits `[B, S, V]`, and the cross entropy of each target, `[targets]` in fp32 or wider."""
     mask = None if bool(batch.real_BS.all()) else batch.real_BS.long()
     logits: Tensor = model(input_ids=batch.ids_BS, attention_mask=mask, use_cache=False).logits
     labels, predicting = batch.labels_BS[:, 1:], batch.labels_BS[:, 1:] != IGNORE
@@ -61,21 +65,26 @@ def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def preference_loss(token_losses: Tensor, batch: Batch, reference_B: Tensor, beta: float) -> Tensor:
-    """The sum over pairs, rows 2p and 2p + 1 of `batch`, of DPO's loss (arXiv 2305.18290), in fp64; `token_losses` as
-    `forward` gives them, `reference_B` the log-probability of each row under the reference.
+    """Return DPO's loss (arXiv 2305.18290), summed over pairs, in fp64.
+
+    Args:
+        token_losses: The cross entropies, as `forward` returns them.
+        batch: Rows 2p (chosen) and 2p + 1 (rejected) are pair p.
+        reference_B: The log-probability of each row under the reference.
+        beta: DPO's beta.
     """
     reward_B = beta * (row_log_probabilities(token_losses, batch) - reference_B)
     return -F.logsigmoid(reward_B[0::2] - reward_B[1::2]).sum()
 
 
 def row_log_probabilities(token_losses: Tensor, batch: Batch) -> Tensor:
-    """`[B]` of the targets of each row, in fp64."""
+    """Return the log-probability of the targets of each row, `[B]` in fp64."""
     counts = (batch.labels_BS[:, 1:] != IGNORE).sum(dim=1).tolist()
     return -torch.stack([losses.double().sum() for losses in token_losses.split(counts)])
 
 
 def backward(model: Any, samples: Sequence[Sample]) -> float:
-    """Add the gradients of one step to the model's, each sample run by itself; the step's mean loss per target."""
+    """Add the gradients of one step to the model's, one sample at a time; return the step's mean loss per target."""
     targets = sum(int((labels[1:] != IGNORE).sum()) for _, labels in samples)
     total = 0.0
     for sample in samples:
@@ -87,14 +96,16 @@ def backward(model: Any, samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class UnshardedRun:
-    """Of each step the loss and the norm before clipping; the first step's gradients, before clipping, if kept; and how
-    far all steps have moved the weights.
-    """
+    """The results of a few optimizer steps."""
 
     losses: list[float]
+    """The loss of each step."""
     norms: list[float]
+    """The gradient norm of each step, before clipping."""
     gradients: dict[str, Tensor]
+    """The gradients of the first step before clipping, by name; empty if they were not requested."""
     moved: dict[str, Tensor]
+    """The weights after all steps minus the weights before them, by name."""
 
 
 def train(
@@ -106,9 +117,15 @@ def train(
     max_norm: float | None = None,
     keep_gradients: bool = True,
 ) -> UnshardedRun:
-    """Clipped optimizer steps on the parameters `trained`; `backward` leaves a step's gradients on them.
+    """Take optimizer steps with clipped gradients on the parameters `trained`, in place.
 
-    The weights at the end are those of `trained`.
+    Args:
+        trained: The parameters, by name.
+        optimizer: An optimizer on these parameters.
+        steps: The data of each step, for `backward`.
+        backward: Sets the gradients of one step on the parameters and returns its loss.
+        max_norm: The maximum norm of the gradients; None: no clipping.
+        keep_gradients: Return the gradients of the first step.
     """
     run, before = UnshardedRun([], [], {}, {}), {name: p.detach().clone() for name, p in trained.items()}
     for step in steps:
@@ -123,7 +140,8 @@ def train(
 
 
 def _clip(gradients: list[Tensor], max_norm: float | None) -> float:
-    """The norm of all gradients, summed in fp64: torch's own in fp32 can be off by 1e-4 on a CPU."""
+    """Clip the gradients in place to `max_norm`, and return their norm before that."""
+    # Sum in fp64: torch's norm in fp32 can have an error of 1e-4 on a CPU.
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
     if max_norm is not None:
         for gradient in gradients:
@@ -133,7 +151,7 @@ def _clip(gradients: list[Tensor], max_norm: float | None) -> float:
 
 @torch.no_grad()
 def round_frozen(model: nn.Module, like: nn.Module) -> None:
-    """Give the weights of a plain model the values that `like`, which is sharded, keeps of them in codes."""
+    """Round the weights of a plain model as the sharded model `like` rounds its frozen weights when it packs them."""
     for name, kind in (sharded(like).frozen_formats or {}).items():
         if not kind.published:
             parameter = model.get_parameter(name)

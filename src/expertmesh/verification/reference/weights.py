@@ -1,7 +1,7 @@
-"""The values of the reference's weights: read from the files each time a unit wants them, or held in memory.
+"""The values of the reference's weights: read from the files each time a unit needs them, or held in memory.
 
-Reading follows transformers' own conversion rules with one tensor in memory at a time; all of them are held for several
-steps of an unsharded model that fits into the machine.
+Reading follows transformers' conversion rules, with one tensor in memory at a time. All tensors are held in memory only
+for several steps of an unsharded model that fits into the machine. Nothing here communicates.
 """
 
 import hashlib
@@ -17,52 +17,66 @@ from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
-from expertmesh.weights.load import weights_file
-from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
+from expertmesh.weights.mapping import LoadPlan, plan_load
 from expertmesh.weights.quantised.resident import kept_plan
 from expertmesh.weights.reading import read_box
 
 
 @dataclass
 class Weights:
-    """Whole tensors of `model` (on meta), by the first of each tensor's names: from its files, or those that are `held`
-    in host memory. The adapters of the sharded `job_model` are added as what they mean, `W + scaling * B A`, unless
-    `adapted` is off; its packed experts have the values that their codes stand for.
+    """The full tensors of a model, by the first name of each tensor.
 
-    Files are read through the safetensors library, as the audit does: a mistake of expertmesh's own reader shows.
+    A weight with an adapter has the value `W + scaling * B A`. Frozen weights that the job packs have the values that
+    their codes stand for. Files are read through the safetensors library, as in the audit, so an error in expertmesh's
+    reader becomes visible.
     """
 
     model: PreTrainedModel
+    """The unsharded model, on meta."""
     setup: Setup
+    """The verification; names the directory of the files."""
     job_model: PreTrainedModel
+    """The sharded model, which has the adapters and the packed formats."""
     device: torch.device
+    """The device for the values."""
     adapted: bool = True
+    """Add the adapters to the weights."""
     held: dict[str, Tensor] | None = None
+    """The leaves in host memory, by name; None: read from the files."""
     files: LibraryFiles = field(default_factory=LibraryFiles)
+    """Reads the files."""
     plan: LoadPlan = field(init=False)
+    """The source of each tensor in the files."""
     adapters: AdapterPlan | None = field(init=False)
+    """The adapters of the job, or None."""
     state: dict[str, Tensor] = field(init=False)
+    """The tensors of `model`, on meta, by name."""
     targets: dict[str, Target] = field(init=False)
+    """The adapter of each adapted weight, by the weight's name."""
 
     def __post_init__(self) -> None:
-        with open_weight_files(self.setup.directory, weights_file(self.model)) as checkpoint:
-            self.plan = kept_plan(self.job_model, plan_load(self.model, checkpoint))
+        with open_weight_files(self.setup.directory, ModelView(self.model).weights_file) as checkpoint:
+            self.plan = kept_plan(self.job_model, plan_load(ModelView(self.model), checkpoint))
         self.adapters = plan_of(self.job_model) if self.adapted else None
-        self.state = model_tensors(self.model)
+        self.state = ModelView(self.model).tensors
         targets = self.adapters.targets if self.adapters is not None else ()
         self.targets = {target.weight: target for target in targets}
 
     def in_memory(self, names: Iterable[str]) -> tuple["Weights", dict[str, Tensor]]:
-        """The same weights with all leaves of the tensors `names` held; and these, which may be trained in place."""
+        """Return the same weights with all leaves of the tensors `names` held in memory, and these leaves.
+
+        The leaves may be trained in place.
+        """
         weights = copy(self)
         weights.held = {leaf: value.cpu() for name in names for leaf, value in self.leaves(name).items()}
         return weights, weights.held
 
     def leaves(self, name: str) -> dict[str, Tensor]:
-        """What a gradient is wanted of, on the device, by name: the tensor itself, and the adapters on it."""
+        """Return the leaves of a tensor on the device, by name: the tensor without adapters, and its A and B."""
         target = self.targets.get(name)
         shapes = {} if target is None else _adapter_shapes(target)
         if self.held is not None:
@@ -75,7 +89,7 @@ class Weights:
         return {name: value.to(self.device), **adapters}
 
     def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
-        """The tensor, computed from its leaves under autograd."""
+        """Return the tensor, computed from its leaves under autograd."""
         value, target = leaves[name], self.targets.get(name)
         if target is None:
             return value
@@ -90,7 +104,7 @@ class Weights:
 
 @torch.no_grad()
 def set_adapters(model: PreTrainedModel) -> None:
-    """Give the adapters of a sharded model the values that the reference has. No communication."""
+    """Set the adapters of a sharded model to the values that the reference has. Collectives: none."""
     if (plan := plan_of(model)) is None:
         return
     state = dict(model.named_parameters())
@@ -101,8 +115,9 @@ def set_adapters(model: PreTrainedModel) -> None:
 
 
 def adapter_value(name: str, shape: tuple[int, ...]) -> Tensor:
-    """What verification puts into an adapter, by its name alone, in fp32: with B at its usual zero, A would have no
-    gradient and an adapter that is never applied would go unnoticed.
+    """Return the value of an adapter matrix during verification, in fp32; it depends on name and shape alone.
+
+    If B were zero as usual, A would have no gradient, and an adapter that is never applied would not be noticed.
     """
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -110,5 +125,5 @@ def adapter_value(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _adapter_shapes(target: Target) -> dict[str, tuple[int, ...]]:
-    """The shapes of A and B of one target, by parameter name."""
+    """Return the shapes of A and B of one target, by parameter name."""
     return {f"{target.module}.{leaf}": shape for leaf, shape in zip(target.leaves, target.shapes, strict=True)}

@@ -32,6 +32,8 @@ class PublishedTensors:
     """The names of the file tensors behind each tensor."""
     quantised: frozenset[str] = frozenset()
     """The names of the quantised tensors."""
+    settings: Mapping[str, Any] | None = None
+    """The files' `quantization_config`."""
 
 
 def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) -> PublishedTensors:
@@ -59,7 +61,8 @@ def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) ->
         for name in names:
             tensors.pop(name, None)
             stored.pop(name, None)
-    return PublishedTensors(tensors | grouping.found, stored | grouping.taken, frozenset(grouping.found))
+    found = tensors | grouping.found, stored | grouping.taken
+    return PublishedTensors(*found, frozenset(grouping.found), settings)
 
 
 def quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
