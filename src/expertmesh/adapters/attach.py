@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from expertmesh.adapters.targets import Target
+from expertmesh.compat import parameter_slots
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import AdapterState, adapter_state, number_rows, running_adapters_of
@@ -88,7 +89,7 @@ class _LinearForward(nn.Module):
             return out
         assert module is not None
         # Where tp splits the layer these are this rank's parts, and plain tensors for the time of the call.
-        a_rK, b_Nr = (self._parameters[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))  # type: ignore[union-attr]
+        a_rK, b_Nr = (parameter_slots(self)[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))
         kept = state.dropped(x, module.lora_name, module.first_column) if self.training else x
         return torch.add(out, F.linear(F.linear(kept, a_rK), b_Nr), alpha=module.lora_scaling["weight"])
 
@@ -97,11 +98,11 @@ class _ParameterForward(nn.Module):
     """In front of a module with a small 2-D weight (a router): its own forward, with the adapted weight."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state, weight_NK = running_adapters_of(self), self._parameters["weight"]
+        state, weight_NK = running_adapters_of(self), parameter_slots(self)["weight"]
         if state is None:
             return super().forward(*args, **kwargs)
         assert weight_NK is not None
         a_rK, b_Nr = (self.get_parameter(f"weight_lora_{which}").to(weight_NK.dtype) for which in "AB")
         adapted: Any = torch.add(weight_NK, b_Nr @ a_rK, alpha=module_state(self).lora_scaling["weight"])
-        with exchanged(self._parameters, {"weight": adapted}):
+        with exchanged(parameter_slots(self), {"weight": adapted}):
             return super().forward(*args, **kwargs)

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeGuard
 
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 from transformers.pytorch_utils import Conv1D
 
 from expertmesh.adapters.peft_format import (
@@ -23,6 +22,7 @@ from expertmesh.adapters.peft_format import (
     name_of,
 )
 from expertmesh.adapters.targets import ALL_LINEAR, Target
+from expertmesh.compat import class_mapping, conversion_family
 from expertmesh.config import LoraConfig
 from expertmesh.config.base import pattern_problem
 from expertmesh.config.errors import InputError, SecurityError
@@ -128,8 +128,8 @@ def _class_to_load(model: nn.Module) -> tuple[str | None, dict[str, str] | None]
     if not kind.__module__.startswith("transformers."):
         return "CAUSAL_LM", None
     config: Any = type(model.config)
-    with_vision = config in AutoModelForImageTextToText._model_mapping
-    by_name = AutoModelForCausalLM._model_mapping.get(config, None)
+    with_vision = config in class_mapping(AutoModelForImageTextToText)
+    by_name = class_mapping(AutoModelForCausalLM).get(config, None)
     task = None if with_vision and by_name is not kind else "CAUSAL_LM"
     return task, {"base_model_class": kind.__name__, "parent_library": kind.__module__}
 
@@ -287,7 +287,7 @@ def as_peft_reads(content: Mapping[str, Any], model: nn.Module, path: Path | str
     4 for fused experts, gate and up together become `gate_up_proj`, with twice the rank and the same scaling.
     """
     config: Any = model.config
-    family = _MODEL_TO_CONVERSION_PATTERN.get(config.model_type)
+    family = conversion_family(config.model_type)
     former = _FORMER.get("mixtral" if config.model_type == "mixtral" else str(family), {})
     modules = content.get("target_modules")
     if isinstance(modules, str) and modules.lower() == ALL_LINEAR:

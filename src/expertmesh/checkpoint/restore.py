@@ -5,7 +5,6 @@ No weights travel between ranks; that nothing is damaged is known on all of them
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from expertmesh.adapters.read import read_adapter
 from expertmesh.checkpoint.read import SavedState, check_hashes
 from expertmesh.checkpoint.small_files import read_generators, set_rng_state
 from expertmesh.checkpoint.state import allocate_optimizer_state, held_part, model_state
+from expertmesh.compat import weight_conversions
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.state.sharded_model import mesh_of, sharded
@@ -75,8 +75,8 @@ def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
             read_adapter(model, plan, Path(directory))
         return
     # Saving restores layout, dtypes and other tensors of the files that training started from, if it did, not of these.
-    before: Any = getattr(model, "_weight_conversions", None)
+    before = weight_conversions(model)
     source = sharded(model).source
     fill(model, directory)
-    here: Any = model._weight_conversions
+    here = weight_conversions(model)
     remember(model, here if before is None else before, source)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from expertmesh.compat import READS_A_VALUE, TorchDispatchMode, logs_the_model, pytree
 from expertmesh.config.errors import InputError
 
 # Callbacks of transformers and TRL, and those derived from them, that read whole weights, whatever they are set to.
@@ -52,7 +51,7 @@ def _why(name: str, callback: Any, ranks: int) -> str | None:
         sends_directories = (name, value.lower()) == ("DVCLiveCallback", "all")  # of checkpoints, which are whole
         if value.lower() not in _OFF and not sends_directories:
             return f"{variable} is {value!r}, by which rank 0 alone would read weights that are in shards; unset it"
-    if name == "DVCLiveCallback" and getattr(callback, "_log_model", None) is True:
+    if name == "DVCLiveCallback" and logs_the_model(callback):
         return (
             'log_model is True, by which rank 0 alone would save weights that are in shards; set it to "all" or False'
         )
@@ -80,9 +79,7 @@ class _Shards(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shards = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        if func is torch.ops.aten._local_scalar_dense.default and any(
-            placement.is_partial() for shard in shards for placement in shard.placements
-        ):
+        if func is READS_A_VALUE and any(placement.is_partial() for shard in shards for placement in shard.placements):
             raise _in_shards("reads a number that is of this rank's shards alone")
         try:
             return func(*args, **(kwargs or {}))

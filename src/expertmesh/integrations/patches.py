@@ -13,20 +13,17 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 
+from expertmesh.compat import generate_in_lockstep, present_as_fsdp
+
 _BITS_OF_ROWS = 20  # a step has fewer rows
 
 
 def prepare(model: Any) -> None:
     """Let a sharded model be what the code of Trainers expects to find."""
-    # accelerate takes it as it is: it neither moves nor wraps it.
-    model._is_accelerate_prepared = True
     # accelerate asks for it around all micro-batches but the last.
     model.no_sync = lambda: _no_sync(model)
-    # transformers decides by the name of the class whether label smoothing shifts labels; FSDP2 renames classes.
-    name = next(kind.__name__ for kind in type(model).__mro__ if _is_own(kind))
-    model._get_name = lambda: name
-    # transformers generates in lockstep then: a rank that is through goes on until all are.
-    model._is_fsdp_managed_module = True
+    # FSDP2 renames classes.
+    present_as_fsdp(model, next(kind.__name__ for kind in type(model).__mro__ if _is_own(kind)))
     # Activation checkpointing was applied while sharding. `Trainer.train` would put transformers' own around it, and
     # TRL takes it off and puts transformers' own on again around generation and references.
     paused: list[Any] = []
@@ -96,7 +93,7 @@ class Lockstep:
     def _enter(self, inside: bool) -> None:
         self.inside = inside
         # Or transformers would let each call of `generate` wait for one of every other rank.
-        self.model._is_fsdp_managed_module = not inside
+        generate_in_lockstep(self.model, not inside)
 
     def _anyone(self, calls: bool) -> bool:
         """Whether a rank calls the model now. One all-reduce, whose ranks each say so or are through."""

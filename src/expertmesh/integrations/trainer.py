@@ -186,7 +186,7 @@ def _stock_arguments(of_trl: str | None, model: Any) -> Any:
     if of_trl is None:
         return TrainingArguments(output_dir="tmp_trainer")
     kind = of_trl.removesuffix("Trainer")
-    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
     return getattr(sys.modules["trl"], f"{kind}Config")(f"{Path(name).name}-{kind}")
 
 
