@@ -1,7 +1,7 @@
 """What inference engines cannot read of an adapter in PEFT's format, by name, and what helps.
 
 Written after the readers of vLLM 0.33 (`vllm/lora`) and SGLang 0.5.23 (`sglang/srt/lora`), which
-tests/adapters/test_serving_readers.py runs; docs/serving.md has the commands.
+tests/adapters/test_serving_readers.py runs; docs/checkpoints.md has the commands.
 """
 
 import math

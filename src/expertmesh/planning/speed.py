@@ -2,7 +2,7 @@
 
 Products run at a share of the device's peak, everything else at a share of its memory bandwidth, and none of it faster
 than the host can launch it. FSDP2's collectives are prefetched and hide behind compute as far as it lasts; dispatch,
-tp and cp do not. docs/formulas.md derives it, docs/planning-accuracy.md compares it with published runs.
+tp and cp do not. docs/formulas.md derives it and compares it with published runs.
 """
 
 from collections.abc import Iterator
