@@ -59,11 +59,12 @@ def save_checkpoint(
         keep_last: Remove all but this many of the newest checkpoints there.
         weights: False leaves the model's tensors out, if `save_model` or `save_adapter` writes them beside it.
 
-    Raises (on all ranks):
+    Raises:
         InputError: This or a later step exists already, the disk is full, or `state` is not JSON.
         IntegrityError: Replicas differ.
 
-    Collectives: every rank calls it with the same arguments; a few small ones on the default group, no weights.
+    Collectives: every rank calls it with the same arguments; a few small ones on the default group, no weights. Errors
+    are raised on all ranks.
     """
     writer = CheckpointWriter(Path(directory), keep_last=keep_last)
     files: dict[str, bytes] = {}
@@ -95,10 +96,11 @@ def load_checkpoint(
         optimizer: Over the model's parameters; None loads the model alone.
         weights: False leaves the model's weights as they are (`load_weights` reads weights of another directory).
 
-    Raises (on all ranks, before anything is changed):
+    Raises:
         InputError, SecurityError, IntegrityError: The checkpoint is missing, unsafe, damaged, or does not fit.
 
-    Collectives: every rank calls it; a few small ones on the default group, no weights.
+    Collectives: every rank calls it; a few small ones on the default group, no weights. Errors are raised on all ranks,
+    before anything is changed.
     """
     with raise_on_all_ranks("looking for the checkpoint"):
         found, _ = locate(Path(path))
