@@ -64,7 +64,7 @@ class AdapterPlan:
     in_memory: bool = False
     """The adapters have their values already, from a PeftModel."""
     parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
-    """By target name, the published matrices by which the PEFT directory names its adapters; else absent."""
+    """By target name, the published matrices after which the PEFT directory names its adapters, if it does."""
 
     @property
     def parameters(self) -> int:
