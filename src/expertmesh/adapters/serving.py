@@ -1,7 +1,7 @@
-"""What inference engines cannot read of an adapter in PEFT's format, by name, and what helps.
+"""Report what inference engines cannot read of an adapter in PEFT's format, by name, and what helps.
 
-Written after the readers of vLLM 0.33 (`vllm/lora`) and SGLang 0.5.23 (`sglang/srt/lora`), which
-tests/adapters/test_serving_readers.py runs; docs/checkpoints.md has the commands.
+For the report of a save. Follows the readers of vLLM 0.33 (`vllm/lora`) and SGLang 0.5.23 (`sglang/srt/lora`), which
+tests/adapters/test_serving_readers.py runs; docs/serving.md has the commands. Never imports an engine.
 """
 
 import math
@@ -17,7 +17,7 @@ _VLLM_MOST_RANK = 512
 
 
 def unread_by_engines(model: PreTrainedModel, plan: AdapterPlan) -> tuple[str, ...]:
-    """A sentence for each thing that an engine would refuse, or compute otherwise. No communication."""
+    """Return a sentence for each thing that an engine would refuse or compute differently. No communication."""
     return (*_of_experts(model, plan), *_of_modules(plan), *_of_config(plan))
 
 

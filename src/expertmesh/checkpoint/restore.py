@@ -1,6 +1,6 @@
-"""Puts model, optimizer and random generators back, in any layout: each rank reads what it holds now, and no more.
+"""Restore model, optimizer and random generators, in any layout: each rank reads the parts that it holds now alone.
 
-No weights travel between ranks; that nothing is damaged is known on all of them before anything is changed.
+No weights are sent between ranks. All ranks know that no file is damaged before anything is changed.
 """
 
 from collections.abc import Mapping
@@ -31,10 +31,18 @@ def restore(
 ) -> None:
     """Fill a sharded model, its optimizer and torch's generators from an opened checkpoint that fits.
 
-    Every rank calls it, with the same checkpoint; the model's shards have to be allocated. `optimizer` None leaves the
-    saved moments alone; without `weights` the model's tensors stay as they are. Generators come back on the ranks that
-    the saved job had too. Raises `IntegrityError` for a damaged one on all ranks alike, before anything is changed.
-    Issues a few small all-reduces on the default group; no weights travel between ranks.
+    Generators are restored on the ranks whose number the saved job had too.
+
+    Args:
+        model: Its shards have to be allocated.
+        optimizer: None ignores the saved moments.
+        weights: False leaves the model's tensors as they are.
+
+    Raises:
+        IntegrityError: The checkpoint is damaged.
+
+    Collectives: every rank calls it with the same checkpoint; a few small all-reduces on the default group, no weights.
+    Errors are raised on all ranks, before anything is changed.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with raise_on_all_ranks("comparing the checkpoint with its hashes"):
@@ -53,7 +61,7 @@ def restore(
 
 
 def read_state(state: SavedState, targets: Mapping[str, Tensor]) -> None:
-    """Fill what this rank holds of `targets` (DTensors or plain, by saved name). No collective."""
+    """Fill the local parts of `targets` (DTensors or plain tensors, by saved name). No collective."""
     for name, tensor in targets.items():
         box, held = held_part(tensor)
         state.read_into(name, box, held)
@@ -64,10 +72,18 @@ def read_state(state: SavedState, targets: Mapping[str, Tensor]) -> None:
 def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
     """Give a sharded model the weights that `save_model` wrote to `directory`; with adapters, those of `save_adapter`.
 
-    Every rank calls it, in any layout, with a model that `load_model` or `parallelize` made; each rank reads its own
-    bytes. Values are cast to the model's dtypes; an optimizer over its parameters stays valid. Raises on all ranks
-    alike `InputError`, `SecurityError`, and `IntegrityError` for files that do not fill the model exactly once, values
-    that are not finite, or an adapter of another base. Issues one small all-reduce on the default group.
+    Works in any layout; each rank reads the bytes of its shards. Values are cast to the model's dtypes. An optimizer
+    over the model's parameters stays valid.
+
+    Args:
+        model: Made by `load_model` or `parallelize`.
+
+    Raises:
+        InputError, SecurityError: The files cannot be read, or are unsafe.
+        IntegrityError: Files do not fill the model exactly once, values are not finite, or the adapter has another
+            base.
+
+    Collectives: every rank calls it; one small all-reduce on the default group. Errors are raised on all ranks.
     """
     plan = plan_of(model)
     if plan is not None:
