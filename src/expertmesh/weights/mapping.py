@@ -326,14 +326,14 @@ def _untied(view: ModelView) -> set[str]:
     Raises:
         InputError: Several names share one tensor and the family does not declare a tie.
     """
-    declared = [
+    patterns = [
         f"{prefix}.{pattern}" if prefix else pattern
         for prefix, module in view.full.named_modules()
         for pattern in declared(module, "_tied_weights_keys")
     ]
     kept = set(view.tensors)
     for names in view.ties:
-        copies = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in declared)]
+        copies = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
         kept -= set(copies[: len(names) - 1])
         left = [name for name in names if name in kept]
         if len(left) > 1:

@@ -116,6 +116,7 @@ def traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
         _in_graph.samples = samples
         return forward(part, *args, **kwargs)
 
+    with_samples.__name__, with_samples.__qualname__ = forward.__name__, forward.__qualname__  # for torch's own logs
     return with_samples
 
 
