@@ -267,7 +267,9 @@ def _refuse_idle_patterns(lora: LoraConfig, names: Sequence[str]) -> None:
 
 
 def _refuse_left_out(model: nn.Module, lora: LoraConfig, targets: tuple[Target, ...]) -> None:
-    """Raise `InputError` if a name in `lora.targets` also matches a module without adapters, in a vision tower say.
+    """Raise `InputError` if a name in `lora.targets` also matches a module without adapters.
+
+    A vision tower may have modules of the same names as the language model.
 
     Groups and patterns are not checked.
     """

@@ -104,6 +104,7 @@ class _Values:
                 self._factors(leaf.name)
 
     def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
+        """Return the values of `box` of a tensor, with its adapter merged if it has one. Call `prepare` first."""
         gathered = self._gathered.get(leaf.name)
         values = live_values(leaf, box) if gathered is None else gathered[slices(box)]
         target = self._targets.get(leaf.name)

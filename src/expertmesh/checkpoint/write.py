@@ -1,6 +1,6 @@
 """Save checkpoints: every rank writes its part, and rank 0 publishes all of them by one rename.
 
-Writing and publishing need no communication, so they can run on a thread while training goes on. A rank reports its
+Writing and publishing need no communication, so they can run on a thread while training continues. A rank reports its
 progress to the others by one number, which is counted in an exchange that they make anyway (`status`, `settle`). No
 collective ever runs on that thread, and no checkpoint is visible under its name before all of it is on the disk.
 """
@@ -203,7 +203,8 @@ class CheckpointWriter:
             # Either all ranks have stopped writing, or one is lost: the next start removes the files that it leaves.
             if self._rank == 0:
                 if self._publishing is not None:
-                    # A removal that has begun goes on inside the directory after the thread has renamed it.
+                    # Wait for the thread: if it renames the directory during the removal, the removal continues
+                    # inside the published checkpoint.
                     wait([self._publishing])
                 shutil.rmtree(save.temporary, ignore_errors=True)
             raise
@@ -245,6 +246,7 @@ class CheckpointWriter:
         return manifest
 
     def _saved(self, save: _Save, paused: float) -> SavedCheckpoint:
+        """Describe the saved checkpoint. `paused`: seconds that training has waited for it after `save` returned."""
         return SavedCheckpoint(
             directory=self.directory / step_name(save.job.step),
             step=save.job.step,

@@ -83,6 +83,7 @@ class _Shards(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shards = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        # `.item()` of a norm or sum over shards that is not reduced yet.
         if func is torch.ops.aten._local_scalar_dense.default and any(
             placement.is_partial() for shard in shards for placement in shard.placements
         ):

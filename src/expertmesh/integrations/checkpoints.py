@@ -182,11 +182,11 @@ def find_start(output_dir: Path, resume: str | bool | None, *, saves: bool) -> P
     """Find the checkpoint to resume from.
 
     Args:
-        resume: True for the newest complete one of `output_dir`, or a path; None or False to start anew.
+        resume: True for the newest complete one of `output_dir`, or a path; None or False for none.
         saves: This run will save checkpoints: rename later incomplete ones, which a kill has left, out of its way.
 
     Returns:
-        Its path, or None to start anew.
+        Its path, or None.
 
     Raises:
         InputError: There is nothing to resume from, or a later complete checkpoint is in the way.
