@@ -49,7 +49,7 @@ class PeftAdapters:
         """Replace PEFT's layers by adapters of ours with the same values, in place, and return the frozen model.
 
         Args:
-            dtype: Of the new adapters.
+            dtype: The dtype of the new adapters.
         """
         base: PreTrainedModel = _unwrapped(self.model)
         plan = self.plan

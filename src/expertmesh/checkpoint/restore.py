@@ -1,4 +1,4 @@
-"""Restore model, optimizer and random generators, in any layout: each rank reads the parts that it holds now alone.
+"""Restore model, optimizer and random generators, in any layout: each rank reads only the parts that it holds now.
 
 No weights are sent between ranks. All ranks know that no file is damaged before anything is changed.
 """

@@ -43,9 +43,9 @@ class SavedCheckpoint:
     directory: Path
     step: int
     total_bytes: int
-    """Of all tensors."""
+    """The size of all tensors."""
     bytes_written: int
-    """Of the tensors that this rank wrote."""
+    """The size of the tensors that this rank wrote."""
     files: int | None
     """The number of files; None on other ranks than 0."""
     paused_seconds: float
@@ -73,7 +73,7 @@ class CheckpointWriter:
     """A writer of the checkpoints of one run, one at a time. Every rank has one, and all make the same calls in order.
 
     Args:
-        directory: Of the run's checkpoints.
+        directory: The directory of the run's checkpoints.
         keep_last: The number of newest checkpoints that are not removed, beside that of step `keep_step`; None for all.
         asynchronous: `save` returns when this rank's part has been copied to host memory, not when the checkpoint is
             published.

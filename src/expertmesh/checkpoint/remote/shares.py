@@ -41,7 +41,7 @@ class _Answer:
     """A rank's answer about an upload, written again for each heartbeat."""
 
     number: int
-    """Of the upload, counted by rank 0."""
+    """The number of the upload, counted by rank 0."""
     beat: int = 0
     """Grows while the rank uploads."""
     done: bool = False
