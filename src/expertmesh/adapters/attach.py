@@ -94,7 +94,8 @@ class _LinearForward(nn.Module):
         if state is None:
             return out
         assert module is not None
-        # If tp splits the layer, these are this rank's parts, as plain tensors during the call.
+        # If tp splits the layer, these are this rank's parts, as plain tensors during the call. Adapters may have a
+        # wider dtype than the activations.
         a_rK, b_Nr = (self._parameters[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))  # type: ignore[union-attr]
         kept = state.dropped(x, module.lora_name, module.first_column) if self.training else x
         return torch.add(out, F.linear(F.linear(kept, a_rK), b_Nr), alpha=module.lora_scaling["weight"])

@@ -251,6 +251,7 @@ def _joined(target: Target, parts: Sequence[Part], lora: LoraConfig, directory: 
         )
     ((r, alpha),) = ranks
     count, scaling = len(parts) // (target.experts or 1), lora.scaling_of(r, alpha)
+    # The joined rank may be larger: choose alpha so that the scaling is still that of the parts.
     alpha = scaling / lora.scaling_of(count * r, 1.0)
     return replace(target, r=count * r, alpha=alpha, scaling=scaling)
 

@@ -64,11 +64,13 @@ def iter_hf_weights(
     for name, lazy in lazies.items():
         values.prepare(lazy)
         shape = tuple(lazy.shape)
+        # The last byte reports values that do not fit: the all-reduce of the tensor also brings the error to all ranks.
         stored = torch.zeros(lazy.numel() * specs[name][0].itemsize + 1, dtype=torch.uint8, device=device)
         tensor = stored[:-1].view(specs[name][0]).view(shape)
         if is_gathered(lazy):
             fits = _compute(lazy, tensor, values)
         else:
+            # A list, not a generator: `all` must not stop before every part is copied.
             fits = all([_copy(part, box, tensor) for box, part in _parts(lazy, values)])
             stored[-1] = not fits
             if dist.is_initialized():

@@ -129,6 +129,7 @@ def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
         joined.add(rank, read_note(temporary, rank))
     write_generators(temporary, joined.rng)
     manifest = _manifest(temporary, job, joined)
+    # The manifest is the last file: it has the hashes of all others.
     write_synced(temporary / MANIFEST, manifest.model_dump_json(exclude_none=True).encode())
     for rank in range(job.world_size):
         note_path(temporary, rank).unlink()

@@ -129,6 +129,7 @@ class CheckpointWriter:
         started = time.monotonic()
         mesh = mesh_of(model)
         target = self.directory / step_name(step)
+        # One name on all ranks, and another one than that of an interrupted save.
         temporary = target.with_name(f"{target.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
         tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model) if weights else {}}
         if optimizer is not None:
@@ -139,6 +140,7 @@ class CheckpointWriter:
             with raise_on_all_ranks("creating the checkpoint's directory"):
                 if self._rank == 0:
                     _create(step, target, temporary, needed, files)
+            # A network file system may show the new directory to other nodes only later.
             with raise_on_all_ranks("looking for the checkpoint's directory"):
                 wait_until_seen(temporary)
             with raise_on_all_ranks("copying the training state"):

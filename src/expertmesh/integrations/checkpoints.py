@@ -66,6 +66,7 @@ def save_weights(model: PreTrainedModel, directory: Path, tokenizer: Any, *, ada
     if on_rank_0(lambda: not directory.exists() or not any(directory.iterdir())):
         save(model, directory, tokenizer=tokenizer)
         return
+    # The saving functions refuse a directory with files in it: save beside them, then move.
     inner = directory / "weights.tmp"
     on_rank_0(lambda: shutil.rmtree(inner, ignore_errors=True))
     save(model, inner, tokenizer=tokenizer)
@@ -156,6 +157,7 @@ def _mark(checkpoint: Path) -> None:
         json.dump({"files": sizes}, file)
         file.flush()
         os.fsync(file.fileno())
+    # Renamed after its content is on the disk, so that a crash leaves no half-written complete.json.
     os.replace(temporary, checkpoint / COMPLETE)
     _sync(checkpoint)
     _sync(checkpoint.parent)

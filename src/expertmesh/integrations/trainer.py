@@ -91,6 +91,7 @@ class ShardedTrainer(Trainer):
         self._has_adapters = lora is not None or refusals.is_of_peft(model)
         frozen: Any = _reference(given, mesh, options) if compares else None
         given["model"] = sharded = em.like_ddp(_sharded(model, mesh, arguments, options))
+        # The base of a policy with adapters is the reference: no second model in memory.
         if compares and frozen is None and self._has_adapters:
             frozen = reference.AdaptersOff(sharded)
         if asks:
@@ -103,6 +104,7 @@ class ShardedTrainer(Trainer):
             super().__init__(**given)
         if self._has_adapters:
             sharded.register_forward_pre_hook(patches.RowNumbers(self), with_kwargs=True, prepend=True)
+
         handler: Any = self.callback_handler
         handler.call_event = callbacks.on_shards(handler.call_event)
         if of_trl == "GRPOTrainer":
