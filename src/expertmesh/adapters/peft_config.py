@@ -173,7 +173,7 @@ def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
     """Raise `InputError` for an option that we cannot train exactly, by its name.
 
     Args:
-        content: Of an adapter_config.json.
+        content: The content of an adapter_config.json.
         path: For the message.
     """
     if (kind := content.get("peft_type")) != "LORA":

@@ -62,6 +62,7 @@ def published_parts(model: PreTrainedModel, targets: Sequence[Target]) -> Iterat
 
 
 def _part_of(key: str, lazy: LazyTensor, target: Target) -> Part | None:
+    """Return the part of `target` that a published tensor is; None unless it is one matrix with all of its inputs."""
     if len(lazy.pieces) != 1 or lazy.dim() != 2 or not key.endswith(".weight"):
         return None
     (piece,) = lazy.pieces
@@ -95,6 +96,7 @@ def keys_in(names: Container[str], target: Target, targets: Sequence[Target]) ->
 
 
 def _keys(module: str, target: Target, targets: Sequence[Target]) -> tuple[str, str]:
+    """Return the keys of A and B for a module name; each inner wrapper of one module adds `base_layer`."""
     nested = [each for each in targets if each.module == target.module and each.parameter is not None]
     outside = len(nested) - 1 - nested.index(target) if target.parameter is not None else 0
     base = f"{PREFIX}{module}{'.base_layer' * outside}"

@@ -49,7 +49,7 @@ class PeftAdapters:
         """Replace PEFT's layers by adapters of ours with the same values, in place, and return the frozen model.
 
         Args:
-            dtype: Of the new adapters.
+            dtype: The dtype of the new adapters.
         """
         base: PreTrainedModel = _unwrapped(self.model)
         plan = self.plan
@@ -127,6 +127,7 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
 
 
 def _only_config(model: Any) -> tuple[str, dict[str, Any]]:
+    """Return name and config content of the model's one adapter. Raises `InputError` for none or several."""
     configs = getattr(model, "peft_config", {})
     if len(configs) != 1:
         _refuse(f"it has {len(configs)} adapters ({', '.join(configs)}); keep one (delete_adapter)")

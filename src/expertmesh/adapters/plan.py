@@ -93,7 +93,7 @@ def adapt(
 
     Args:
         model: Not yet sharded, maybe on meta.
-        dtype: Of the adapters.
+        dtype: The dtype of the adapters.
         base: The name of the base model, and `revision` its revision, for PEFT's config.
         as_published: The directory of weights files in whose codes the frozen weights are to stay, if they are.
 
@@ -251,6 +251,7 @@ def _joined(target: Target, parts: Sequence[Part], lora: LoraConfig, directory: 
         )
     ((r, alpha),) = ranks
     count, scaling = len(parts) // (target.experts or 1), lora.scaling_of(r, alpha)
+    # The joined rank may be larger: choose alpha so that the scaling is still that of the parts.
     alpha = scaling / lora.scaling_of(count * r, 1.0)
     return replace(target, r=count * r, alpha=alpha, scaling=scaling)
 
@@ -267,9 +268,10 @@ def _refuse_idle_patterns(lora: LoraConfig, names: Sequence[str]) -> None:
 
 
 def _refuse_left_out(model: nn.Module, lora: LoraConfig, targets: tuple[Target, ...]) -> None:
-    """Raise `InputError` if a name in `lora.targets` also matches a module without adapters, in a vision tower say.
+    """Raise `InputError` if a name in `lora.targets` also matches a module without adapters.
 
-    Groups and patterns are not checked.
+    A vision tower may have modules of the same names as the language model. Groups and patterns are not
+    checked.
     """
     if lora.exclude:
         return  # then the user leaves names out deliberately

@@ -34,9 +34,9 @@ class AdapterReport:
     directory: Path
     tensors: int
     total_bytes: int
-    """Of the weights file."""
+    """The size of the weights file."""
     bytes_written: int
-    """By this rank."""
+    """The bytes that this rank wrote."""
     filled: dict[str, tuple[float, ...]]
     """The fraction of B that is not zero for each expert, by name of the adapted parameter of experts.
 
@@ -90,7 +90,7 @@ def write_adapter(
 
     Args:
         values: Reads the model's tensors behind `files`.
-        dtype: Of all tensors in the file; None keeps theirs.
+        dtype: The dtype of all tensors in the file; None keeps theirs.
 
     Returns:
         The layout of the file, and the bytes that this rank wrote.

@@ -22,6 +22,7 @@ def unread_by_engines(model: PreTrainedModel, plan: AdapterPlan) -> tuple[str, .
 
 
 def _of_experts(model: PreTrainedModel, plan: AdapterPlan) -> Iterator[str]:
+    """Yield sentences about adapters on experts."""
     weights = [target.name for target in plan.targets if target.experts is not None]
     if not weights:
         return
@@ -39,6 +40,7 @@ def _of_experts(model: PreTrainedModel, plan: AdapterPlan) -> Iterator[str]:
 
 
 def _of_modules(plan: AdapterPlan) -> Iterator[str]:
+    """Yield sentences about adapters on other modules."""
     names = {target.name.removesuffix(".weight").rpartition(".")[2] for target in plan.targets}
     if "kv_b_proj" in names:
         yield "vLLM: kv_b_proj, which decoding has absorbed without its adapter; merge for it"
@@ -49,6 +51,7 @@ def _of_modules(plan: AdapterPlan) -> Iterator[str]:
 
 
 def _of_config(plan: AdapterPlan) -> Iterator[str]:
+    """Yield sentences about settings of all adapters."""
     lora = plan.lora
     if not plan.is_uniform:
         yield "vLLM, SGLang: rank_pattern and alpha_pattern, which they do not look at; merge for them"

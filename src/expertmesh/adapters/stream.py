@@ -66,11 +66,13 @@ def iter_hf_weights(
     for name, lazy in lazies.items():
         values.prepare(lazy)
         shape = tuple(lazy.shape)
+        # The last byte reports values that do not fit: the all-reduce of the tensor also brings the error to all ranks.
         stored = torch.zeros(lazy.numel() * specs[name][0].itemsize + 1, dtype=torch.uint8, device=device)
         tensor = stored[:-1].view(specs[name][0]).view(shape)
         if is_gathered(lazy):
             fits = _compute(lazy, tensor, values)
         else:
+            # A list, not a generator: `all` must not stop before every part is copied.
             fits = all([_copy(part, box, tensor) for box, part in _parts(lazy, values)])
             stored[-1] = not fits
             if dist.is_initialized():
@@ -106,6 +108,7 @@ class _Values:
                 self._factors(leaf.name)
 
     def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
+        """Return the values of `box` of a tensor, with its adapter merged if it has one. Call `prepare` first."""
         gathered = self._gathered.get(leaf.name)
         values = live_values(leaf, box) if gathered is None else gathered[slices(box)]
         target = self._targets.get(leaf.name)

@@ -240,7 +240,7 @@ def refuse_tied_head(model: nn.Module, targets: Sequence[Target]) -> None:
 def refuse_slow_patterns(patterns: Collection[str], names: Collection[str], where: Path) -> None:
     """Raise `SecurityError` for regular expressions of a foreign adapter that take too long to match `names`.
 
-    A process cannot interrupt a match of its own, so a child process tries all of them first.
+    A process cannot interrupt a match that it runs itself, so a child process tries all of them first.
     """
 
     def match_all(each: Sequence[str]) -> None:

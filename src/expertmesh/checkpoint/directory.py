@@ -60,8 +60,10 @@ def find(directory: Path, resume: str) -> Path | None:
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """Find the checkpoint that a user means by `path`: a checkpoint, a run's directory, or the directory of its
-    checkpoints.
+    """Find the checkpoint that a user means by `path`.
+
+    Args:
+        path: A checkpoint, a run's directory, or the directory of its checkpoints.
 
     Returns:
         The checkpoint, the newest one of a run, and how many the run has; None for the number if `path` is a

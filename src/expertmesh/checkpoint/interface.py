@@ -1,6 +1,6 @@
-"""Save and load checkpoints from a user's own training loop: `save_checkpoint` and `load_checkpoint`.
+"""Save and load checkpoints from a user's training loop: `save_checkpoint` and `load_checkpoint`.
 
-The trainer does not use `save_checkpoint`: it keeps a `CheckpointWriter`, so that a save can go on while it trains.
+The trainer does not use `save_checkpoint`: it keeps a `CheckpointWriter`, so that a save can continue while it trains.
 """
 
 from collections.abc import Mapping

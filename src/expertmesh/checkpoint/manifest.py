@@ -102,6 +102,7 @@ def unsafe_content(path: Path, directory: Path) -> str | None:
 
 
 def _is_pickle(path: Path) -> bool:
+    """Return whether a file is a pickle, by its name or its first bytes."""
     if path.name.endswith(_PICKLE_NAMES):
         return True
     # A safetensors file begins with the length of its header, which can look like any of these starts; its reader
@@ -111,7 +112,7 @@ def _is_pickle(path: Path) -> bool:
 
 
 def header_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield sentences about contradictions in what the manifest says about the job that wrote the checkpoint."""
+    """Yield sentences about contradictions in the manifest's description of the job that wrote the checkpoint."""
     said, layout, world = f"{directory / MANIFEST}: damaged:", manifest.layout, manifest.world_size
     named = step_of(directory)
     if named is not None and named != manifest.step:

@@ -38,16 +38,16 @@ class HeldPart:
     """`model` or `optimizer`."""
     name: str
     dtype: str
-    """As safetensors spells it."""
+    """The name that safetensors uses."""
     shape: tuple[int, ...]
-    """Of the global tensor."""
+    """The shape of the global tensor."""
     sharding: str
     """The result of `sharding_of`, equal for tensors that every rank cuts in the same way."""
     box: Box
     writes: bool
     """This rank writes the part."""
     fingerprint: int | None
-    """Of the part if other ranks hold it too, so that the copies can be compared."""
+    """A sum over the part, to compare copies, if other ranks hold it too; else None."""
 
 
 @dataclass(frozen=True, slots=True)

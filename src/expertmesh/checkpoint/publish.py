@@ -129,6 +129,7 @@ def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
         joined.add(rank, read_note(temporary, rank))
     write_generators(temporary, joined.rng)
     manifest = _manifest(temporary, job, joined)
+    # The manifest is the last file: it has the hashes of all others.
     write_synced(temporary / MANIFEST, manifest.model_dump_json(exclude_none=True).encode())
     for rank in range(job.world_size):
         note_path(temporary, rank).unlink()
@@ -137,6 +138,7 @@ def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
 
 
 def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
+    """Make the manifest of all files in `directory` except the summaries; hash those that no rank has hashed."""
     names = {file.name for file in joined.files} | {note_path(directory, rank).name for rank in range(job.world_size)}
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     others = [(path, path.relative_to(directory).as_posix()) for path in paths]
@@ -170,6 +172,7 @@ def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
 
 
 def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Copies]) -> Tiling:
+    """Return the tiling of a tensor. Raises `IntegrityError` if its parts have holes, overlap, or differ in copies."""
     counts = {copies.count for copies in boxes.values()} or {1}
     writers = {box: copies.writers[0] for box, copies in boxes.items() if copies.writers}
     try:

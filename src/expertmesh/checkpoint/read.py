@@ -128,6 +128,7 @@ def check_hashes(state: SavedState, *, rank: int = 0, ranks: int = 1, optimizer:
 
 
 def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file in hexadecimal."""
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

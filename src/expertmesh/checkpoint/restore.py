@@ -1,4 +1,4 @@
-"""Restore model, optimizer and random generators, in any layout: each rank reads the parts that it holds now alone.
+"""Restore model, optimizer and random generators, in any layout: each rank reads only the parts that it holds now.
 
 No weights are sent between ranks. All ranks know that no file is damaged before anything is changed.
 """
@@ -45,6 +45,7 @@ def restore(
     Errors are raised on all ranks, before anything is changed.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    # Each rank hashes a part of the files, and all wait: nothing is changed until every file is known to be intact.
     with raise_on_all_ranks("comparing the checkpoint with its hashes"):
         check_hashes(state, rank=rank, ranks=ranks)
     with raise_on_all_ranks("reading the random generators"):

@@ -46,7 +46,7 @@ class Tiling(Strict):
         """Build the tiling of a tensor.
 
         Args:
-            shape: Of the global tensor.
+            shape: The shape of the global tensor.
             writers: The rank that wrote each part, by its box; no part is empty.
             copies: The number of ranks that held each part.
 
@@ -119,9 +119,9 @@ class TensorEntry(Strict):
     """One tensor of the model or of the optimizer."""
 
     dtype: str
-    """As safetensors spells it."""
+    """The name that safetensors uses."""
     shape: list[_Extent] = Field(max_length=64)
-    """Of the global tensor."""
+    """The shape of the global tensor."""
     tiling: int = _Size
     """The index of its tiling in `Manifest.tilings`."""
 
@@ -138,9 +138,9 @@ class Manifest(Strict):
     layout: dict[str, int]
     """The size of each axis in `AXES`."""
     versions: dict[str, str]
-    """Of expertmesh, torch, transformers and Python."""
+    """The versions of expertmesh, torch, transformers and Python."""
     config_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """Of config.yaml; None if the checkpoint has none."""
+    """The hash of config.yaml; None if the checkpoint has none."""
     files: list[FileEntry]
     """All files but the manifest."""
     trained: list[str]

@@ -1,6 +1,6 @@
 """Save checkpoints: every rank writes its part, and rank 0 publishes all of them by one rename.
 
-Writing and publishing need no communication, so they can run on a thread while training goes on. A rank reports its
+Writing and publishing need no communication, so they can run on a thread while training continues. A rank reports its
 progress to the others by one number, which is counted in an exchange that they make anyway (`status`, `settle`). No
 collective ever runs on that thread, and no checkpoint is visible under its name before all of it is on the disk.
 """
@@ -44,9 +44,9 @@ class SavedCheckpoint:
     directory: Path
     step: int
     total_bytes: int
-    """Of all tensors."""
+    """The size of all tensors."""
     bytes_written: int
-    """Of the tensors that this rank wrote."""
+    """The size of the tensors that this rank wrote."""
     files: int | None
     """The number of files; None on other ranks than 0."""
     paused_seconds: float
@@ -74,7 +74,7 @@ class CheckpointWriter:
     """A writer of the checkpoints of one run, one at a time. Every rank has one, and all make the same calls in order.
 
     Args:
-        directory: Of the run's checkpoints.
+        directory: The directory of the run's checkpoints.
         keep_last: The number of newest checkpoints that are not removed, beside that of step `keep_step`; None for all.
         asynchronous: `save` returns when this rank's part has been copied to host memory, not when the checkpoint is
             published.
@@ -130,6 +130,7 @@ class CheckpointWriter:
         started = time.monotonic()
         mesh = mesh_of(model)
         target = self.directory / step_name(step)
+        # One name on all ranks, and another one than that of an interrupted save.
         temporary = target.with_name(f"{target.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
         tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model) if weights else {}}
         if optimizer is not None:
@@ -140,6 +141,7 @@ class CheckpointWriter:
             with raise_on_all_ranks("creating the checkpoint's directory"):
                 if self._rank == 0:
                     _create(step, target, temporary, needed, files)
+            # A network file system may show the new directory to other nodes only later.
             with raise_on_all_ranks("looking for the checkpoint's directory"):
                 wait_until_seen(temporary)
             with raise_on_all_ranks("copying the training state"):
@@ -204,7 +206,8 @@ class CheckpointWriter:
             # Either all ranks have stopped writing, or one is lost: the next start removes the files that it leaves.
             if self._rank == 0:
                 if self._publishing is not None:
-                    # A removal that has begun goes on inside the directory after the thread has renamed it.
+                    # Wait for the thread: if it renames the directory during the removal, the removal continues
+                    # inside the published checkpoint.
                     wait([self._publishing])
                 shutil.rmtree(save.temporary, ignore_errors=True)
             raise
@@ -246,6 +249,7 @@ class CheckpointWriter:
         return manifest
 
     def _saved(self, save: _Save, paused: float) -> SavedCheckpoint:
+        """Describe the saved checkpoint. `paused`: seconds that training has waited for it after `save` returned."""
         return SavedCheckpoint(
             directory=self.directory / step_name(save.job.step),
             step=save.job.step,

@@ -66,6 +66,7 @@ def save_weights(model: PreTrainedModel, directory: Path, tokenizer: Any, *, ada
     if on_rank_0(lambda: not directory.exists() or not any(directory.iterdir())):
         save(model, directory, tokenizer=tokenizer)
         return
+    # The saving functions refuse a directory with files in it: save beside them, then move.
     inner = directory / "weights.tmp"
     on_rank_0(lambda: shutil.rmtree(inner, ignore_errors=True))
     save(model, inner, tokenizer=tokenizer)
@@ -156,6 +157,7 @@ def _mark(checkpoint: Path) -> None:
         json.dump({"files": sizes}, file)
         file.flush()
         os.fsync(file.fileno())
+    # Renamed after its content is on the disk, so that a crash leaves no half-written complete.json.
     os.replace(temporary, checkpoint / COMPLETE)
     _sync(checkpoint)
     _sync(checkpoint.parent)
@@ -182,11 +184,11 @@ def find_start(output_dir: Path, resume: str | bool | None, *, saves: bool) -> P
     """Find the checkpoint to resume from.
 
     Args:
-        resume: True for the newest complete one of `output_dir`, or a path; None or False to start anew.
+        resume: True for the newest complete one of `output_dir`, or a path; None or False for none.
         saves: This run will save checkpoints: rename later incomplete ones, which a kill has left, out of its way.
 
     Returns:
-        Its path, or None to start anew.
+        Its path, or None.
 
     Raises:
         InputError: There is nothing to resume from, or a later complete checkpoint is in the way.

@@ -183,6 +183,11 @@ def asks_for_bf16(args: Any) -> bool:
 
 
 def _refuse_optimizer(args: Any, own: tuple[type, dict[str, Any]] | None) -> None:
+    """Raise `InputError` for an optimizer that is not known to be elementwise, as each rank has shards of weights.
+
+    Args:
+        own: The class and arguments that the caller gave instead of `args.optim`.
+    """
     name = str(getattr(args.optim, "value", args.optim)) if own is None else own[0].__name__
     known = name in _ELEMENTWISE if own is None else own[0] in _ELEMENTWISE_CLASSES
     if not known:

@@ -82,7 +82,7 @@ class ShardedTrainer(Trainer):
             refusals.refuse_in_memory(model, arguments, of_trl)
         if of_trl is None:
             refusals.refuse_router_loss(model, moe, arguments)
-        asks = "ref_model" in inspect.signature(super().__init__).parameters  # GRPO loads it itself
+        asks = "ref_model" in inspect.signature(super().__init__).parameters  # GRPO loads the reference itself
         compares = asks or bool(of_trl and getattr(arguments, "beta", 0.0))
         if compares and given.get("ref_model") is None:
             refusals.refuse_adapters_as_reference(model)
@@ -91,6 +91,7 @@ class ShardedTrainer(Trainer):
         self._has_adapters = lora is not None or refusals.is_of_peft(model)
         frozen: Any = _reference(given, mesh, options) if compares else None
         given["model"] = sharded = em.like_ddp(_sharded(model, mesh, arguments, options))
+        # The base of a policy with adapters is the reference: no second model in memory.
         if compares and frozen is None and self._has_adapters:
             frozen = reference.AdaptersOff(sharded)
         if asks:
@@ -103,6 +104,7 @@ class ShardedTrainer(Trainer):
             super().__init__(**given)
         if self._has_adapters:
             sharded.register_forward_pre_hook(patches.RowNumbers(self), with_kwargs=True, prepend=True)
+
         handler: Any = self.callback_handler
         handler.call_event = callbacks.on_shards(handler.call_event)
         if of_trl == "GRPOTrainer":
@@ -112,6 +114,7 @@ class ShardedTrainer(Trainer):
                     setattr(self, name, lockstep(calls))
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and refuse parallelism that its launcher has switched on."""
         super().create_accelerator_and_postprocess()
         refusals.refuse_launcher(self)
 
@@ -123,9 +126,11 @@ class ShardedTrainer(Trainer):
         """Do nothing: shards are on their device already."""
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clip by the norm of the full gradients, which are in shards. Every rank calls it; collective."""
         return em.clip_grad_norm_(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of the full gradients, computed if nothing was clipped. Every rank calls it; collective."""
         return em.clip_grad_norm_(model, None) if grad_norm is None else grad_norm
 
     def train(
@@ -134,6 +139,12 @@ class ShardedTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
+        """Train as the Trainer does, from a complete checkpoint-N if one is to be resumed.
+
+        Raises:
+            InputError: A callback cannot work on shards; also as `checkpoints.find_start`, with `IntegrityError`.
+        """
+        # Again, with the callbacks that were added since, and now with the number of ranks.
         callbacks.refuse_callbacks(self.callback_handler.callbacks, self.args.world_size)
         saves = self.args.save_strategy != "no"
         start = checkpoints.find_start(self._output, resume_from_checkpoint, saves=saves)
@@ -149,6 +160,7 @@ class ShardedTrainer(Trainer):
         checkpoints.save_weights(self._shards, directory, tokenizer, adapters=self._has_adapters)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write checkpoint-N, mark it as complete, and then remove the oldest ones. Every rank calls it."""
         # Older checkpoints are removed only after this one is complete.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:

@@ -75,6 +75,7 @@ class ExpertmeshEP(EPImplementation):
         )
 
     def _mlp(self, dtype: torch.dtype) -> ExpertMlpSpec:
+        """Return the computation of the local experts in `dtype`, chosen once for each dtype."""
         if dtype not in self._mlps:
             experts = self._spec.num_experts // self._dispatcher.group.size()
             per_expert = choose_backend(self._spec, "auto", dtype, experts) == "loop"
@@ -83,7 +84,7 @@ class ExpertmeshEP(EPImplementation):
 
 
 def _supported_spec(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> ExpertsSpec:
-    """Return the spec of the module's experts on all ranks; raise `InputError` if they would be computed wrongly."""
+    """Return the spec of the experts on all ranks. Raises `InputError` if we would not compute them exactly."""
     spec = experts_spec(type(experts).__name__, experts)
     if tp_mesh.size() > 1:
         _refuse(f"tp_size is {tp_mesh.size()}, whose ranks hold the same tokens; set it to 1")

@@ -41,7 +41,7 @@ class _Answer:
     """A rank's answer about an upload, written again for each heartbeat."""
 
     number: int
-    """Of the upload, counted by rank 0."""
+    """The number of the upload, counted by rank 0."""
     beat: int = 0
     """Grows while the rank uploads."""
     done: bool = False
@@ -97,6 +97,7 @@ class Shares:
         self._thread.join()
 
     def _ask(self, questions: Sequence[list[Any] | None]) -> None:
+        """Send each other rank its request by the job's store: directory, target and file names; None to end."""
         self._number += 1
         for rank in range(1, self._ranks):
             self._store.set(f"ask/{rank}", json.dumps([self._number, questions[rank]]))
@@ -123,6 +124,7 @@ class Shares:
         return problems
 
     def _answer_of(self, rank: int) -> _Answer | None:
+        """Return the last answer of a rank about the current upload; None if there is none."""
         key = f"answer/{rank}"
         answer = _Answer(**json.loads(self._store.get(key))) if self._store.check([key]) else None
         return answer if answer is not None and answer.number == self._number else None
@@ -138,6 +140,7 @@ class Shares:
             log.debug(f"no more uploads: {error}")
 
     def _next(self) -> list[Any] | None:
+        """Wait for the next request of rank 0, and return it; None at the end."""
         key = f"ask/{self._rank}"
         while not self._store.check([key]):
             time.sleep(self._pause_seconds)
@@ -146,6 +149,7 @@ class Shares:
         return question  # type: ignore[no-any-return]
 
     def _upload(self, directory: Path, target: Storage, names: list[str]) -> None:
+        """Upload files on another thread, and write a heartbeat until it ends, then the answer."""
         errors: list[str | None] = []
 
         def put() -> None:

@@ -2,8 +2,8 @@
 
 A thread of rank 0 takes each checkpoint from the run's directory when it is published there, and has all ranks upload
 their shares (shares.py). A failed upload is reported, and tried again with the next checkpoint and at the end; training
-goes on. A checkpoint that waits for its upload stays in the run's directory. If uploads are slower than saves, only the
-best and the newest of the waiting checkpoints are uploaded.
+continues. A checkpoint that waits for its upload stays in the run's directory. If uploads are slower than saves, only
+the best and the newest of the waiting checkpoints are uploaded.
 """
 
 import logging
