@@ -1,4 +1,7 @@
-"""Limits that keep rooms small; part of `make lint`. Prints every place that is over one, and exits with 1.
+"""Limits that keep rooms small and other people's insides in one room; part of `make lint`.
+
+Prints every place that is over one, and exits with 1. Private names of torch, transformers and datasets are used in
+compat.py alone, `unittest.mock` nowhere.
 
 Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
 the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
@@ -11,18 +14,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path("src/expertmesh")
+COMPAT = PACKAGE / "compat.py"
+OTHERS = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
 LINES_PER_FILE, LINES_PER_FUNCTION, ARGUMENTS = 700, 60, 8
+# `os._exit` and `sys._current_frames` are documented.
+STANDARD = ("os", "sys", "self", "cls")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def over() -> Iterator[str]:
     """Every place that is over a limit, as a sentence."""
     homes = _public_homes()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        text = path.read_text()
+    texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    own = {name for tree in trees.values() for name in _defined(tree)}
+    for path, text in texts.items():
         if (lines := len(text.splitlines())) > LINES_PER_FILE:
             yield f"{path}: {lines} lines, at most {LINES_PER_FILE}"
-        tree = ast.parse(text)
+        tree = trees[path]
+        yield from _mocks(path, tree)
+        if path != COMPAT:
+            yield from _private_names(path, tree, own)
         for node in ast.walk(tree):
             if isinstance(node, Function):
                 yield from _length(path, node)
@@ -30,6 +42,49 @@ def over() -> Iterator[str]:
         public = {name for name, home in homes.items() if home == module}
         for node, options_count in _counted(tree, public):
             yield from _arguments(path, node, options_count)
+
+
+def _mocks(path: Path, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if any(name.split(".")[0] == "unittest" for name in names):
+            yield f"{path}:{node.lineno}: unittest is for tests"
+
+
+def _private_names(path: Path, tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """Private names that this package does not define, so that they are another library's."""
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OTHERS:
+            found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in STANDARD):
+            found = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            found = [str(argument.value) for argument in node.args[1:2] if isinstance(argument, ast.Constant)]
+        for name in found:
+            if _is_private(name) and name not in own:
+                line = getattr(node, "lineno", 0)
+                yield f"{path}:{line}: {name} is another library's own; give it a function in compat.py"
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Names of functions, classes, variables and attributes that the package itself defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif (
+            isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in STANDARD
+        ):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("_expertmesh"):
+            yield str(node.value)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 def _length(path: Path, node: Function) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The picture at the top of the README, drawn from data of a real run: `make figures`.
+"""The picture at the top of the README, drawn from data of a real run, and the docs' diagrams: `make figures`.
 
     python -m benchmarks.figures [--output docs/pictures]
 
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.diagrams import diagrams
 from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +78,8 @@ def main() -> int:
 
 def pictures() -> dict[str, str]:
     """By file name, the text of each picture."""
-    return {f"parity-{name}.svg": "\n".join(_picture(theme)) + "\n" for name, theme in THEMES.items()}
+    parity = {f"parity-{name}.svg": "\n".join(_picture(theme)) + "\n" for name, theme in THEMES.items()}
+    return parity | diagrams()
 
 
 def curves() -> list[Curve]:

@@ -1,6 +1,6 @@
 """Is the planner honest? Predicted state, activations, peak and bytes beside what gloo ranks hold and send.
 
-    python -m benchmarks.planning            # the tables of docs/planning-accuracy.md; a few minutes
+    python -m benchmarks.planning            # docs/formulas.md has the largest differences; a few minutes
     python -m benchmarks.planning NAME ...   # some of its points
 
 Each point trains a small model for three steps on forked gloo ranks and counts the third under the tracker: storages of

@@ -1,4 +1,4 @@
-"""What the planner predicts for runs that others have published: the table of docs/planning-accuracy.md.
+"""What the planner predicts for runs that others have published: the last table of docs/formulas.md.
 
     python -m benchmarks.published
 

@@ -1,4 +1,4 @@
-"""One rank of large jobs on fake tensors, beside the formulas: the table of docs/planning-accuracy.md.
+"""One rank of large jobs on fake tensors, beside the formulas; docs/formulas.md has the largest differences.
 
     python -m benchmarks.simulation            # all jobs, each in a process of its own; a minute or two each
     python -m benchmarks.simulation NUMBER ... # some of them, by their place in the list

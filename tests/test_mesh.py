@@ -194,7 +194,7 @@ def test_groups_of_experts_cross_a_node_only_if_it_is_said(monkeypatch: pytest.M
 def test_a_rank_of_thousands_is_in_few_groups(
     monkeypatch: pytest.MonkeyPatch, layout: Layout, groups: list[int], lists: int
 ) -> None:
-    """The counts of docs/scale.md."""
+    """The counts of "Scale" in docs/launching.md."""
     made, make = [], dist.distributed_c10d._new_process_group_helper
 
     def counted(*arguments: Any, **options: Any) -> Any:

@@ -5,49 +5,105 @@ pyproject.toml.
 """
 
 import datetime
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import profiler
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import conversion_mapping
 from transformers.integrations import moe as transformers_moe
 
 __all__ = [
     "FUSED_ATTENTION",
+    "READS_A_VALUE",
+    "VIEWS_BY_SIZE",
+    "VIEWS_BY_STRIDES",
+    "Declared",
+    "FakeTensor",
+    "FakeTensorMode",
+    "NoTorchFunction",
     "StridedShard",
     "TorchDispatchMode",
+    "add_to_all_",
     "all_gather_into",
     "allow_recompiles",
+    "apply_to_tensors",
     "assert_async",
+    "attention_of",
+    "buffer_slots",
+    "checkpointing_takes_value",
+    "child_slots",
+    "class_mapping",
     "compile_errors",
+    "conversion_family",
+    "declared",
     "default_apply_gate",
     "enable_checkpointing",
+    "fingerprint_of",
+    "generate_in_lockstep",
+    "group_of",
     "has_hooks",
+    "ignore_when_loading",
+    "init_weights",
     "is_compiled",
+    "is_profiling",
+    "is_sharded_by_transformers",
     "job_store",
+    "logs_the_model",
+    "mark_initialised",
+    "memory_page",
+    "norms_of_all",
+    "number_of_groups",
+    "parameter_slots",
+    "present_as_fsdp",
+    "pytree",
+    "record_memory",
     "reduce_scatter_into",
     "refuse_fully_shard",
+    "runs_in_backward",
+    "scale_all_",
+    "set_attention",
+    "set_experts",
     "set_group_timeout",
+    "set_weight_conversions",
+    "storage_key",
     "tree_leaves",
     "tree_map_only",
     "update_as",
     "varlen_attn",
     "varlen_operation",
+    "weight_conversions",
+    "with_attention",
+    "without_shape_messages",
     "wrap_clipping",
+    "wrapper_tensor",
 ]
 
 # FSDP2's placement of a parameter that was already sharded on the same dim; DTensor has no public name for it.
 StridedShard = _StridedShard
-# TorchDispatchMode, tree_*: torch documents dispatch modes under this private path; there is no other path.
+# TorchDispatchMode, FakeTensor(Mode), pytree: torch documents all of them under their private paths; there are no other
+# paths.
+
+# `torch_function` handlers call the wrapped function inside this context; torch documents it under this private path.
+NoTorchFunction: Any = torch._C.DisableTorchFunctionSubclass
+# The op behind `.item()`, and private forms of `view` and `as_strided` that reach dispatch handlers.
+READS_A_VALUE: Any = torch.ops.aten._local_scalar_dense.default
+VIEWS_BY_SIZE: tuple[Any, ...] = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+VIEWS_BY_STRIDES: tuple[Any, ...] = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default)
 
 # torch 2.13 renamed both and deprecated the old names; torch 2.11 has only the old ones.
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -181,3 +237,238 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
+
+
+# Of tensors. torch has no public way for any of these.
+
+
+def wrapper_tensor(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of the subclass `kind` that has this shape, dtype and device but no storage."""
+    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage while it lives; unlike `data_ptr` fake tensors have it too."""
+    key: int = storage._cdata
+    return key
+
+
+def runs_in_backward() -> bool:
+    """Return whether the calling thread runs inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler records; ranges with a name are costly where none does."""
+    enabled: bool = profiler._is_profiler_enabled
+    return enabled
+
+
+def add_to_all_(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Add tensors pairwise, in place, in few launches."""
+    torch._foreach_add_(tensors, others)
+
+
+def scale_all_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors by one factor, in place, in few launches."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norms_of_all(tensors: list[Tensor], order: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return the norm of each tensor, computed in `dtype`, in few launches."""
+    return torch._foreach_norm(tensors, order, dtype=dtype)
+
+
+# Of modules. Their public accessors leave out entries that are None, and setting one registers it anew.
+
+
+def parameter_slots(module: nn.Module) -> MutableMapping[str, Any]:
+    """Return the module's own parameters by name; a missing bias is None."""
+    return module._parameters
+
+
+def buffer_slots(module: nn.Module) -> MutableMapping[str, Any]:
+    """Return the module's own buffers by name."""
+    return module._buffers
+
+
+def child_slots(module: nn.Module) -> MutableMapping[str, Any]:
+    """Return the module's own children by name."""
+    return module._modules
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer by `function` of it, as `module.to` does."""
+    module._apply(function)
+
+
+# Of transformers' models. Families state these as class attributes, which have no public accessors.
+
+Declared = Literal[
+    "_can_record_outputs",
+    "_keep_in_fp32_modules",
+    "_keep_in_fp32_modules_strict",
+    "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_save",
+    "_no_split_modules",
+    "_supports_flash_attn",
+    "_tied_weights_keys",
+]
+
+
+def declared(module: nn.Module, name: Declared) -> Any:
+    """Return what a family's class states under `name`; an empty tuple if it states nothing."""
+    return getattr(module, name, None) or ()
+
+
+def ignore_when_loading(model: Any, pattern: str) -> None:
+    """Let `model` load from files with tensors of this pattern, which it does not have."""
+    model._keys_to_ignore_on_load_unexpected = {*declared(model, "_keys_to_ignore_on_load_unexpected"), pattern}
+
+
+def is_sharded_by_transformers(model: nn.Module) -> bool:
+    """Return whether transformers itself has sharded a model while it loaded it (`distributed_config`, `tp_plan`)."""
+    return bool(getattr(model, "_is_distributed_loading_by_transformers", False))
+
+
+def attention_of(config: Any) -> Any:
+    """Return the name of the attention implementation in a config; None before a model was built."""
+    return config._attn_implementation
+
+
+def set_attention(config: Any, name: Any) -> None:
+    """Set the attention implementation: a name of transformers' registry, or `{"": name}` for names it does not check.
+
+    `set_attn_implementation` is a method of models; this is for the config of a part.
+    """
+    config._attn_implementation = name
+
+
+def with_attention(name: str) -> dict[str, Any]:
+    """Return the attribute of a config that holds the attention implementation, with another value."""
+    return {"_attn_implementation": name}
+
+
+def set_experts(config: Any, name: str) -> None:
+    """Set the experts implementation; `set_experts_implementation` refuses names that are not transformers' own."""
+    config._experts_implementation = name
+
+
+def class_mapping(auto: Any) -> Mapping[type, Any]:
+    """Return the model class of each config class that an auto class knows."""
+    mapping: Mapping[type, Any] = auto._model_mapping
+    return mapping
+
+
+def conversion_family(model_type: str) -> str | None:
+    """Return the family whose conversion rules a model type shares, if it has none of its own."""
+    family: str | None = conversion_mapping._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    return family
+
+
+def weight_conversions(model: nn.Module) -> Any:
+    """Return the conversion rules that loading applied, which transformers keeps for saving; None without any."""
+    return getattr(model, "_weight_conversions", None)
+
+
+def set_weight_conversions(model: Any, rules: Any) -> None:
+    """Set the conversion rules that saving reverts."""
+    model._weight_conversions = rules
+
+
+def init_weights(model: Any, module: nn.Module) -> None:
+    """Draw the values of `module` as the family initialises them."""
+    model._init_weights(module)
+
+
+def mark_initialised(tensor: Any) -> None:
+    """Keep transformers from initialising this tensor."""
+    tensor._is_hf_initialized = True
+
+
+def checkpointing_takes_value(model: Any) -> bool:
+    """Return whether a remote-code model has the hook of transformers 4, which `enable_checkpointing` cannot call."""
+    return "value" in inspect.signature(model._set_gradient_checkpointing).parameters
+
+
+# Of Trainers: what transformers and accelerate read of a model.
+
+
+def present_as_fsdp(model: Any, name: str) -> None:
+    """Let `model` be what Trainers expect of a sharded model: prepared, of the class `name`, generating in lockstep.
+
+    accelerate then neither moves nor wraps it; transformers decides by the name of the class whether label smoothing
+    shifts labels.
+    """
+    model._is_accelerate_prepared = True
+    model._get_name = lambda: name
+    generate_in_lockstep(model, True)
+
+
+def logs_the_model(callback: Any) -> bool:
+    """Return whether transformers' DVCLiveCallback was told to save the model itself."""
+    return getattr(callback, "_log_model", None) is True
+
+
+def generate_in_lockstep(model: Any, lockstep: bool) -> None:
+    """Let a rank that has generated all go on until every other rank has, or not."""
+    model._is_fsdp_managed_module = lockstep
+
+
+# Of datasets, processes and devices.
+
+
+def fingerprint_of(table: Any) -> str:
+    """Return the hash by which datasets caches a table; it has no public accessor."""
+    return str(table._fingerprint)
+
+
+def number_of_groups() -> int:
+    """Return how many process groups exist in this process."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def group_of(argument: Any) -> bool:
+    """Return whether an argument of a collective's op is its process group."""
+    return isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type())
+
+
+def record_memory(events: int | None) -> None:
+    """Record this many allocations of the device; None ends it."""
+    if events is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=events)
+
+
+def memory_page() -> str:
+    """Return the recorded allocations as the HTML page of torch's memory viewer."""
+    from torch.cuda._memory_viz import trace_plot
+
+    return str(trace_plot(torch.cuda.memory._snapshot()))
+
+
+@contextmanager
+def without_shape_messages() -> Iterator[None]:
+    """Keep pipeline stages from exchanging the shapes of their messages, which are given, inside the block.
+
+    torch 2.13 votes on whether shapes are known (`_warmup_p2p`), which ends with an `InferenceMode`; torch 2.11 sends
+    one message in each direction.
+    """
+    from torch.distributed.pipelining import PipelineStage, schedules
+    from torch.distributed.pipelining import _utils as pipelining
+
+    def agreed(schedule: Any, stages: Sequence[Any], *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = pipelining.InferenceMode.STATIC
+
+    schedule: Any = schedules._PipelineSchedule
+    votes = hasattr(schedule, "_warmup_p2p")
+    owner: Any = schedule if votes else PipelineStage
+    name = "_warmup_p2p" if votes else "_get_init_p2p_neighbors_ops"
+    before = getattr(owner, name)
+    setattr(owner, name, agreed if votes else lambda stage: [])
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

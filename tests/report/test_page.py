@@ -71,6 +71,9 @@ def test_a_run_s_figures_tables_and_configuration_are_on_the_page(tmp_path: Path
         "Expert load per layer", "Entropy of the experts' shares per layer", "Dead experts per layer",
     ]  # fmt: skip
     assert "Finished at step 40 of 40; the result is in model/" in page.texts["top"]
+    assert "model, 2026-" in page.texts["top"]
+    cards = ["Loss", "Evaluation loss", "Tokens per second", "Peak memory", "Skipped steps", "Highest expert load"]
+    assert re.findall(r"<dt>(.*?)</dt>", page.source) == cards
     assert (
         "some/model: qwen3_moe, 1.23M parameters, 3 MoE layers of 8 experts. Full fine-tuning on 4 ranks" in page.text
     )
@@ -85,6 +88,15 @@ def test_a_run_s_figures_tables_and_configuration_are_on_the_page(tmp_path: Path
     assert "2.13.0 (earlier: 2.12.0)" in page.texts["starts"]
     assert "checkpoints of step 20, step 40, model/" in page.texts["starts"]
     assert "max_grad_norm: 1.0" in page.texts["configuration"]
+
+
+def test_a_single_value_is_no_picture_and_what_did_not_happen_has_no_card(tmp_path: Path) -> None:
+    rows = [row(step, 4, 1) for step in range(1, 5)]
+    rows += [{"step": 4, "eval_loss": 2.0, "eval_target_tokens": 500, "eval_token_accuracy": 0.43}]
+    page = page_of(write_run(tmp_path / "run", rows=rows))
+    assert not any("Token accuracy" in described for described in page.described)
+    assert "the only one; token accuracy 0.43" in page.texts["top"]
+    assert {"Skipped steps", "Verified"}.isdisjoint(re.findall(r"<dt>(.*?)</dt>", page.source))
 
 
 def test_a_preference_run_shows_its_rewards_and_how_often_the_chosen_response_wins(tmp_path: Path) -> None:
@@ -292,7 +304,7 @@ def test_an_empty_run_says_that_nothing_has_happened_yet(tmp_path: Path) -> None
 
 def test_one_step_a_step_without_any_number_and_no_layer_are_drawn_too(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "one", rows=[row(1, 1, 1)]))
-    assert page.tags.count("svg") == 8
+    assert page.tags.count("svg") == 3  # heat maps; a curve of one point tells nothing
     null = dict.fromkeys(("loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes"))
     page = page_of(write_run(tmp_path / "none", rows=[row(1, 2, 0) | null, row(2, 2, 0) | null]))
     assert page.tags.count("svg") == 0

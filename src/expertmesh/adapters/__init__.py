@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA) on frozen models: which modules get them, how they start, and PEFT's files."""
+"""Put low-rank adapters (LoRA) on frozen models, start them, and read and write them as PEFT's files."""

@@ -1,7 +1,8 @@
-"""Puts adapters on a frozen model: parameters A and B beside each target, and the forward that uses them, or not.
+"""Put adapters on a frozen model: parameters A and B beside each target, and a forward that uses them.
 
 Works on meta, before sharding, so that FSDP2 and expert parallelism treat adapters like every other parameter: one
-global identity, sharded like what they adapt. The base keeps its names, its classes' own forward and its values.
+global tensor, sharded like the weight that it adapts. Never changes the base: its names, its values, and the forward of
+its classes stay as they are. `adapters_off` lets the base compute alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from expertmesh.adapters.targets import Target
+from expertmesh.compat import parameter_slots
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import AdapterState, adapter_state, number_rows, running_adapters_of
@@ -21,7 +23,7 @@ from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
 def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` and give every target an adapter in `dtype` (that of masters), all zeros yet. No communication."""
+    """Freeze `model` and give every target an adapter, all zeros, in `dtype` (that of masters). No communication."""
     model.requires_grad_(False)
     state = AdapterState(dropout=lora.dropout)
     for target in targets:
@@ -38,7 +40,10 @@ def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfi
 
 
 def _take_row_numbers(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`model(input_ids, row_numbers=...)` `[B]`, for whoever calls the model alone (`number_rows`)."""
+    """Take `row_numbers` `[B]` out of the arguments of the model's forward, and number its rows by them.
+
+    For a user who calls the model without the training loop, which calls `number_rows` itself.
+    """
     if "row_numbers" not in kwargs:
         return None
     row_numbers_B = kwargs.pop("row_numbers")
@@ -49,20 +54,23 @@ def _take_row_numbers(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> An
 
 
 def _forget_row_numbers(model: nn.Module, args: Any, output: Any) -> None:
-    """They are of one forward: the next one without numbers is refused, not given the same masks."""
+    """Forget the numbers after a forward, so that the next one without numbers raises instead of using equal masks."""
     if (state := adapter_state(model)) is not None:
         state.number_T = None
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """While the block runs, `model` computes as its frozen base does, bit for bit: the reference of DPO and the like.
+    """Let `model` compute bit for bit as its frozen base does while the block runs: the reference of DPO, for example.
 
         with em.adapters_off(model), torch.no_grad():
             reference = model(**batch).logits
 
     Every rank enters and leaves it around the same forwards; a backward of one of them belongs inside as well. Values
-    and gradients of the adapters stay as they are. Raises `InputError` for a model without adapters. No communication.
+    and gradients of the adapters stay as they are. No communication.
+
+    Raises:
+        InputError: The model has no adapters.
     """
     state = adapter_state(model)
     if state is None:
@@ -79,7 +87,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class _LinearForward(nn.Module):
-    """In front of `nn.Linear`: adds the adapter's two products."""
+    """A forward that is mixed in before `nn.Linear`: adds the adapter's two products."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = super().forward(x)
@@ -88,20 +96,20 @@ class _LinearForward(nn.Module):
             return out
         assert module is not None
         # Where tp splits the layer these are this rank's parts, and plain tensors for the time of the call.
-        a_rK, b_Nr = (self._parameters[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))  # type: ignore[union-attr]
+        a_rK, b_Nr = (parameter_slots(self)[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))
         kept = state.dropped(x, module.lora_name, module.first_column) if self.training else x
         return torch.add(out, F.linear(F.linear(kept, a_rK), b_Nr), alpha=module.lora_scaling["weight"])
 
 
 class _ParameterForward(nn.Module):
-    """In front of a module with a small 2-D weight (a router): its own forward, with the adapted weight."""
+    """A forward that is mixed in before a module with a small 2-D weight (a router): uses the adapted weight."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state, weight_NK = running_adapters_of(self), self._parameters["weight"]
+        state, weight_NK = running_adapters_of(self), parameter_slots(self)["weight"]
         if state is None:
             return super().forward(*args, **kwargs)
         assert weight_NK is not None
         a_rK, b_Nr = (self.get_parameter(f"weight_lora_{which}").to(weight_NK.dtype) for which in "AB")
         adapted: Any = torch.add(weight_NK, b_Nr @ a_rK, alpha=module_state(self).lora_scaling["weight"])
-        with exchanged(self._parameters, {"weight": adapted}):
+        with exchanged(parameter_slots(self), {"weight": adapted}):
             return super().forward(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Which frozen base a model's adapters belong to: a hash of its weights, remembered, written, and compared.
+"""Remember, write and compare a hash of the frozen base to which a model's adapters belong.
 
-An adapter on another base is noise that nobody notices: resuming or merging it there is refused.
+An adapter on another base is noise, and causes no error by itself: so resuming or merging it there is refused.
 """
 
 import json
@@ -24,13 +24,14 @@ _FROZEN = (None, "float8", "nf4", "mxfp4", "nvfp4")
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """`sha256` is `content_hash` of the frozen weights in the dtypes that training had them in; `dtype` of the most;
-    `frozen` the format that they were quantised to for training, if they were.
-    """
+    """The frozen weights of a model with adapters."""
 
     sha256: str
+    """`content_hash` of the frozen weights, in the dtypes that they have in training."""
     dtype: str
+    """The dtype of most of them."""
     frozen: str | None = None
+    """The format to which they were quantised for training; None if they were not."""
 
     def __str__(self) -> str:
         packed = "" if self.frozen is None else f", packed as {self.frozen}"
@@ -38,7 +39,10 @@ class Base:
 
 
 def remember_base(model: nn.Module) -> None:
-    """Hash the frozen weights of a model with adapters. Every rank calls it; one all-reduce."""
+    """Hash the frozen weights of a model with adapters, and remember the hash on the model.
+
+    Collectives: every rank calls it; one all-reduce of one integer per tensor on the default group.
+    """
     frozen = (p for p in ModelView(model).full.parameters() if not p.requires_grad)
     dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
     kinds = {kind.name for kind in (sharded(model).frozen_formats or {}).values() if not kind.published}
@@ -47,9 +51,12 @@ def remember_base(model: nn.Module) -> None:
 
 
 def remember_formats(model: Any, directory: Path) -> None:
-    """Find out from headers how the files in `directory` hold the weights of `model`, on meta, that stay packed.
+    """Find out from headers in which formats the files in `directory` hold those weights of `model` that stay packed.
 
-    Raises `InputError` for codes that cannot stay. No communication.
+    Remembers the formats on the model, which may be on meta. No communication.
+
+    Raises:
+        InputError: Codes of the files cannot stay as they are.
     """
     with open_weight_files(directory, ModelView(model).weights_file) as files:
         attach(model, frozen_formats=published_formats(model, plan_load(ModelView(model), files, complete=False)))
@@ -62,13 +69,13 @@ def base_of(model: nn.Module) -> Base:
 
 
 def base_bytes(model: nn.Module) -> bytes:
-    """The content of the file that goes with an adapter."""
+    """Return the content of the file that describes the base beside an adapter."""
     said = {key: value for key, value in asdict(base_of(model)).items() if value is not None}
     return json.dumps(said).encode() + b"\n"
 
 
 def read_base(path: Path, content: bytes | None = None) -> Base:
-    """What `base_bytes` wrote to `path`, whose `content` may have been read. Raises `IntegrityError`."""
+    """Read the description that `base_bytes` made from `path`, or from its `content`. Raises `IntegrityError`."""
     try:
         base = Base(**parse_json(read_file(path) if content is None else content))
         if not isinstance(base.sha256, str) or not isinstance(base.dtype, str) or base.frozen not in _FROZEN:
@@ -81,7 +88,11 @@ def read_base(path: Path, content: bytes | None = None) -> Base:
 
 
 def check_base(path: Path, saved: Base, here: Base, otherwise: str = "") -> None:
-    """Raise `IntegrityError` if the base here is not the one that `path` says; `otherwise`: what else can be done."""
+    """Raise `IntegrityError` if the base `here` is not the `saved` one of `path`.
+
+    Args:
+        otherwise: The end of the sentence, for another way to continue.
+    """
     if saved != here:
         raise IntegrityError(
             f"{path}: the adapter was trained on another base (weights {saved}, here {here}); use the model, the "

@@ -1,6 +1,6 @@
-"""A LoraConfig of PEFT as ours: every field that would compute something else here is refused by its name.
+"""Turn a LoraConfig of PEFT into ours; refuse every field that would compute something else here, by its name.
 
-PEFT is never imported; its config only has to say what it would write to adapter_config.json.
+PEFT is never imported; its config only needs `to_dict`, the content that it would write to adapter_config.json.
 """
 
 import glob
@@ -20,11 +20,14 @@ from expertmesh.config.errors import InputError
 
 
 def lora_from_peft(peft_config: Any) -> LoraConfig:
-    """A `peft.LoraConfig` as an `em.LoraConfig` that trains the same adapters; no communication.
+    """Return the `em.LoraConfig` that trains the same adapters as a `peft.LoraConfig`. No communication.
 
     `target_modules` has to be a list of names; `target_parameters` may name routed experts. r, lora_alpha,
     rank_pattern, alpha_pattern, lora_dropout, exclude_modules, use_rslora and init_lora_weights (True, "gaussian")
-    carry over. Raises `InputError` naming the field for whatever else is set: use_dora, modules_to_save, bias, ...
+    are taken over.
+
+    Raises:
+        InputError: Another field is set (use_dora, modules_to_save, bias, ...); names the field.
     """
     if not hasattr(peft_config, "to_dict"):
         raise InputError(
@@ -50,12 +53,12 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
     return lora_of(
         content,
         dropout=float(content.get("lora_dropout") or 0.0),
-        # A module by its weight, so that a parameter of the same name is not meant.
+        # Modules are named by their weight, so that the name does not match a parameter of the same name.
         targets=(*(f"{_text(name)}.weight" for name in modules), *(_text(name) for name in parameters)),
         exclude=tuple(f"{_text(name)}.weight" for name in exclude),
     )
 
 
 def _text(name: str) -> str:
-    """A name of PEFT's as a selector that means no group of ours."""
+    """Return a selector for a name in PEFT's config that never means one of our groups."""
     return f"*.{name}" if name in GROUPS else glob.escape(name)

@@ -1,6 +1,6 @@
-"""adapter_config.json: what ours says, and what other people's mean, by the rules by which PEFT reads them.
+"""Write our adapter_config.json, and interpret other people's by the rules by which PEFT reads them.
 
-Whatever a plain LoRA adapter does not have is refused by its name. PEFT is never imported here.
+Every option that a plain LoRA adapter does not have is refused by its name. PEFT is never imported here.
 """
 
 import json
@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeGuard
 
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 from transformers.pytorch_utils import Conv1D
 
 from expertmesh.adapters.peft_format import (
@@ -23,6 +22,7 @@ from expertmesh.adapters.peft_format import (
     name_of,
 )
 from expertmesh.adapters.targets import ALL_LINEAR, Target
+from expertmesh.compat import class_mapping, conversion_family
 from expertmesh.config import LoraConfig
 from expertmesh.config.base import pattern_problem
 from expertmesh.config.errors import InputError, SecurityError
@@ -32,8 +32,8 @@ from expertmesh.io.reading import read_json, shortened
 from expertmesh.state.model_view import ModelView
 
 _PICKLE = "adapter_model.bin"
-# All that adapter_config.json may say: what we read, and what changes nothing that a plain adapter computes. Whatever
-# else is set there is refused, also what PEFT will only know in future.
+# All keys that adapter_config.json may set: those that we read, and those that do not change what a plain adapter
+# computes. Any other one is refused, so that an option of a future PEFT is not silently ignored.
 _KNOWN = (
     "peft_type",
     "task_type",
@@ -63,16 +63,16 @@ _KNOWN = (
     "corda_config",
     "lora_ga_config",
 )
-# What their values have to be, where they say anything.
+# Keys whose values, if not null, have to be a bool or text.
 _IS_BOOL = ("use_rslora", "inference_mode", "ensure_weight_tying")
 _IS_TEXT = ("task_type", "bias", "base_model_name_or_path", "revision", "peft_version")
 # A branch, a tag or a commit; it becomes part of a path in the hub's cache.
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,199}")
 _MAX_NAMES = 100_000
-# Ways to start that take something out of the base: the adapter alone is not all that was learned.
+# Initialisations that subtract from the base's weights: such an adapter is wrong on the original base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# What PEFT 0.21 makes of former modules of experts and routers (its `_MOE_TARGET_MODULE_MAPPING`), by the family whose
-# rules transformers has for a model's files.
+# The parameters for which PEFT 0.21 takes former modules of experts and routers (its `_MOE_TARGET_MODULE_MAPPING`), by
+# the family whose rules transformers uses for a model's files.
 _FORMER = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
     "qwen2_moe": {
@@ -87,7 +87,13 @@ _FORMER = {
 def config_content(
     model: nn.Module, targets: Sequence[Target], lora: LoraConfig, base: str | None, revision: str | None
 ) -> dict[str, Any]:
-    """adapter_config.json. Dropout is written as 0 when parameters are adapted: PEFT has none for those."""
+    """Return the content of adapter_config.json.
+
+    Dropout is written as 0 if parameters are adapted, because PEFT has no dropout for those.
+
+    Args:
+        base: The name of the base model, and `revision` its revision on the hub.
+    """
     modules = [name_of(target) for target in targets if not is_parameter(target)]
     parameters = [name_of(target) for target in targets if is_parameter(target)]
     model = ModelView(model).full
@@ -119,28 +125,33 @@ def config_content(
 
 
 def _class_to_load(model: nn.Module) -> tuple[str | None, dict[str, str] | None]:
-    """PEFT's task_type and auto_mapping: the class whose modules have the adapter's names.
+    """Return PEFT's task_type and auto_mapping for the class whose modules have the adapter's names.
 
-    AutoModelForCausalLM makes a model of text alone of many vision-language checkpoints, with other names, of which
-    PEFT would load nothing but warn. Without a task its AutoPeftModel loads the class that is named.
+    AutoModelForCausalLM loads many vision-language checkpoints as a text-only model with other names; PEFT would load
+    none of the adapter into it, with only a warning. Without a task its AutoPeftModel loads the class in auto_mapping.
     """
     kind: Any = own_class(type(model))
     if not kind.__module__.startswith("transformers."):
         return "CAUSAL_LM", None
     config: Any = type(model.config)
-    with_vision = config in AutoModelForImageTextToText._model_mapping
-    by_name = AutoModelForCausalLM._model_mapping.get(config, None)
+    with_vision = config in class_mapping(AutoModelForImageTextToText)
+    by_name = class_mapping(AutoModelForCausalLM).get(config, None)
     task = None if with_vision and by_name is not kind else "CAUSAL_LM"
     return task, {"base_model_class": kind.__name__, "parent_library": kind.__module__}
 
 
 def config_bytes(content: Mapping[str, Any]) -> bytes:
-    """adapter_config.json as it is written."""
+    """Return the bytes of adapter_config.json."""
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """adapter_config.json of a PEFT directory. Raises `InputError` for what we cannot train exactly, by name."""
+    """Read adapter_config.json of a PEFT directory.
+
+    Raises:
+        InputError: It cannot be read, or sets an option that we cannot train exactly; names the option.
+        SecurityError: The weights are a pickle only.
+    """
     path = directory / CONFIG_FILE
     try:
         content = read_json(path)
@@ -159,7 +170,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
-    """Raise `InputError` for what an adapter_config.json (of `path`) says that we cannot train exactly, by name."""
+    """Raise `InputError` for an option that we cannot train exactly, by its name.
+
+    Args:
+        content: The content of an adapter_config.json.
+        path: For the message.
+    """
     if (kind := content.get("peft_type")) != "LORA":
         raise InputError(
             f"{path}: peft_type is {getattr(kind, 'value', kind)}, and only LORA is trained here; give the config of a "
@@ -197,7 +213,7 @@ def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
 
 
 def _wrong_values(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, why) of what no adapter can have."""
+    """Yield (key, reason) of values that no adapter can have."""
     yield from ((key, "not true or false") for key in _IS_BOOL if type(content.get(key, False)) not in (bool, NoneType))
     yield from ((key, "not text") for key in _IS_TEXT if not isinstance(content.get(key, ""), str | None))
     if not isinstance(content.get("init_lora_weights", True), bool | str | None):
@@ -215,6 +231,7 @@ def _wrong_values(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _wrong_patterns(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) of invalid patterns, and of invalid values for patterns."""
     for key, most in (("rank_pattern", MAX_RANK), ("alpha_pattern", MAX_ALPHA)):
         patterns = content.get(key) or {}
         if not isinstance(patterns, Mapping):
@@ -232,7 +249,7 @@ def _wrong_patterns(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def patterns_in(content: Mapping[str, Any]) -> list[str]:
-    """The regular expressions of an adapter_config.json."""
+    """Return the regular expressions of an adapter_config.json."""
     whole = [content.get(key) for key in ("target_modules", "exclude_modules")]
     of_values = [pattern for key in ("rank_pattern", "alpha_pattern") for pattern in content.get(key) or {}]
     return list(dict.fromkeys([*(each for each in whole if isinstance(each, str)), *of_values]))
@@ -243,9 +260,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def refuse_names(content: Mapping[str, Any], path: Path | str) -> None:
-    """Raise `InputError` for modules' names that mean something else to PEFT from family to family: patterns, and names
-    of former experts.
-    """
+    """Raise `InputError` for module names whose meaning in PEFT depends on the family: patterns, and former experts."""
     modules = content.get("target_modules")
     if isinstance(modules, str):
         raise InputError(
@@ -263,13 +278,13 @@ def refuse_names(content: Mapping[str, Any], path: Path | str) -> None:
 
 
 def plain_content(peft_config: Any) -> dict[str, Any]:
-    """What a config of PEFT would write to adapter_config.json."""
+    """Return the content that a config of PEFT would write to adapter_config.json."""
     content = peft_config.to_dict()
     return {key: sorted(value) if isinstance(value, set | tuple) else value for key, value in content.items()}
 
 
 def refuse_start(content: Mapping[str, Any], where: str) -> None:
-    """Raise `InputError` for adapters that would not be trained, or not as those of a causal language model."""
+    """Raise `InputError` if PEFT would not train the adapters, or for another task than causal language modelling."""
     if (task := content.get("task_type")) not in (None, "CAUSAL_LM"):
         refuse_field(where, "task_type", task, "only causal language models train here; set it to CAUSAL_LM")
     if content.get("inference_mode"):
@@ -277,17 +292,24 @@ def refuse_start(content: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_field(where: str, field: str, value: Any, why: str) -> NoReturn:
+    """Raise `InputError` for the value of a field."""
     raise InputError(f"{where}: {field} is {value!r}: {why}", key="adapter.unsupported-option")
 
 
 def as_peft_reads(content: Mapping[str, Any], model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """An adapter_config.json (of `path`) with the names that PEFT makes of its own for `model`.
+    """Return an adapter_config.json with its target names resolved for `model` as PEFT resolves them.
 
-    `all-linear` becomes the linear layers beside the head. In the families of which PEFT takes modules of transformers
+    `all-linear` becomes the linear layers except the head. In families in which PEFT takes module names of transformers
     4 for fused experts, gate and up together become `gate_up_proj`, with twice the rank and the same scaling.
+
+    Args:
+        path: For messages.
+
+    Raises:
+        InputError: The names are ambiguous in this family.
     """
     config: Any = model.config
-    family = _MODEL_TO_CONVERSION_PATTERN.get(config.model_type)
+    family = conversion_family(config.model_type)
     former = _FORMER.get("mixtral" if config.model_type == "mixtral" else str(family), {})
     modules = content.get("target_modules")
     if isinstance(modules, str) and modules.lower() == ALL_LINEAR:
@@ -322,7 +344,7 @@ def as_peft_reads(content: Mapping[str, Any], model: nn.Module, path: Path | str
 
 
 def lora_of(content: Mapping[str, Any], **others: Any) -> LoraConfig:
-    """What an adapter_config.json says of all adapters, and `others`."""
+    """Return the settings of an adapter_config.json for all its adapters, with the fields `others`."""
     return LoraConfig(
         r=content["r"],
         alpha=float(content["lora_alpha"]),
@@ -335,7 +357,7 @@ def lora_of(content: Mapping[str, Any], **others: Any) -> LoraConfig:
 
 
 def config_selects(content: Mapping[str, Any], target: Target) -> bool:
-    """Whether an adapter_config.json targets `target`, by PEFT's own matching rules."""
+    """Return whether an adapter_config.json targets `target`, by PEFT's matching rules."""
     modules, parameters = content.get("target_modules") or [], content.get("target_parameters") or []
     if _selected(parameters, [target.weight]):
         return True
@@ -347,13 +369,16 @@ def config_selects(content: Mapping[str, Any], target: Target) -> bool:
 
 
 def name_in_config(content: Mapping[str, Any], target: Target) -> str:
-    """What the patterns of an adapter_config.json that selects `target` are compared with."""
+    """Return the name of `target` that rank_pattern and alpha_pattern are compared with, in a config that selects it.
+
+    It is the weight's name if target_parameters selects the target, otherwise the module's.
+    """
     by_parameter = _selected(content.get("target_parameters") or [], [target.weight])
     return target.weight if by_parameter else target.module
 
 
 def _is_excluded(content: Mapping[str, Any], module: str) -> bool:
-    """By PEFT's rule: a pattern for whole names, or ends of names. Parameters are never excluded."""
+    """Return whether exclude_modules, a pattern for full names or a list of endings, excludes the module in PEFT."""
     exclude = content.get("exclude_modules") or []
     if isinstance(exclude, str):
         return re.fullmatch(exclude, module) is not None
@@ -361,7 +386,7 @@ def _is_excluded(content: Mapping[str, Any], module: str) -> bool:
 
 
 def _pattern(values: Mapping[Target, Any], targets: Sequence[Target]) -> dict[str, Any]:
-    """rank_pattern or alpha_pattern: `values`, where they are not those of all `targets`."""
+    """Return rank_pattern or alpha_pattern for the targets in `values`, those that differ from the default."""
     names = {target: name_of(target) for target in targets}
     patterns: dict[str, Any] = {}
     for value in dict.fromkeys(values.values()):
@@ -375,7 +400,7 @@ def _number(value: float) -> int | float:
 
 
 def _endings(chosen: Sequence[str], every: Sequence[str], least: int) -> list[str]:
-    """The shortest endings of names, of `least` parts or more, that select `chosen` and nothing else in `every`."""
+    """Return the shortest endings, of `least` components or more, that select `chosen` and nothing else in `every`."""
     wanted = set(chosen)
     endings: dict[str, None] = {}
     for name in chosen:
@@ -384,10 +409,11 @@ def _endings(chosen: Sequence[str], every: Sequence[str], least: int) -> list[st
 
 
 def _ends_of(name: str, least: int) -> Iterator[str]:
+    """Yield the endings of a dotted name, shortest first, starting with `least` components."""
     parts = name.split(".")
     yield from (".".join(parts[start:]) for start in range(max(0, len(parts) - least), -1, -1))
 
 
 def _selected(endings: Collection[str], every: Sequence[str]) -> set[str]:
-    """The names that are one of `endings` or end with it after a dot."""
+    """Return the names that equal one of `endings`, or end with a dot and one of them."""
     return {name for name in every if not set(_ends_of(name, 1)).isdisjoint(endings)}

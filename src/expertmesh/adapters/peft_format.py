@@ -1,12 +1,12 @@
-"""PEFT's adapter files: what each tensor is called there, and how it lies there.
+"""Map between a model's adapters and the tensors of PEFT's adapter files: their names, shapes and memory layout.
 
 Routed experts are PEFT's `target_parameters`: A of all experts is one `[E * r, in]` matrix, expert after expert; B is
 `[out, r * E]` with the expert index running fastest. Two parameters of one module are nested wrappers, the first of
-them innermost. PEFT takes stored experts for `[out, in]` unless their module says that it is transposed; where that is
-wrong, A and B change places in its file. Or each expert has matrices of its own, named as in the model's published
-files (`Part`). PEFT renames what it reads as transformers renames published files (0.19 and later), so in a few
-families a module has to have another name in the file than in memory, where PEFT itself would not find what it wrote.
-Read and written through lazy tensors: nobody needs to know the sharding.
+them innermost. PEFT takes stored experts for `[out, in]` unless their module has `is_transposed`; if that is wrong, A
+and B are exchanged in its file. Other files have matrices for each expert, named as in the model's published files
+(`Part`). PEFT (0.19 and later) renames keys that it reads as transformers renames published files; so in a few families
+a module needs another name in the file than in memory, or PEFT would not find it. All through lazy tensors, so that
+nothing here depends on the sharding.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -24,32 +24,36 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor, plan_save
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-# Ours, beside PEFT's own: which base the adapter was trained on.
+# A file of ours beside PEFT's: the base on which the adapter was trained.
 BASE_FILE = "expertmesh.json"
 PREFIX = "base_model.model."
-# What modules of routed experts and routers were called in transformers 4. In many families PEFT takes a module of such
-# a name in `target_modules` for the fused experts or the router, and doubles r (its `_convert_peft_config_moe`).
+# The names of modules of routed experts and routers in transformers 4. In many families PEFT takes such a name in
+# `target_modules` for the fused experts or the router, and doubles r (its `_convert_peft_config_moe`).
 TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A matrix of the model's published files: which `expert` of an adapted weight it is, and which of its outputs. Its
-    adapter's keys begin with `key`.
-    """
+    """A matrix of the model's published files that is a part of an adapted weight."""
 
     key: str
+    """The prefix of its adapter's keys."""
     expert: int | None
+    """The index of the expert in the adapted weight; None if that has no experts."""
     rows: tuple[int, int]
+    """The range of the adapted weight's outputs."""
 
     @property
     def keys(self) -> tuple[str, str]:
-        """Of A and B."""
+        """The keys of A and B."""
         return f"{self.key}.lora_A.weight", f"{self.key}.lora_B.weight"
 
 
 def published_parts(model: PreTrainedModel, targets: Sequence[Target]) -> Iterator[tuple[Target, str, Part | None]]:
-    """Tensors of the model's published files that hold adapted weights, by name; None for what is not one matrix."""
+    """Yield (target, name, part) of the tensors of the model's published files that hold adapted weights.
+
+    The part is None for a tensor that is not one matrix with all inputs.
+    """
     adapted = {target.weight: target for target in targets}
     for key, lazy in plan_save(ModelView(model)).items():
         weights = [leaf.name for leaf in lazy.leaves() if leaf.name in adapted]
@@ -58,6 +62,7 @@ def published_parts(model: PreTrainedModel, targets: Sequence[Target]) -> Iterat
 
 
 def _part_of(key: str, lazy: LazyTensor, target: Target) -> Part | None:
+    """Return the part of `target` that a published tensor is; None unless it is one matrix with all of its inputs."""
     if len(lazy.pieces) != 1 or lazy.dim() != 2 or not key.endswith(".weight"):
         return None
     (piece,) = lazy.pieces
@@ -71,22 +76,27 @@ def _part_of(key: str, lazy: LazyTensor, target: Target) -> Part | None:
 
 
 def file_keys(target: Target, targets: Sequence[Target]) -> tuple[str, str]:
-    """The names of A and B of `target` in a file that PEFT reads; `targets` are all of the adapter, in module order."""
+    """Return the names of A and B of `target` in a file that PEFT reads.
+
+    Args:
+        targets: All targets of the adapter, in module order.
+    """
     return _keys(target.in_files or target.module, target, targets)
 
 
 def peft_keys(target: Target, targets: Sequence[Target]) -> tuple[str, str]:
-    """The same in PEFT's memory, and in the file that PEFT itself writes."""
+    """Return the names of A and B in PEFT's memory, and in a file that PEFT itself writes."""
     return _keys(target.module, target, targets)
 
 
 def keys_in(names: Container[str], target: Target, targets: Sequence[Target]) -> tuple[str, str]:
-    """Those of the two that a file with these `names` has; `file_keys` where it has neither."""
+    """Return `peft_keys` if a file with these `names` has them, otherwise `file_keys`."""
     theirs = peft_keys(target, targets)
     return theirs if theirs[0] in names else file_keys(target, targets)
 
 
 def _keys(module: str, target: Target, targets: Sequence[Target]) -> tuple[str, str]:
+    """Return the keys of A and B for a module name; each inner wrapper of one module adds `base_layer`."""
     nested = [each for each in targets if each.module == target.module and each.parameter is not None]
     outside = len(nested) - 1 - nested.index(target) if target.parameter is not None else 0
     base = f"{PREFIX}{module}{'.base_layer' * outside}"
@@ -94,7 +104,11 @@ def _keys(module: str, target: Target, targets: Sequence[Target]) -> tuple[str, 
 
 
 def file_tensors(state: Mapping[str, Tensor], targets: Sequence[Target]) -> dict[str, LazyTensor]:
-    """The tensors of PEFT's file, made of the model's: `state` holds the adapters by name, sharded or not."""
+    """Make the tensors of PEFT's file from the model's.
+
+    Args:
+        state: The adapters by name, sharded or not.
+    """
     files: dict[str, LazyTensor] = {}
     for target in targets:
         a, b = (LazyTensor.of(StateTensor(name, state[name])) for name in _names(target))
@@ -110,9 +124,16 @@ def file_tensors(state: Mapping[str, Tensor], targets: Sequence[Target]) -> dict
 def model_tensors_from(
     files: Mapping[str, LazyTensor], targets: Sequence[Target], parts: Mapping[str, Sequence[Part]], directory: Path
 ) -> dict[str, LazyTensor]:
-    """The reverse: the model's adapters by name, made of PEFT's file. Raises `IntegrityError` for what does not fit,
-    naming the file in `directory`. Leaves out `base_copies`. `parts`: those of a target, by its name, whose file names
-    matrices of the published files.
+    """Make the model's adapters, by name, from the tensors of PEFT's file, without `base_copies`.
+
+    Args:
+        files: The tensors of the file by key.
+        parts: By target name, the parts of a target whose adapters the file names after matrices of the published
+            files.
+        directory: For messages.
+
+    Raises:
+        IntegrityError: A tensor is missing, does not fit, or belongs to no target; names the file.
     """
     path = directory / WEIGHTS_FILE
     tensors: dict[str, LazyTensor] = {}
@@ -142,14 +163,17 @@ def model_tensors_from(
 
 
 def _names(target: Target) -> list[str]:
-    """Of A and B in the model."""
+    """Return the names of A and B in the model."""
     return [f"{target.module}.{leaf}" for leaf in target.leaves]
 
 
 def _joined(
     path: Path, files: Mapping[str, LazyTensor], target: Target, parts: Sequence[Part]
 ) -> tuple[LazyTensor, LazyTensor]:
-    """A and B of a target made of its parts': gate and up, say, have a share of the rank each, as PEFT joins them."""
+    """Join A and B of a target from those of its parts, as PEFT does: gate and up, for example, each get a share of r.
+
+    A is the parts' A one below the other; B is block-diagonal.
+    """
     of_experts: dict[int | None, list[Part]] = {}
     for part in sorted(parts, key=lambda part: (part.expert or 0, part.rows)):
         of_experts.setdefault(part.expert, []).append(part)
@@ -168,7 +192,7 @@ def _joined(
 
 
 def base_copies(files: Mapping[str, LazyTensor], targets: Sequence[Target]) -> dict[str, str]:
-    """Keys of base weights that PEFT put into its file beside a head's adapter, and whose they are in the model."""
+    """Return the keys of base weights that PEFT wrote beside a head's adapter, each with its name in the model."""
     linear = [target.module for target in targets if target.parameter is None]
     copies = {
         f"{PREFIX}{module}.base_layer.{leaf}": f"{module}.{leaf}" for module in linear for leaf in ("weight", "bias")
@@ -177,7 +201,7 @@ def base_copies(files: Mapping[str, LazyTensor], targets: Sequence[Target]) -> d
 
 
 def stored(path: Path, files: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...], target: Target) -> LazyTensor:
-    """The tensor of this name and shape, or `IntegrityError`."""
+    """Return the tensor `key`, of this shape and a floating-point dtype. Raises `IntegrityError` if there is none."""
     if key not in files:
         raise IntegrityError(
             f"{path}: has no {key}, although the adapter's config targets {target.name}",
@@ -193,16 +217,16 @@ def stored(path: Path, files: Mapping[str, LazyTensor], key: str, shape: tuple[i
 
 
 def is_parameter(target: Target) -> bool:
-    """Whether the config names the target's weight rather than its module.
+    """Return whether the config names the target's weight instead of its module.
 
-    Named as parameters, modules that PEFT would take for others (`TAKEN_FOR_EXPERTS`) are left what they are, with the
-    same keys in the file.
+    It does for a parameter, and for a linear module that PEFT would otherwise take for experts (`TAKEN_FOR_EXPERTS`):
+    PEFT does not reinterpret a parameter's name, and the keys in the file are the same.
     """
     return target.parameter is not None or target.ending in TAKEN_FOR_EXPERTS
 
 
 def name_of(target: Target) -> str:
-    """What the config calls the target."""
+    """Return the target's name in the config."""
     return target.weight if is_parameter(target) else target.module
 
 

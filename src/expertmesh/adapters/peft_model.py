@@ -1,7 +1,7 @@
-"""A PeftModel in memory as a model of ours: its adapters become ours and start from their values.
+"""Turn a PeftModel in memory into a model of ours, whose adapters start from PEFT's values.
 
-PEFT is asked nothing that changes the model until everything about it is known to be plain LoRA; what is not is refused
-by name, with the model as it was. Used by `parallelize`; nothing here communicates.
+Nothing changes the model until all of it is known to be plain LoRA; anything else is refused by name, with the model
+unchanged. Used by `parallelize`. Nothing here communicates.
 """
 
 import sys
@@ -32,11 +32,13 @@ _WHERE = "the PeftModel"
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapters:
-    """The adapters of one PeftModel: what they mean for the model without PEFT, and their values by PEFT's keys."""
+    """The adapters of one PeftModel."""
 
     model: nn.Module
     plan: AdapterPlan
+    """The plan of the same adapters on the model without PEFT."""
     values: Mapping[str, nn.Parameter]
+    """By the keys of PEFT's file."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,9 +46,10 @@ class PeftAdapters:
 
     @torch.no_grad()
     def become_ours(self, dtype: torch.dtype) -> PreTrainedModel:
-        """Take PEFT out of the model, in place, and put adapters of ours with the same values in; returns the model.
+        """Replace PEFT's layers by adapters of ours with the same values, in place, and return the frozen model.
 
-        They are in `dtype`; the base is frozen.
+        Args:
+            dtype: The dtype of the new adapters.
         """
         base: PreTrainedModel = _unwrapped(self.model)
         plan = self.plan
@@ -59,7 +62,7 @@ class PeftAdapters:
 
 
 class _Empty:
-    """In front of a PeftModel whose adapters have become ours."""
+    """Mixed in before a PeftModel whose adapters have become ours: every use of it raises."""
 
     @property
     def _expertmesh(self) -> NoReturn:
@@ -81,9 +84,13 @@ def _moved() -> InputError:
 
 
 def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | None:
-    """What PEFT has put into `model`, which is not changed; None for a model without. `lora`: what is asked for beside.
+    """Return the adapters that PEFT has put into `model`, which is not changed; None for a model without PEFT.
 
-    Raises `InputError` for everything but the one active plain LoRA adapter on a frozen base.
+    Args:
+        lora: The adapters that the caller requested; has to be None if `model` has some.
+
+    Raises:
+        InputError: The model has anything but one active plain LoRA adapter on a frozen base.
     """
     if "peft" not in sys.modules:
         return None
@@ -120,12 +127,13 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
 
 
 def _only_config(model: Any) -> tuple[str, dict[str, Any]]:
+    """Return name and config content of the model's one adapter. Raises `InputError` for none or several."""
     configs = getattr(model, "peft_config", {})
     if len(configs) != 1:
         _refuse(f"it has {len(configs)} adapters ({', '.join(configs)}); keep one (delete_adapter)")
     ((name, config),) = configs.items()
     content = plain_content(config)
-    # Its layers say what it adapts, whatever names mean to PEFT from family to family.
+    # The targets are read from its layers, because PEFT interprets names in a different way from family to family.
     return name, {**content, "target_modules": None, "target_parameters": None}
 
 
@@ -153,7 +161,7 @@ def _refuse_layer(name: str, layer: Any, adapter: str) -> None:
 
 
 def _refuse_trainables(model: nn.Module) -> None:
-    """The base will be frozen and adapters will train: another choice must not be lost in silence."""
+    """Raise `InputError` unless exactly the adapters train: another choice would be lost silently."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad != (".lora_A." in name or ".lora_B." in name):
             state = "trains, but only adapters do" if parameter.requires_grad else "is frozen, but adapters train"
@@ -161,7 +169,11 @@ def _refuse_trainables(model: nn.Module) -> None:
 
 
 def _targets(meta_model: nn.Module, layers: Mapping[str, Any], adapter: str) -> Iterator[Target]:
-    """What the layers adapt, in module order of the model without PEFT, each with its own rank and scaling."""
+    """Yield the targets of the layers in module order of the model without PEFT, each with its rank and scaling.
+
+    Args:
+        twin: A meta copy of the model without PEFT.
+    """
     adapted: dict[tuple[str, str | None], str] = {}
     for name, layer in layers.items():
         module = name.removeprefix(PREFIX)
@@ -183,14 +195,14 @@ def _targets(meta_model: nn.Module, layers: Mapping[str, Any], adapter: str) -> 
 
 
 def _values(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Adapters by the keys that they would have in PEFT's file."""
+    """Yield the adapters by the keys that they would have in PEFT's file."""
     for name, parameter in model.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
             yield PREFIX + name.removeprefix(PREFIX).replace(f".{adapter}.weight", ".weight"), parameter
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model without PEFT, in place."""
+    """Take PEFT out of the model, in place, and return the base model."""
     from peft import PeftModel
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model

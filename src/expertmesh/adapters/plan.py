@@ -1,6 +1,7 @@
-"""Which adapters a model gets, from a configuration or from an adapter of PEFT, and what is said about them.
+"""Plan which adapters a model gets, from a configuration or from a PEFT directory, and describe the plan to the user.
 
-The plan is made on the model before it is sharded and remembered on it, for saving. Every rank makes the same one.
+The plan is made before the model is sharded, and remembered on the model for saving. Every rank makes the same plan.
+Nothing here communicates.
 """
 
 import glob
@@ -48,31 +49,35 @@ from expertmesh.state.sharded_model import attach, sharded
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """`lora` as it holds for this model; `weights` is the PEFT directory to start from, if there is one, `in_memory`
-    that the values are there already; `base` the name of the model for PEFT's config, `revision` which one of it.
-    `parts`, by target: the matrices of the published files after which the directory names them, where it does.
-    """
+    """The adapters of one model."""
 
     lora: LoraConfig
+    """The configuration, resolved for this model."""
     targets: tuple[Target, ...]
+    """In module order."""
     weights: Path | None
+    """The PEFT directory from which the adapters start; None to start at random."""
     base: str | None
+    """The name of the base model, for PEFT's config."""
     revision: str | None = None
+    """The revision of the base model, for PEFT's config."""
     in_memory: bool = False
+    """The adapters have their values already, from a PeftModel."""
     parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
+    """By target name, the published matrices after which the PEFT directory names its adapters, if it does."""
 
     @property
     def parameters(self) -> int:
-        """Trainable parameters of the whole model."""
+        """The number of trainable parameters of the full model."""
         return sum(target.elements for target in self.targets)
 
     def config(self, model: nn.Module) -> bytes:
-        """adapter_config.json."""
+        """Return the bytes of adapter_config.json."""
         return config_bytes(config_content(model, self.targets, self.lora, self.base, self.revision))
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all adapters have the same rank and alpha."""
+        """Return whether all adapters have the same rank and alpha."""
         return all((target.r, target.alpha) == (self.lora.r, self.lora.alpha) for target in self.targets)
 
 
@@ -84,10 +89,16 @@ def adapt(
     revision: str | None = None,
     as_published: Path | None = None,
 ) -> AdapterPlan:
-    """Freeze `model` (not yet sharded, maybe on meta) and attach the adapters that `lora` says, with values still zero.
+    """Freeze `model` and attach the adapters of `lora`, all zeros. No communication.
 
-    The frozen weights are to stay in the codes of the files in the directory `as_published`, if there is one. Raises
-    what `plan_adapters` raises, and `InputError` for codes that cannot stay. No communication.
+    Args:
+        model: Not yet sharded, maybe on meta.
+        dtype: The dtype of the adapters.
+        base: The name of the base model, and `revision` its revision, for PEFT's config.
+        as_published: The directory of weights files in whose codes the frozen weights are to stay, if they are.
+
+    Raises:
+        InputError: As `plan_adapters`; also if codes cannot stay.
     """
     plan = replace(plan_adapters(model, lora, base), revision=revision)
     attach_adapters(model, plan.targets, plan.lora, dtype)
@@ -98,9 +109,12 @@ def adapt(
 
 
 def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> AdapterPlan:
-    """Which adapters `lora` means for `model`, which is not changed.
+    """Return the plan of the adapters that `lora` means for `model`, which is not changed. No communication.
 
-    Raises `InputError` naming a target that matches nothing or cannot be had. No communication.
+    Raises:
+        InputError: A target matches nothing or cannot be adapted; names it. Also for a PEFT directory that we cannot
+            train exactly.
+        SecurityError: Patterns of a PEFT directory take too long to match.
     """
     anatomy = describe(model)
     if lora.from_adapter is not None:
@@ -114,7 +128,11 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> Adapt
 
 
 def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = None) -> AdapterPlan:
-    """`plan`, whose targets can be had in `model`; raises `InputError` naming one that cannot."""
+    """Check that all targets can be adapted in `model`, and return the plan with their names in PEFT's file.
+
+    Raises:
+        InputError: A target cannot be adapted; names it.
+    """
     if is_classifier(model):
         raise InputError(
             f"lora: the head of a {ModelView(model).family.__name__} has to be trained and saved with the adapters, "
@@ -129,13 +147,13 @@ def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = 
 
 
 def plan_of(model: nn.Module) -> AdapterPlan | None:
-    """The plan that `adapt` left on the model, or None for one without adapters."""
+    """Return the plan that was attached to the model, or None for a model without adapters."""
     plan: AdapterPlan | None = sharded(model).lora_plan
     return plan
 
 
 def plan_lines(plan: AdapterPlan, anatomy: Anatomy) -> Iterator[str]:
-    """Per group: what matched, the experts covered per layer, trainable parameters."""
+    """Yield lines for the user: for each group its targets and trainable parameters, then the experts covered."""
     for group in dict.fromkeys(target.group for target in plan.targets):
         members = [target for target in plan.targets if target.group == group]
         count = sum(target.elements for target in members)
@@ -155,6 +173,7 @@ def plan_lines(plan: AdapterPlan, anatomy: Anatomy) -> Iterator[str]:
 
 
 def _what(members: list[Target]) -> str:
+    """Return the number of targets for each ending of their names, as text."""
     ends: dict[str, int] = {}
     for target in members:
         ends[target.ending] = ends.get(target.ending, 0) + 1
@@ -162,6 +181,7 @@ def _what(members: list[Target]) -> str:
 
 
 def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, base: str | None) -> AdapterPlan:
+    """Plan the adapters of the PEFT directory `lora.from_adapter`; of `lora` itself only dropout is used."""
     assert lora.from_adapter is not None
     directory = Path(lora.from_adapter)
     content = read_config(directory)
@@ -195,12 +215,16 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
 
 
 def _ranked(target: Target, lora: LoraConfig, name: str) -> Target:
+    """Return `target` with the rank, alpha and scaling that `lora` has for `name`."""
     r, alpha = lora.of(name)
     return replace(target, r=r, alpha=alpha, scaling=lora.scaling_of(r, alpha))
 
 
 def _parts_in(model: Any, there: Sequence[Target], directory: Path) -> dict[str, list[Part]]:
-    """By target, the parts that the directory's file has adapters for, if it names single experts' matrices."""
+    """Return, by target name, the published matrices of each target for which the directory's file has adapters.
+
+    Empty unless the file has keys for single experts.
+    """
     with open_weight_files(directory, WEIGHTS_FILE) as files:
         keys = set(files.tensors)
     if not any(re.search(r"\.experts\.\d+\.", key) for key in keys):
@@ -213,7 +237,11 @@ def _parts_in(model: Any, there: Sequence[Target], directory: Path) -> dict[str,
 
 
 def _joined(target: Target, parts: Sequence[Part], lora: LoraConfig, directory: Path) -> Target:
-    """`target` with the rank of all its parts together, and their scaling."""
+    """Return `target` with the sum of its parts' ranks for one expert, and with their scaling.
+
+    Raises:
+        InputError: The parts differ in rank or alpha.
+    """
     ranks = {lora.of(part.key.removeprefix(PREFIX)) for part in parts}
     if len(ranks) > 1:
         raise InputError(
@@ -223,11 +251,13 @@ def _joined(target: Target, parts: Sequence[Part], lora: LoraConfig, directory: 
         )
     ((r, alpha),) = ranks
     count, scaling = len(parts) // (target.experts or 1), lora.scaling_of(r, alpha)
+    # The joined rank may be larger: choose alpha so that the scaling is still that of the parts.
     alpha = scaling / lora.scaling_of(count * r, 1.0)
     return replace(target, r=count * r, alpha=alpha, scaling=scaling)
 
 
 def _refuse_idle_patterns(lora: LoraConfig, names: Sequence[str]) -> None:
+    """Raise `InputError` for a pattern of ranks or alphas that matches no target."""
     for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
             if not any(is_named(name, pattern) for name in names):
@@ -238,15 +268,19 @@ def _refuse_idle_patterns(lora: LoraConfig, names: Sequence[str]) -> None:
 
 
 def _refuse_left_out(model: nn.Module, lora: LoraConfig, targets: tuple[Target, ...]) -> None:
-    """A name (no group, no pattern) may mean no more than what gets adapters: a vision tower may have it too."""
+    """Raise `InputError` if a name in `lora.targets` also matches a module without adapters.
+
+    A vision tower may have modules of the same names as the language model. Groups and patterns are not
+    checked.
+    """
     if lora.exclude:
-        return  # names are left out by will
+        return  # then the user leaves names out deliberately
     names = [name for name in lora.targets if name not in (*GROUPS, ALL_LINEAR) and glob.escape(name) == name]
     _refuse_unknown(model, {"target_modules": names, "target_parameters": names}, targets, "lora.targets")
 
 
 def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Target, ...], where: Path | str) -> None:
-    """Whatever PEFT would adapt has to be among the targets, or training would silently leave it out."""
+    """Raise `InputError` if PEFT would adapt something that is not a target: training would silently leave it out."""
     known = {target.name for target in targets} | {target.weight for target in targets}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d) and name not in known:
@@ -267,7 +301,11 @@ def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Ta
 
 
 def _named_in_files(model: Any, targets: Sequence[Target]) -> tuple[Target, ...]:
-    """`targets` with the names by which PEFT finds them when it reads a file. Raises `InputError` where it has none."""
+    """Return `targets` with the names by which PEFT finds them when it reads a file.
+
+    Raises:
+        InputError: PEFT would not find a target by any name.
+    """
     rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     backwards = [rule.reverse_transform() for rule in rules]
 
@@ -292,7 +330,10 @@ def _named_in_files(model: Any, targets: Sequence[Target]) -> tuple[Target, ...]
 
 
 def _refuse_dropout(plan: AdapterPlan, anatomy: Anatomy) -> None:
-    """Dropout needs to know which token each row is; where modules see something else it is refused."""
+    """Raise `InputError` if an adapted module does not get all tokens in order.
+
+    Dropout computes its mask from the number of the token in each row, so that it is the same in every layout.
+    """
     if any(target.group == "lm_head" for target in plan.targets):
         raise InputError(
             "lora.dropout: lm_head sees chosen tokens only; set lora.dropout to 0 or leave lm_head out",

@@ -1,6 +1,7 @@
-"""Reads a directory of PEFT into the adapters of a model: each rank the parts that it holds. For start.py.
+"""Read a PEFT directory into the adapters of a model: each rank reads the parts that it holds.
 
-The adapter has to fit the plan and, where it says so, to have been trained on this very base. No communication.
+For start.py, and for loading weights. The adapter has to fit the plan; if it has a hash of its base, that has to be the
+hash of this base. Nothing here communicates.
 """
 
 from collections.abc import Mapping
@@ -25,9 +26,10 @@ from expertmesh.weights.reading import LeafReader, read_box
 
 
 def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
-    """Fill the adapters that `model` has by `plan`. Raises `IntegrityError` for files that do not fit, or another base.
+    """Fill the adapters that `model` has by `plan`. Call it under `torch.no_grad`, as it writes into parameters.
 
-    Changes values that autograd knows: call it under `torch.no_grad`.
+    Raises:
+        IntegrityError: Files do not fit, values are not finite, or the adapter has another base.
     """
     with open_weight_files(directory, WEIGHTS_FILE) as checkpoint:
         _check_same_base(model, directory / BASE_FILE)
@@ -38,7 +40,7 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
             checkpoint.read(leaf, box, out)
 
         for name, lazy in model_tensors_from(files, plan.targets, plan.parts, directory).items():
-            box, local = local_box(tensors[name]), local_tensor(tensors[name])  # empty of another pipeline stage
+            box, local = local_box(tensors[name]), local_tensor(tensors[name])  # empty if on another pipeline stage
             read_box(lazy, box, local, fetch)
             refuse_non_finite(name, lazy, box, local)
         for key, name in base_copies(files, plan.targets).items():
@@ -47,8 +49,14 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
 
 
 def copy_adapter(model: nn.Module, plan: AdapterPlan, values: Mapping[str, torch.Tensor], where: Path) -> None:
-    """Fill the adapters of a model in memory, not yet sharded, from PEFT's tensors by their keys in its file; `where`
-    is what the `IntegrityError` for tensors that do not fit calls the file. Call it under `torch.no_grad`.
+    """Fill the adapters of a model in memory, not yet sharded, from PEFT's tensors. Call it under `torch.no_grad`.
+
+    Args:
+        values: By the keys of PEFT's file.
+        where: Stands for the file's directory in messages.
+
+    Raises:
+        IntegrityError: Tensors do not fit.
     """
     files = {key: LazyTensor.of(StateTensor(key, tensor)) for key, tensor in values.items()}
 
@@ -60,7 +68,7 @@ def copy_adapter(model: nn.Module, plan: AdapterPlan, values: Mapping[str, torch
 
 
 def check_adapter(model: nn.Module) -> None:
-    """Raise what `read_adapter` would raise for files that do not fit the model's plan, from their header alone."""
+    """Raise the error of `read_adapter` for files that do not fit the model's plan, from their header alone."""
     plan = plan_of(model)
     if plan is not None and plan.weights is not None:
         with open_weight_files(plan.weights, WEIGHTS_FILE) as checkpoint:
@@ -72,14 +80,17 @@ def _lazy(checkpoint: WeightFiles) -> dict[str, LazyTensor]:
 
 
 def _check_same_base(model: nn.Module, path: Path) -> None:
-    """Where the adapter says which base it was trained on, it has to be this one. PEFT's own do not say."""
+    """Raise `IntegrityError` if the adapter has the hash of another base; an adapter that PEFT wrote has no hash."""
     if path.exists():
         saved = read_base(path)
         check_base(path, saved, base_of(model), ", or remove this file to start from the adapter on this base instead")
 
 
 def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor, fetch: LeafReader) -> None:
-    """PEFT writes a head's frozen weight beside its adapter, and reads it back; ours has to be the same one."""
+    """Raise `IntegrityError` if a frozen weight of the model differs from its copy in the file.
+
+    PEFT writes a head's frozen weight beside its adapter, and loads it again.
+    """
     local = local_tensor(base)
     stored = torch.empty(local.shape, dtype=lazy.dtype)
     if tuple(lazy.shape) == tuple(base.shape):

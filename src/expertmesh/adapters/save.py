@@ -1,7 +1,7 @@
-"""Writes adapters as a plain PEFT directory, each rank its own part, and nothing of the frozen base.
+"""Write adapters as a plain PEFT directory, each rank its part, without the frozen base.
 
-The file is the same whatever the layout was. B of routed experts lies with the expert index fastest, across all ranks,
-so these tensors are gathered one at a time; no rank ever holds more than its share and one tensor.
+The file does not depend on the layout. B of routed experts is stored with the expert index fastest, across all ranks,
+so these tensors are gathered one at a time; no rank ever holds more than its shards and one tensor.
 """
 
 from collections.abc import Mapping
@@ -29,30 +29,39 @@ from expertmesh.weights.write import StateReader, live_values, write_directory
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """`total_bytes` of the weights file, `bytes_written` by this rank.
-
-    `filled`: for each adapted parameter of experts, by name, and each expert: the share of B that is not zero. An
-    expert that has never seen a token keeps 0. `untrained`: other targets, by name, all of whose B is zero. `unread`:
-    what inference engines cannot read of it, as sentences.
-    """
+    """An adapter that was saved."""
 
     directory: Path
     tensors: int
     total_bytes: int
+    """The size of the weights file."""
     bytes_written: int
+    """The bytes that this rank wrote."""
     filled: dict[str, tuple[float, ...]]
+    """The fraction of B that is not zero for each expert, by name of the adapted parameter of experts.
+
+    It stays 0 for an expert that has never seen a token.
+    """
     untrained: tuple[str, ...] = ()
+    """The names of the other targets all of whose B is zero."""
     unread: tuple[str, ...] = ()
+    """Sentences about what inference engines cannot read of it."""
 
 
 @torch.no_grad()
 def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: Tokenizer | None = None) -> AdapterReport:
-    """Write what `peft.PeftModel.from_pretrained(base, directory)` reads: the adapters as trained, and their config;
-    beside them the generation config that the model has now, which a base may not have, and the tokenizer.
+    """Write the adapters as trained and their config, as `peft.PeftModel.from_pretrained(base, directory)` reads them.
 
-    Every rank calls it, with the same arguments, on a file system that all share; `directory` must not exist or be
-    empty. Raises on all ranks alike `InputError` (no adapters, target not empty, disk full). Issues the all-gathers of
-    one expert adapter after the other, and a few small collectives on the default group.
+    Beside them it writes the tokenizer and the generation config that the model has now, which a base may not have.
+
+    Args:
+        directory: On a file system that all ranks share; must not exist, or be empty.
+
+    Raises:
+        InputError: The model has no adapters, the directory is not empty, or the disk is full.
+
+    Collectives: every rank calls it with the same arguments; the all-gathers of one expert adapter after the other, and
+    a few small ones on the default group. Errors are raised on all ranks.
     """
     directory = Path(directory).absolute()
     with raise_on_all_ranks("planning what to save"):
@@ -77,10 +86,16 @@ def write_adapter(
     values: StateReader,
     dtype: torch.dtype | None = None,
 ) -> tuple[FilesLayout, int]:
-    """Write the tensors `files` (in `dtype`, if given) and the `small` files into a directory that appears complete.
+    """Write the tensors `files` and the `small` files into a directory that appears when it is complete.
 
-    `values` are those of the model's tensors behind `files`. Returns the layout and the bytes that this rank wrote.
-    Every rank calls it; raises and communicates as `save_adapter` does.
+    Args:
+        values: Reads the model's tensors behind `files`.
+        dtype: The dtype of all tensors in the file; None keeps theirs.
+
+    Returns:
+        The layout of the file, and the bytes that this rank wrote.
+
+    Collectives: every rank calls it; it raises and communicates as `save_adapter` does.
     """
 
     def lay_out_in(temporary: Path) -> FilesLayout:
@@ -101,13 +116,14 @@ def write_adapter(
 
 
 def small_files(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, bytes]:
-    """PEFT's config and our note on the base, by file name."""
+    """Return PEFT's config and our description of the base, by file name."""
     return {CONFIG_FILE: plan.config(model), BASE_FILE: base_bytes(model)}
 
 
 def _filled(model: PreTrainedModel, plan: AdapterPlan) -> tuple[dict[str, tuple[float, ...]], tuple[str, ...]]:
-    """`AdapterReport.filled` and `untrained`. Every rank calls it; one all-reduce of a number per expert, and per other
-    target, on the default group.
+    """Return `AdapterReport.filled` and `AdapterReport.untrained`.
+
+    Collectives: every rank calls it; one all-reduce on the default group, of `[targets, most experts]` int64.
     """
     adapters = ModelView(model).adapters
     counts_TE = torch.zeros(len(plan.targets), max(target.experts or 1 for target in plan.targets), dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""What inference engines cannot read of an adapter in PEFT's format, by name, and what helps.
+"""Report what inference engines cannot read of an adapter in PEFT's format, by name, and what helps.
 
-Written after the readers of vLLM 0.33 (`vllm/lora`) and SGLang 0.5.23 (`sglang/srt/lora`), which
-tests/adapters/test_serving_readers.py runs; docs/serving.md has the commands.
+For the report of a save. Follows the readers of vLLM 0.33 (`vllm/lora`) and SGLang 0.5.23 (`sglang/srt/lora`), which
+tests/adapters/test_serving_readers.py runs; docs/serving.md has the commands. Never imports an engine.
 """
 
 import math
@@ -17,11 +17,12 @@ _VLLM_MOST_RANK = 512
 
 
 def unread_by_engines(model: PreTrainedModel, plan: AdapterPlan) -> tuple[str, ...]:
-    """A sentence for each thing that an engine would refuse, or compute otherwise. No communication."""
+    """Return a sentence for each thing that an engine would refuse or compute differently. No communication."""
     return (*_of_experts(model, plan), *_of_modules(plan), *_of_config(plan))
 
 
 def _of_experts(model: PreTrainedModel, plan: AdapterPlan) -> Iterator[str]:
+    """Yield sentences about adapters on experts."""
     weights = [target.name for target in plan.targets if target.experts is not None]
     if not weights:
         return
@@ -39,6 +40,7 @@ def _of_experts(model: PreTrainedModel, plan: AdapterPlan) -> Iterator[str]:
 
 
 def _of_modules(plan: AdapterPlan) -> Iterator[str]:
+    """Yield sentences about adapters on other modules."""
     names = {target.name.removesuffix(".weight").rpartition(".")[2] for target in plan.targets}
     if "kv_b_proj" in names:
         yield "vLLM: kv_b_proj, which decoding has absorbed without its adapter; merge for it"
@@ -49,6 +51,7 @@ def _of_modules(plan: AdapterPlan) -> Iterator[str]:
 
 
 def _of_config(plan: AdapterPlan) -> Iterator[str]:
+    """Yield sentences about settings of all adapters."""
     lora = plan.lora
     if not plan.is_uniform:
         yield "vLLM, SGLang: rank_pattern and alpha_pattern, which they do not look at; merge for them"

@@ -1,7 +1,7 @@
-"""How adapters start: A at random by PEFT's rules and B at zero, the same in every layout; or from a PEFT directory.
+"""Start adapters: A at random by PEFT's rules and B at zero, the same in every layout; or from a PEFT directory.
 
-Every expert's A comes from a generator of its own, keyed on seed, name and expert, so that a rank makes exactly the
-values of its own shards and no others have to agree with it. No communication.
+Each target's A, and each expert's, comes from a separate generator, seeded by seed, name and expert. So a rank makes
+the values of its shards without communication, and they do not depend on the layout.
 """
 
 import hashlib
@@ -25,11 +25,18 @@ from expertmesh.state.shards import local_box, local_tensor
 
 @torch.no_grad()
 def start(model: nn.Module, seed: int) -> None:
-    """Give every adapter of `model` (sharded, allocated) its first values: those of `seed`, or of a PEFT directory.
+    """Give every adapter of `model` its first values: those of `seed`, or of the plan's PEFT directory.
 
-    Nothing without adapters; those of a PeftModel have theirs. The frozen weights have to be there: their hash is
-    remembered. Every rank calls it; raises on all ranks alike what reading the directory raises. Issues one or two
-    small all-reduces.
+    Does nothing for a model without adapters; those of a PeftModel have their values already. Also remembers the hash
+    of the frozen weights.
+
+    Args:
+        model: Sharded and allocated, with its frozen weights loaded.
+
+    Raises:
+        InputError, SecurityError, IntegrityError: Reading the PEFT directory failed.
+
+    Collectives: every rank calls it; one or two small all-reduces on the default group. Errors are raised on all ranks.
     """
     plan, state = plan_of(model), adapter_state(model)
     if plan is None or state is None:
@@ -46,6 +53,7 @@ def start(model: nn.Module, seed: int) -> None:
 
 
 def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, seed: int) -> None:
+    """Fill the local shards of the adapters of this stage: A at random, B with zeros."""
     here = set(stage_names(model, [target.module for target in targets]))
     for target in targets:
         if target.module not in here:
@@ -64,7 +72,10 @@ def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, s
 
 
 def _first_values(shape: tuple[int, ...], init: str, seed: int, name: str) -> torch.Tensor:
-    """A `[r, in]` in fp32: uniform in ±1/sqrt(in) (Kaiming with a = sqrt(5)), or normal with deviation 1/r."""
+    """Return A `[r, in]` in fp32: uniform in ±1/sqrt(in) (Kaiming with a = sqrt(5)), or normal with deviation 1/r.
+
+    Draws all of A on the CPU, so that a caller who takes its shard gets the same values in every layout.
+    """
     key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
     values = torch.empty(shape)

@@ -1,7 +1,8 @@
-"""A sharded model as the tensors of its files, one whole tensor after the other: for inference engines.
+"""Stream a sharded model as the tensors of its files, one full tensor after the other, to inference engines.
 
 Names, shapes and values are those that `save_model` writes, or, with adapters merged, those that `expertmesh merge`
-writes. Beside the tensor that is handed out, a rank holds a block of it and A and B of two adapted weights.
+writes. Beside the yielded tensor, a rank holds a block of it and A and B of two adapted weights. Never changes the
+model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,17 +33,27 @@ _BLOCK_ELEMENTS = 1 << 22
 def iter_hf_weights(
     model: PreTrainedModel, *, dtype: torch.dtype | None = None, merge: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every tensor of the model's files, one after the other, whole, on every rank and its device.
+    """Yield name and value of every tensor of the model's files, one after the other, on every rank's device.
 
         llm.load_weights(em.iter_hf_weights(model, dtype=torch.bfloat16))  # an inference engine on the same ranks
 
-    The names, shapes and bits are those that `save_model(model, dtype=dtype)` writes, per-expert files included. With
-    `merge` they have the adapters merged, as `expertmesh merge` does it: added in fp64 and rounded once. What the files
-    hold beside the model (MTP layers) never changes and is left out. Works in every layout.
+    The names, shapes and bits are those that `save_model(model, dtype=dtype)` writes, per-expert files included.
+    Unmapped tensors of the files (MTP layers), which never change, are left out. Works in every layout.
 
-    Every rank iterates to the end, or to the same place. Issues one all-reduce of each tensor's bytes on the default
-    group; for adapted weights an all-gather of A and B; for conversions that compute, one of their inputs. Raises on
-    all ranks alike what planning a save raises, and `IntegrityError` for values that `dtype` cannot hold.
+    Args:
+        dtype: None for the dtypes that `save_model` chooses.
+        merge: Merge adapters as `expertmesh merge` does: added in fp64 and rounded once.
+
+    Yields:
+        The name and the full tensor.
+
+    Raises:
+        InputError: The save cannot be planned.
+        IntegrityError: Values do not fit in `dtype`.
+
+    Collectives: every rank iterates to the end, or to the same place. One all-reduce of each tensor's bytes on the
+    default group; for adapted weights an all-gather of A and B; for conversions that compute, one of their inputs
+    instead. Errors are raised on all ranks.
     """
     with raise_on_all_ranks("planning what to stream"):
         view = ModelView(model)
@@ -55,15 +66,17 @@ def iter_hf_weights(
     for name, lazy in lazies.items():
         values.prepare(lazy)
         shape = tuple(lazy.shape)
+        # The last byte reports values that do not fit: the all-reduce of the tensor also brings the error to all ranks.
         stored = torch.zeros(lazy.numel() * specs[name][0].itemsize + 1, dtype=torch.uint8, device=device)
         tensor = stored[:-1].view(specs[name][0]).view(shape)
         if is_gathered(lazy):
             fits = _compute(lazy, tensor, values)
         else:
+            # A list, not a generator: `all` must not stop before every part is copied.
             fits = all([_copy(part, box, tensor) for box, part in _parts(lazy, values)])
             stored[-1] = not fits
             if dist.is_initialized():
-                # Each byte is one rank's and zero on all others: no rounding, and no sign of a zero is lost.
+                # MAX over bytes, of which one rank has each and the others zero: exact, and keeps the sign of zeros.
                 dist.all_reduce(stored, dist.ReduceOp.MAX)
             fits = not bool(stored[-1])
         if not fits:
@@ -75,7 +88,7 @@ def iter_hf_weights(
 
 
 class _Values:
-    """The model's values as they are streamed: merged where they are adapted, then in fp32 or wider."""
+    """A reader of the model's values that merges adapters; merged values are in fp32 or wider."""
 
     def __init__(self, model: nn.Module, plan: AdapterPlan | None) -> None:
         self._targets = {} if plan is None else {target.weight: target for target in plan.targets}
@@ -85,13 +98,17 @@ class _Values:
         self._gathered: dict[str, Tensor] = {}
 
     def prepare(self, lazy: LazyTensor) -> None:
-        """Gather what `lazy` needs of other ranks. Every rank calls it."""
+        """Gather the tensors that `lazy` needs from other ranks.
+
+        Collectives: every rank calls it; those of `gather` for computed tensors, and for A and B of adapted weights.
+        """
         self._gathered = gather(lazy) if is_gathered(lazy) else {}
         for leaf in lazy.leaves():
             if leaf.name in self._targets:
                 self._factors(leaf.name)
 
     def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
+        """Return the values of `box` of a tensor, with its adapter merged if it has one. Call `prepare` first."""
         gathered = self._gathered.get(leaf.name)
         values = live_values(leaf, box) if gathered is None else gathered[slices(box)]
         target = self._targets.get(leaf.name)
@@ -102,6 +119,7 @@ class _Values:
         return merged
 
     def _gather_factors(self, weight: str) -> tuple[Tensor, Tensor]:
+        """Return the full A and B of an adapted weight."""
         target = self._targets[weight]
         found = []
         for leaf in target.leaves:
@@ -112,10 +130,13 @@ class _Values:
 
 
 def add_delta(values: Tensor, box: Box, target: Target, factors: tuple[Tensor, Tensor]) -> None:
-    """Add `scaling · B A` of `box` of an adapted weight to `values`, which hold that box in fp32 or wider.
+    """Add the part of `scaling · B A` in `box` of an adapted weight to `values`.
 
-    `factors`: A `[E, r, in]` and B `[E, out, r]`, without E for a matrix. Products and sums are in fp64, so that the
-    result does not depend on how the weight was cut into boxes.
+    Products and sums are in fp64, so that the result does not depend on how the weight was cut into boxes.
+
+    Args:
+        values: The values of `box`, in fp32 or wider.
+        factors: A `[E, r, in]` and B `[E, out, r]`, without E for a matrix.
     """
     a_ErK, b_ENr = (factor if target.experts is not None else factor.unsqueeze(0) for factor in factors)
     (first, last), rows, columns = box if target.experts is not None else ((0, 1), *box)
@@ -127,7 +148,7 @@ def add_delta(values: Tensor, box: Box, target: Target, factors: tuple[Tensor, T
 
 
 def _parts(lazy: LazyTensor, values: _Values) -> Iterator[tuple[Box, Tensor]]:
-    """This rank's parts of a tensor that only moves values, and where they belong."""
+    """Yield (box, values) of the parts that this rank owns of a tensor whose values are moved, not computed."""
     for piece in owned_pieces(lazy):
         for box in blocks(piece.dest, _BLOCK_ELEMENTS):
             cropped = piece.crop(box)
@@ -136,7 +157,7 @@ def _parts(lazy: LazyTensor, values: _Values) -> Iterator[tuple[Box, Tensor]]:
 
 
 def _compute(lazy: LazyTensor, tensor: Tensor, values: _Values) -> bool:
-    """Fill `tensor` with values that are computed from others, which are all here. Whether its dtype can hold them."""
+    """Fill `tensor` with values computed from gathered ones, and return whether its dtype can hold them."""
 
     def fetch(leaf: StateTensor, box: Box, out: Tensor) -> None:
         out.copy_(values(leaf, box))
@@ -147,7 +168,7 @@ def _compute(lazy: LazyTensor, tensor: Tensor, values: _Values) -> bool:
 
 
 def _copy(values: Tensor, box: Box, tensor: Tensor) -> bool:
-    """Cast into the box of `tensor`; whether its dtype can hold the values."""
+    """Copy `values` into the box of `tensor`, and return whether its dtype can hold them."""
     part = tensor[slices(box)]
     assert tuple(part.shape) == extents(box), (part.shape, box)
     part.copy_(values)

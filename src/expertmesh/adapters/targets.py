@@ -1,7 +1,7 @@
-"""What `lora.targets` means for a model: the linear layers and parameters that get adapters, by group or by name.
+"""Resolve `lora.targets` for a model: the linear layers and parameters that get adapters, by group or by name.
 
 Groups are found by the model's anatomy, not by a family's names. A target that matches nothing is an error that lists
-what there is: adapters that silently miss the experts are the commonest bug of this field.
+the model's targets: adapters that silently miss the experts are the most common bug of this field.
 """
 
 import fnmatch
@@ -26,30 +26,33 @@ _MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One thing that gets an adapter: a linear module (`parameter` is None), or a parameter of a module.
-
-    `experts` is the number of experts of a 3-D parameter, which has an adapter for each, and None elsewhere. `swapped`:
-    PEFT takes the parameter's outputs for its inputs, so its A is our B transposed, and its B our A. `transposed`: the
-    parameter lies as `[experts, in, out]`. What a plan says of the adapter: its rank `r`, `alpha`, and `scaling`, and
-    `in_files`, the name in a file that PEFT takes for the module's.
-    """
+    """A linear module, or a parameter of a module, that can get an adapter."""
 
     module: str
+    """The name of the module."""
     parameter: str | None
+    """The name of the parameter on the module; None for a linear module."""
     in_features: int
     out_features: int
     experts: int | None
+    """The number of experts of a 3-D parameter, which has an adapter for each; else None."""
     group: str
+    """One of `GROUPS`."""
     swapped: bool = False
+    """PEFT takes the parameter's outputs for its inputs: its A is our B transposed, and its B our A transposed."""
     transposed: bool = False
+    """The parameter's shape is `[experts, in, out]` instead of `[experts, out, in]`."""
     r: int = 0
+    """The rank; set by a plan, as the fields below."""
     alpha: float = 0.0
     scaling: float = 1.0
+    """The factor of B A."""
     in_files: str = ""
+    """The module's name in a file that PEFT reads, if it differs."""
 
     @property
     def name(self) -> str:
-        """The module's name, or the parameter's."""
+        """The name of the module or of the parameter, in the model."""
         return self.module if self.parameter is None else f"{self.module}.{self.parameter}"
 
     @property
@@ -59,18 +62,18 @@ class Target:
 
     @property
     def leaves(self) -> tuple[str, str]:
-        """Names of A and B on the module."""
+        """The names of A and B on the module."""
         prefix = "" if self.parameter is None else f"{self.parameter}_"
         return f"{prefix}lora_A", f"{prefix}lora_B"
 
     @property
     def ending(self) -> str:
-        """The shortest name that selects it, together with others of its kind."""
+        """The shortest name that selects this target, together with others of its kind."""
         return ".".join(self.name.split(".")[-2 if self.parameter == "weight" else -1 :])
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of A and B."""
+        """The shapes of A `[r, in]` and B `[out, r]`, after a dim of experts if there are some."""
         lead = () if self.experts is None else (self.experts,)
         return (*lead, self.r, self.in_features), (*lead, self.out_features, self.r)
 
@@ -82,9 +85,16 @@ class Target:
 def find_targets(
     model: nn.Module, anatomy: Anatomy, wanted: Sequence[str], exclude: Sequence[str] = ()
 ) -> tuple[Target, ...]:
-    """All that `wanted` (groups, all-linear, or names) selects and `exclude` does not, in module order, but for what
-    gets no gradient. Raises `InputError` as above, also for a word of `exclude` that takes nothing out, or leaves
-    nothing.
+    """Return the targets that `wanted` selects and `exclude` does not, in module order.
+
+    Weights that get no gradient are left out.
+
+    Args:
+        wanted: Groups, `all-linear`, names or patterns; `exclude` likewise.
+
+    Raises:
+        InputError: An entry of `wanted` matches nothing that text trains, or an entry of `exclude` takes out nothing or
+            everything.
     """
     there, idle = by_gradient(model, anatomy)
     chosen: dict[str, Target] = {}
@@ -116,7 +126,7 @@ def find_targets(
 
 
 def listed(there: Sequence[Target]) -> dict[str, list[str]]:
-    """By group, the endings of the names of what there is."""
+    """Return, by group, the endings of the targets' names."""
     groups: dict[str, list[str]] = {}
     for target in sorted(there, key=lambda target: GROUPS.index(target.group)):
         endings = groups.setdefault(target.group, [])
@@ -126,7 +136,7 @@ def listed(there: Sequence[Target]) -> dict[str, list[str]]:
 
 
 def by_gradient(model: nn.Module, anatomy: Anatomy) -> tuple[list[Target], list[Target]]:
-    """`candidates`: those that text trains, and those that get no gradient from it."""
+    """Return the candidates that text trains, and those that get no gradient from it."""
     untrained = without_gradient(model, anatomy)
     there: tuple[list[Target], list[Target]] = ([], [])
     for target in candidates(model, anatomy):
@@ -135,7 +145,7 @@ def by_gradient(model: nn.Module, anatomy: Anatomy) -> tuple[list[Target], list[
 
 
 def candidates(model: nn.Module, anatomy: Anatomy) -> Iterator[Target]:
-    """Everything in `model` that can get an adapter, in module order."""
+    """Yield all targets in `model` that can get an adapter, in module order."""
     experts = {spec.name: spec for spec in anatomy.experts}
     head = model.get_output_embeddings()  # type: ignore[operator]
     inside = {block: spec for spec in anatomy.experts for block in anatomy.blocks if is_inside(spec.name, block)}
@@ -150,13 +160,14 @@ def candidates(model: nn.Module, anatomy: Anatomy) -> Iterator[Target]:
             if group is not None:
                 yield Target(name, None, module.in_features, module.out_features, None, group)
         elif name in anatomy.routers:
-            # A router that is no linear layer still is a matrix from hidden states to experts.
+            # A router that is not an `nn.Linear` is still a matrix from hidden states to experts.
             weight = getattr(module, "weight", None)
             if isinstance(weight, nn.Parameter) and weight.dim() == 2:
                 yield Target(name, "weight", weight.shape[1], weight.shape[0], None, "router")
 
 
 def _expert_targets(spec: ExpertsSpec, module: nn.Module) -> Iterator[Target]:
+    """Yield the up (with gate, if gated) and down projections of all experts of one layer."""
     width = spec.intermediate_size * (2 if spec.gated else 1)
     sizes = {spec.up: (spec.hidden_size, width), spec.down: (spec.intermediate_size, spec.hidden_size)}
     swapped = spec.transposed and not getattr(module, "is_transposed", False)
@@ -166,7 +177,7 @@ def _expert_targets(spec: ExpertsSpec, module: nn.Module) -> Iterator[Target]:
 
 
 def _expert_refusal(spec: ExpertsSpec, module: nn.Module) -> str | None:
-    """Why these experts get no adapters, or None if they do."""
+    """Return why these experts get no adapters, as the end of a sentence, or None if they do."""
     if isinstance(module, FusedExperts):
         return "are a list of modules, each of which PEFT gives adapters of its own"
     return "lie in flat matrices, in which PEFT knows no single expert" if spec.flat_gate is not None else None
@@ -178,9 +189,13 @@ def _why_no_experts(model: nn.Module, anatomy: Anatomy) -> str:
 
 
 def _group(name: str, anatomy: Anatomy, inside: dict[str, ExpertsSpec]) -> str | None:
-    """The group of a linear layer in a list of blocks that have experts (`inside` them), or None elsewhere.
+    """Return the group of a linear layer in a list of blocks some of which have experts.
 
-    Vision towers and projectors are elsewhere.
+    Args:
+        inside: The experts by the name of the block that has them.
+
+    Returns:
+        None for a layer outside of such a list, in a vision tower or a projector for example.
     """
     block = next((each for each in anatomy.blocks if is_inside(name, each)), None)
     if block is None or block.rpartition(".")[0] not in {each.rpartition(".")[0] for each in inside}:
@@ -190,18 +205,19 @@ def _group(name: str, anatomy: Anatomy, inside: dict[str, ExpertsSpec]) -> str |
         return "router"
     if any("shared" in part for part in parts):
         return "shared_experts"
-    # The place of an MLP in one block is the place of a mixture in another.
+    # An MLP has the same name in a dense block as a mixture of experts in another block.
     mixtures = {spec.name[len(each) + 1 :].split(".")[0] for each, spec in inside.items()}
     is_mlp = parts[0] in mixtures or any(part in _MLP_NAMES for part in parts)
     return "dense_mlp" if is_mlp else "attention"
 
 
 def _is_router(name: str, anatomy: Anatomy) -> bool:
-    """Whether a module is a router or in one."""
+    """Return whether a module is a router or in one."""
     return any(name == router or is_inside(name, router) for router in anatomy.routers)
 
 
 def _selects(selector: str, target: Target) -> bool:
+    """Return whether a group, `all-linear`, or a name or pattern (also of the end of a name) selects `target`."""
     if selector in GROUPS:
         return target.group == selector
     if selector == ALL_LINEAR:
@@ -211,7 +227,7 @@ def _selects(selector: str, target: Target) -> bool:
 
 
 def refuse_tied_head(model: nn.Module, targets: Sequence[Target]) -> None:
-    """Raise `InputError` for an adapter on a head that shares its weight."""
+    """Raise `InputError` for an adapter on a head that shares its weight with the input embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head is not None and head.weight is embedding.weight and any(t.group == "lm_head" for t in targets):
         raise InputError(
@@ -222,8 +238,9 @@ def refuse_tied_head(model: nn.Module, targets: Sequence[Target]) -> None:
 
 
 def refuse_slow_patterns(patterns: Collection[str], names: Collection[str], where: Path) -> None:
-    """Raise `SecurityError` for regular expressions of somebody else's adapter that take too long for `names`. Nothing
-    in a process ends a match that is under way, so that a child tries all of them first.
+    """Raise `SecurityError` for regular expressions of a foreign adapter that take too long to match `names`.
+
+    A process cannot interrupt a match that it runs itself, so a child process tries all of them first.
     """
 
     def match_all(each: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from typing import Literal
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from expertmesh.compat import declared
 from expertmesh.config.errors import InputError
 from expertmesh.state.model_view import ModelView, is_adapter
 
@@ -136,8 +137,8 @@ def packable_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
     """
     whole = ModelView(model).full
     uses = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
-    in_fp32 = {*(getattr(whole, "_keep_in_fp32_modules", None) or ())}
-    in_fp32 |= {*(getattr(whole, "_keep_in_fp32_modules_strict", None) or ())}
+    in_fp32 = {*declared(whole, "_keep_in_fp32_modules")}
+    in_fp32 |= {*declared(whole, "_keep_in_fp32_modules_strict")}
     for name in dense_linears(model, anatomy):
         module, parent = whole.get_submodule(name), whole.get_submodule(name.rpartition(".")[0])
         own = next(kind for kind in type(module).__mro__ if not _is_ours(kind))
@@ -372,7 +373,7 @@ def _scores_experts(module: nn.Module, spec: ExpertsSpec) -> bool:
 
 def _blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the repeated layers in a module list that the family itself declares unsplittable."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
+    classes = set(declared(model, "_no_split_modules"))
     names = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):

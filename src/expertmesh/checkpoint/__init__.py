@@ -1,5 +1,5 @@
-"""Training state on disk: written in parts by every rank, published whole, loaded into any layout.
+"""Save training state to disk in parts, one by each rank, publish it by one rename, and load it into any layout.
 
-`schema` is the format, `state` names what is saved, `write` and `read` move it, `directory` keeps the
-directory of a run's checkpoints tidy. docs/checkpoint-format.md describes the files for other readers.
+`schema` is the format, `state` names the saved tensors, `write` and `read` save and load them, `directory` cleans up
+the directory of a run's checkpoints. docs/checkpoint-format.md describes the files for other readers.
 """

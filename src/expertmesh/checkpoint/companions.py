@@ -1,5 +1,7 @@
-"""What every checkpoint brings along beside tensors and state: config, tokenizer, code, and the layout of the weights
-files that training started from. With them it can be exported without the model that training started from.
+"""Make and read the sidecar files of a checkpoint: config, tokenizer, code, and the layout of the source weights files.
+
+They stand beside tensors and state, so that a checkpoint can be exported without the model that training started from.
+Nothing here communicates.
 """
 
 import json
@@ -26,14 +28,15 @@ from expertmesh.weights.mapping import plan_load, plan_save
 
 LAYOUT_FILE = "layout.json"
 HUGGINGFACE = "huggingface"
-# Of a run with adapters: PEFT's config and the hash of the base.
+# In a run with adapters: the directory of PEFT's config and of the hash of the base.
 ADAPTER = "adapter"
 
 
 def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: str = "auto") -> dict[str, bytes]:
-    """The files that stay the same from one checkpoint of a run to the next, by path. No communication.
+    """Return the files that are the same in every checkpoint of a run, by path. No communication.
 
-    `save_dtype` is the run's `save.dtype`, in which the checkpoint is exported.
+    Args:
+        save_dtype: The run's `save.dtype`, in which the checkpoint is exported.
     """
     view = ModelView(model)
     tensors, source = plan_save(view).items(), view.attached.source
@@ -55,8 +58,16 @@ def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: 
 def read_layout(
     model: PreTrainedModel, directory: Path, manifest: Manifest
 ) -> tuple[Sequence[WeightTransform], Source]:
-    """The layout of the weights files that training started from, for `remember`: what `layout.json` says, for a model
-    of its checkpoint. Raises `IntegrityError`.
+    """Read `layout.json`, the layout of the weights files that training started from.
+
+    Args:
+        model: A model that the checkpoint fits.
+
+    Returns:
+        The conversion rules and the source, as `remember` takes them.
+
+    Raises:
+        IntegrityError: The file is damaged.
     """
     with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
         layout = read_small_json(directory, manifest, LAYOUT_FILE)
@@ -70,25 +81,26 @@ def read_layout(
 
 
 def read_save_dtype(directory: Path, manifest: Manifest) -> str:
-    """The `save.dtype` of the run that wrote the checkpoint. Raises `IntegrityError`."""
+    """Return the `save.dtype` of the run that wrote the checkpoint. Raises `IntegrityError`."""
     with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
         return str(read_small_json(directory, manifest, LAYOUT_FILE)["save_dtype"])
 
 
 def check_adapter_base(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:
-    """Raise unless the checkpoint's adapters were trained on the base that `model` has. Nothing without adapters."""
+    """Raise unless the checkpoint's adapters were trained on the base of `model`; do nothing without adapters."""
     if plan_of(model) is not None:
         base = directory / ADAPTER / BASE_FILE
         check_base(base, read_base(base, read_small(directory, manifest, f"{ADAPTER}/{BASE_FILE}")), base_of(model))
 
 
 def _described(tensor: FileTensor) -> dict[str, Any]:
-    """A tensor of the files that the model does not have: saving copies it from there."""
+    """Describe a tensor of the source files for `layout.json`: its dtype, shape, path and offset in bytes."""
     shape, path = list(tensor.shape), str(tensor.path.absolute())
     return {"name": tensor.name, "dtype": CODES[tensor.dtype], "shape": shape, "path": path, "offset": tensor.offset}
 
 
 def _tensor(name: str, entry: Mapping[str, Any], path: Path) -> FileTensor:
+    """Return the tensor that an entry of `layout.json` describes. Raises `ValueError` for an impossible entry."""
     shape, offset = entry["shape"], entry.get("offset", 0)
     if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, offset)):
         raise ValueError(f"{name[:200]} has a shape or an offset that no tensor has")

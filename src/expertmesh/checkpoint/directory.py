@@ -1,8 +1,8 @@
-"""The directory `checkpoints/` of a run: names, the newest checkpoint, leftovers of interrupted saves, old ones.
+"""Find, name, clean up and remove the checkpoints in the directory `checkpoints/` of a run.
 
-A checkpoint is `step-XXXXXXXX`, eight digits. While it is written it is `step-XXXXXXXX.tmp-TOKEN`; before it is
-removed it becomes `step-XXXXXXXX.old-TOKEN`: whatever has the plain name is complete, at any moment. Nothing here
-communicates; one rank calls what changes something.
+A checkpoint is `step-XXXXXXXX`, eight digits. While it is written it is `step-XXXXXXXX.tmp-TOKEN`; before it is removed
+it becomes `step-XXXXXXXX.old-TOKEN`. So a directory with the plain name is complete at any moment. Nothing here
+communicates; one rank alone calls the functions that change something.
 """
 
 import re
@@ -25,7 +25,7 @@ def step_name(step: int) -> str:
 
 
 def published(directory: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of every checkpoint in `directory`, oldest first."""
+    """Return (step, directory) of every checkpoint in `directory`, oldest first."""
     if not directory.is_dir():
         return []
     found = [(step, path) for path in directory.iterdir() if (step := step_of(path)) is not None]
@@ -33,9 +33,17 @@ def published(directory: Path) -> list[tuple[int, Path]]:
 
 
 def find(directory: Path, resume: str) -> Path | None:
-    """What `checkpoint.resume` means: `auto` the newest in `directory`, a step's name there, or a path.
+    """Return the checkpoint that `checkpoint.resume` names.
 
-    None for `never`, and for `auto` when there is none. Raises `InputError` for a checkpoint that does not exist.
+    Args:
+        directory: The checkpoints of the run.
+        resume: `auto` for the newest one in `directory`, `never`, the name of a step there, or a path.
+
+    Returns:
+        Its directory; None for `never`, and for `auto` when there is no checkpoint.
+
+    Raises:
+        InputError: The named checkpoint does not exist.
     """
     if resume == "never":
         return None
@@ -52,9 +60,17 @@ def find(directory: Path, resume: str) -> Path | None:
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """The checkpoint that a user means: `path` itself, or the newest one of a run's directory or of its checkpoints.
+    """Find the checkpoint that a user means by `path`.
 
-    With how many there are to choose from, None for `path` itself. Raises `InputError` when there is none.
+    Args:
+        path: A checkpoint, a run's directory, or the directory of its checkpoints.
+
+    Returns:
+        The checkpoint, the newest one of a run, and how many the run has; None for the number if `path` is a
+        checkpoint itself.
+
+    Raises:
+        InputError: There is none.
     """
     if not path.is_dir():
         found = "is a file" if path.exists() else "no such directory"
@@ -73,9 +89,9 @@ def locate(path: Path) -> tuple[Path, int | None]:
 
 
 def clean(directory: Path) -> list[str]:
-    """Remove what interrupted saves and removals of checkpoints and models have left there; their names.
+    """Remove what interrupted saves and removals of checkpoints and models have left there, and return the names.
 
-    Only while nobody else writes there.
+    Call it only while nothing else writes there.
     """
     with io_errors(directory, 0):
         paths = [*directory.iterdir()] if directory.is_dir() else []
@@ -86,16 +102,20 @@ def clean(directory: Path) -> list[str]:
 
 
 def prune(directory: Path, keep_last: int | None, keep: Collection[int | None] = ()) -> list[str]:
-    """Remove all but the newest `keep_last` checkpoints and those of the steps `keep`; their names. None keeps all.
+    """Remove all checkpoints but the newest `keep_last` and those of the steps `keep`, and return their names.
 
-    Each is renamed first: a removal that is cut short leaves no checkpoint that looks whole and is not. Raises
-    `InputError` for one that cannot be removed.
+    Args:
+        keep_last: None keeps all.
+
+    Raises:
+        InputError: A checkpoint cannot be removed.
     """
     old = published(directory)[:-keep_last] if keep_last is not None else []
     old = [(step, path) for step, path in old if step not in keep]
     for _, path in old:
         condemned = path.with_name(f"{path.name}.old-{time.time_ns():x}")
         try:
+            # Renamed first, so that an interrupted removal leaves no incomplete checkpoint under the plain name.
             rename_synced(path, condemned)
             shutil.rmtree(condemned)
         except OSError as error:

@@ -1,4 +1,7 @@
-"""The Python interface: `save_checkpoint` and `load_checkpoint`. The trainer has a `CheckpointWriter` of its own."""
+"""Save and load checkpoints from a user's training loop: `save_checkpoint` and `load_checkpoint`.
+
+The trainer does not use `save_checkpoint`: it keeps a `CheckpointWriter`, so that a save can continue while it trains.
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,11 +28,13 @@ from expertmesh.weights.source import remember
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """`state` is what the caller had given to `save_checkpoint` after step `step`."""
+    """The checkpoint that was loaded."""
 
     directory: Path
     step: int
+    """The number of optimizer steps after which it was saved."""
     state: dict[str, Any]
+    """The `state` that the caller gave to `save_checkpoint`."""
 
 
 def save_checkpoint(
@@ -43,14 +48,23 @@ def save_checkpoint(
     keep_last: int | None = None,
     weights: bool = True,
 ) -> SavedCheckpoint:
-    """Write `directory/step-XXXXXXXX`: model, optimizer, torch's generators, and `state` (JSON: counters and the like).
+    """Write `directory/step-XXXXXXXX`: model, optimizer, torch's generators and `state`.
 
-    Every rank calls it with the same arguments, on a file system that all share; returns when the checkpoint is on
-    the disk under its name. `keep_last` removes all but so many of the newest there; what interrupted saves have left
-    is removed too, so only one job may save into a directory. Without `weights` the model's tensors are left out, for
-    who has them in a directory of `save_model` or `save_adapter` beside it. Raises on all ranks alike `InputError`
-    (this or a later step exists already, disk full, a `state` that is not JSON) and `IntegrityError` (replicas that
-    differ). Issues a few small collectives on the default group, none of them weights.
+    Returns when the checkpoint is on the disk under its name. Also removes what interrupted saves have left in
+    `directory`, so only one job may save there.
+
+    Args:
+        directory: On a file system that all ranks share.
+        state: JSON, counters for example.
+        keep_last: Remove all but this many of the newest checkpoints there.
+        weights: False leaves the model's tensors out, if `save_model` or `save_adapter` writes them beside it.
+
+    Raises:
+        InputError: This or a later step exists already, the disk is full, or `state` is not JSON.
+        IntegrityError: Replicas differ.
+
+    Collectives: every rank calls it with the same arguments; a few small ones on the default group, no weights. Errors
+    are raised on all ranks.
     """
     writer = CheckpointWriter(Path(directory), keep_last=keep_last)
     files: dict[str, bytes] = {}
@@ -75,11 +89,18 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Load the checkpoint `path`, or the newest one of the directory or the run `path`, into any layout.
 
-    Every rank calls it, with a model that `load_model` or `parallelize` made and an optimizer over its parameters
-    (None: the model alone). Without `weights` the model keeps its own (`load_weights` reads those that lie elsewhere).
-    Learning rates and other settings of the optimizer stay the caller's. Raises on all ranks alike, before anything is
-    changed: `InputError`, `SecurityError`, `IntegrityError`. Issues a few small collectives on the default group, none
-    of them weights.
+    Learning rates and other settings of the optimizer stay the caller's.
+
+    Args:
+        model: Made by `load_model` or `parallelize`.
+        optimizer: Over the model's parameters; None loads the model alone.
+        weights: False leaves the model's weights as they are (`load_weights` reads weights of another directory).
+
+    Raises:
+        InputError, SecurityError, IntegrityError: The checkpoint is missing, unsafe, damaged, or does not fit.
+
+    Collectives: every rank calls it; a few small ones on the default group, no weights. Errors are raised on all ranks,
+    before anything is changed.
     """
     with raise_on_all_ranks("looking for the checkpoint"):
         found, _ = locate(Path(path))
@@ -89,12 +110,12 @@ def load_checkpoint(
 def load_directory(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, directory: Path, *, weights: bool = True
 ) -> LoadedCheckpoint:
-    """`load_checkpoint` of the checkpoint `directory`, which all ranks name alike."""
+    """Do the work of `load_checkpoint` for the checkpoint `directory`, the same on all ranks."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with ExitStack() as stack:
         with raise_on_all_ranks("opening the checkpoint"):
             opened = stack.enter_context(open_state(directory, rank=rank, ranks=ranks))
-        # From here on every file is known to be one: to open a pipe would be to wait for ever.
+        # From here on every path is known to be a regular file: opening a pipe would wait for ever.
         with raise_on_all_ranks("reading what belongs to the checkpoint"):
             manifest = opened.manifest
             if weights:
@@ -109,7 +130,7 @@ def load_directory(
 
 
 def _check_optimizer(directory: Path, saved: str | None, optimizer: torch.optim.Optimizer | None) -> None:
-    """Moments of one kind mean nothing to another; it would start without its own, and say nothing."""
+    """Raise `InputError` if another class of optimizer was saved: `optimizer` would silently start without moments."""
     name = type(optimizer).__name__
     if optimizer is not None and saved not in (None, name):
         raise InputError(

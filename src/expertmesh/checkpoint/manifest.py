@@ -1,7 +1,7 @@
-"""Reads and checks the manifest of a checkpoint.
+"""Read and check the manifest of a checkpoint.
 
-It is the last file written and the only one that says that a checkpoint is complete. What does not say exactly what
-is expected is damaged. Nothing here reads a tensor.
+It is the last file written and the only one that says that a checkpoint is complete. A manifest that differs in
+anything from what is expected is damaged. Nothing here reads a tensor.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from expertmesh.io.versioned_json import read_content, validated
 
 MANIFEST, CONFIG_FILE = "manifest.json", "config.yaml"
 _STEP = re.compile(r"step-([0-9]{8,15})")
-# What a user can do about damage; ends the sentences that name it.
+# How a user repairs damage; ends the sentences that report it.
 MEND = "restore it, or remove this checkpoint to go on from the one before it"
 _PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
 # Pickle protocols 2 to 5, and the zip files that torch.save makes.
@@ -31,10 +31,14 @@ _PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x
 
 
 def read_manifest(directory: Path, *, rank: int = 0, ranks: int = 1) -> Manifest:
-    """The manifest of one checkpoint, checked in itself and against the sizes of every `ranks`-th file.
+    """Read the manifest of one checkpoint, and check it in itself and against the sizes of every `ranks`-th file.
 
-    Raises `InputError` if there is no such checkpoint or a newer version wrote it, `SecurityError` for file names
-    that lead elsewhere, `IntegrityError` naming the file or tensor for everything else. Reads no other file.
+    Reads no other file.
+
+    Raises:
+        InputError: There is no such checkpoint, or a newer version wrote it.
+        SecurityError: A file name leads out of the checkpoint.
+        IntegrityError: For everything else, naming the file or tensor.
     """
     manifest = parse_manifest(directory)
     share = manifest.files[rank::ranks]
@@ -53,7 +57,7 @@ def damaged(problem: str) -> IntegrityError:
 
 @contextmanager
 def expecting(path: Path, what: str) -> Iterator[None]:
-    """Turn what parsing a file of another form raises into an `IntegrityError`: `PATH: WHAT (reason)`."""
+    """Turn errors of parsing a file that has another form into an `IntegrityError`: `PATH: WHAT (reason)`."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # also a RecursionError
@@ -61,14 +65,17 @@ def expecting(path: Path, what: str) -> Iterator[None]:
 
 
 def parse_manifest(directory: Path) -> Manifest:
-    """The manifest as it is written: typed, and its file names plain paths; nothing is compared. Raises as above."""
+    """Read the manifest, check types and that file names are plain paths, and compare nothing else.
+
+    Raises the errors of `read_manifest`.
+    """
     path = directory / MANIFEST
     if not directory.is_dir():
         raise InputError(f"{directory}: no such checkpoint", key="checkpoint.not-found")
     missing = IntegrityError(
         f"{directory}: has no {MANIFEST}; it is not a complete checkpoint; {MEND}", key="checkpoint.incomplete"
     )
-    if not path.is_file():  # reading a pipe would never end
+    if not path.is_file():  # opening a pipe would wait for ever
         raise missing
     try:
         content = read_content(path, SCHEMA_VERSION, MEND, key="checkpoint.damaged", limit=MAX_MANIFEST_BYTES)
@@ -85,7 +92,7 @@ def parse_manifest(directory: Path) -> Manifest:
 
 
 def unsafe_content(path: Path, directory: Path) -> str | None:
-    """Why a file of the checkpoint `directory` must not be opened, as a sentence; None for one that may be."""
+    """Return a sentence that says why a file of the checkpoint `directory` must not be opened, or None."""
     target = Path(os.path.realpath(path))  # `resolve` raises for links in a circle
     if not target.is_relative_to(directory.resolve()):
         return f"{path}: leads out of the checkpoint, to {target}; remove it"
@@ -95,15 +102,17 @@ def unsafe_content(path: Path, directory: Path) -> str | None:
 
 
 def _is_pickle(path: Path) -> bool:
+    """Return whether a file is a pickle, by its name or its first bytes."""
     if path.name.endswith(_PICKLE_NAMES):
         return True
-    # A safetensors file begins with the length of its header, any number; its reader refuses what is none.
+    # A safetensors file begins with the length of its header, which can look like any of these starts; its reader
+    # refuses a file of another format.
     with path.open("rb") as file:
         return file.read(4).startswith(_PICKLE_STARTS) and not path.name.endswith(".safetensors")
 
 
 def header_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """What of the job that wrote the checkpoint cannot be, by the manifest alone; sentences."""
+    """Yield sentences about contradictions in the manifest's description of the job that wrote the checkpoint."""
     said, layout, world = f"{directory / MANIFEST}: damaged:", manifest.layout, manifest.world_size
     named = step_of(directory)
     if named is not None and named != manifest.step:
@@ -130,13 +139,13 @@ def header_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def step_of(directory: Path) -> int | None:
-    """The step that the name of a checkpoint's directory says; None for another name."""
+    """Return the step in the name of a checkpoint's directory; None for another name."""
     match = _STEP.fullmatch(directory.name)
     return int(match[1]) if match else None
 
 
 def file_problems(directory: Path, manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[str]:
-    """What is wrong with the names of all files and the sizes of `files`, as sentences."""
+    """Yield sentences about problems of the names of all files and of the sizes of `files`."""
     if len(manifest.by_name) < len(manifest.files):
         name, _ = Counter(file.name for file in manifest.files).most_common(1)[0]
         yield f"{directory / MANIFEST}: damaged: names {name} twice"
@@ -148,13 +157,13 @@ def file_problems(directory: Path, manifest: Manifest, files: Iterable[FileEntry
             yield f"{path}: missing, but the checkpoint's manifest names it ({error.strerror})"
             continue
         if not stat.S_ISREG(found.st_mode):
-            yield f"{path}: is not a file"  # to open a pipe would be to wait for ever
+            yield f"{path}: is not a file"  # opening a pipe would wait for ever
         elif found.st_size != file.bytes:
             yield f"{path}: has {found.st_size} bytes, not the {file.bytes} that the manifest says"
 
 
 def tensor_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """What is wrong with tensors and their tilings, as the manifest describes them; sentences."""
+    """Yield sentences about problems of the tensors and tilings that the manifest describes."""
     wrong = [tiling.problem() for tiling in manifest.tilings]
     unwritten = {kind: _unwritten(manifest, kind) for kind in KINDS}
     for kind in unwritten:
@@ -181,8 +190,8 @@ def tensor_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _unwritten(manifest: Manifest, kind: str) -> list[str | None]:
-    """For each tiling, a file of that kind that it needs and the manifest does not name."""
-    # By the files: a manifest may claim any number of ranks.
+    """Return for each tiling a file of that kind that it needs and the manifest does not name, or None."""
+    # Go through the files, not the ranks: a manifest may claim any number of ranks.
     writers = (writer_of(name, manifest.world_size) for name in manifest.by_name)
     written = {rank for of_kind, rank in writers if of_kind == kind}
     missing = (next((rank for rank in tiling.ranks if rank not in written), None) for tiling in manifest.tilings)

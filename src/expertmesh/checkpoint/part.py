@@ -1,7 +1,7 @@
-"""One rank's part of a checkpoint: its files with their hashes, and a note of what it held and wrote.
+"""Write one rank's part of a checkpoint: its files with their hashes, and a summary of what it held and wrote.
 
-Written by each rank without talking to the others, on a thread of its own when saving is asynchronous; rank 0
-joins the notes to the manifest. Reads live tensors only in `take_part`; what `write_part` gets may be a copy.
+Each rank writes its part without communication, on a background thread when saving is asynchronous; rank 0 joins the
+summaries to the manifest. Only `take_part` reads live tensors; `write_part` may get a copy.
 """
 
 import hashlib
@@ -32,33 +32,36 @@ _BLOCK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """One tensor of `kind` (model or optimizer) on one rank: its box, and whether this rank writes it.
-
-    `sharding` is the same for tensors that are cut alike on every rank. `fingerprint` is set where other ranks hold the
-    same part, so that the copies can be compared.
-    """
+    """The part of one tensor that one rank holds."""
 
     kind: str
+    """`model` or `optimizer`."""
     name: str
     dtype: str
+    """The name that safetensors uses."""
     shape: tuple[int, ...]
+    """The shape of the global tensor."""
     sharding: str
+    """The result of `sharding_of`, equal for tensors that every rank cuts in the same way."""
     box: Box
     writes: bool
+    """This rank writes the part."""
     fingerprint: int | None
+    """A sum over the part, to compare copies, if other ranks hold it too; else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """All that one rank puts into a checkpoint. `values` are those it writes, by kind and name. `leads`: this rank is
-    the first of its pipeline stage, and names the stage's tensors for all of its ranks.
-    """
+    """The part of a checkpoint that one rank holds."""
 
     rank: int
     leads: bool
+    """This rank is the first of its pipeline stage, and lists the stage's tensors for all of its ranks."""
     held: tuple[HeldPart, ...]
     values: Mapping[str, dict[str, Tensor]]
+    """The local tensors that this rank writes, by kind and name."""
     rng: dict[str, str]
+    """The result of `rng_state`."""
 
     @property
     def nbytes(self) -> int:
@@ -66,13 +69,12 @@ class RankPart:
 
 
 class SharedBox(NamedTuple):
-    """The box that a rank holds of all tensors with one sharding; `copies` is a hash of what it holds of those of which
-    other ranks hold copies, by name.
-    """
+    """The box that a rank holds of all tensors with one sharding."""
 
     box: Box
     writes: bool
     copies: str | None
+    """A hash of the names and fingerprints of the parts that other ranks hold too."""
 
 
 class ListedTensor(NamedTuple):
@@ -83,25 +85,27 @@ class ListedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a rank tells rank 0 about its part. It grows with the number of shardings, which is small, not of tensors.
-
-    `tensors` is a hash of `listing`: (kind, name, what it is) of every tensor, from ranks that lead.
-    """
+    """A rank's summary of its part for rank 0. It grows with the number of shardings, not of tensors."""
 
     files: list[FileEntry]
     rng: dict[str, str]
     tensors: str
+    """A hash of the listing, from every rank."""
     listing: list[tuple[str, str, ListedTensor]] | None
+    """(kind, name, entry) of every tensor, from the first rank of a stage; None from the others."""
     boxes: dict[str, SharedBox]
+    """By sharding."""
 
 
 _NOTE = TypeAdapter(Note)
 
 
 def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: bool) -> RankPart:
-    """Look at this rank's state: {kind: {name: tensor}}. With `copy` the values are the caller's to overwrite.
+    """Collect this rank's part of the state. No communication.
 
-    The copy lies in host memory and takes as much as this rank writes. No communication.
+    Args:
+        tensors: {kind: {name: DTensor or plain tensor}}.
+        copy: Copy the values that this rank writes to host memory, so that the caller may overwrite the tensors.
     """
     stage, in_stage = divmod(mesh.rank, mesh.layout.ranks_per_stage)
     held: list[HeldPart] = []
@@ -123,7 +127,7 @@ def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: 
 
 
 def write_part(part: RankPart, directory: Path, world_size: int) -> None:
-    """Write and sync this rank's files, then its note `part-RANK.json`. Raises `InputError` (disk full, ...)."""
+    """Write and sync this rank's files, then its summary `part-RANK.json`. Raises `InputError` (disk full, ...)."""
     files = []
     with io_errors(directory, part.nbytes):
         for kind, values in part.values.items():
@@ -134,7 +138,8 @@ def write_part(part: RankPart, directory: Path, world_size: int) -> None:
                 metadata = _metadata({each.name: each.box for each in written}, marks)
                 file = lay_out_file(directory / name, values, metadata)
                 files.append(FileEntry(name=name, bytes=file.size, sha256=_write(file, values)))
-        # A line that rank 0 reads, and a second one for when copies differ: the fingerprint of each by name.
+        # Rank 0 reads the first line. The second, each tensor's fingerprint, is read only if copies differ: it grows
+        # with the number of tensors.
         fingerprints = {each.name: each.fingerprint for each in part.held if each.fingerprint is not None}
         lines = _NOTE.dump_json(_note(part, files)), json.dumps(fingerprints).encode(), b""
         write_synced(note_path(directory, part.rank), b"\n".join(lines))
@@ -142,8 +147,10 @@ def write_part(part: RankPart, directory: Path, world_size: int) -> None:
 
 
 def _metadata(boxes: Mapping[str, Box], fingerprints: Mapping[str, int]) -> dict[str, str]:
-    """Where each tensor of a file belongs, as PyTorch's own safetensors storage for DCP writes it into the header, so
-    that its `HuggingFaceStorageReader` reads the files; and the fingerprints of those that several ranks held.
+    """Return the header metadata of a file: where each of its tensors belongs, and fingerprints of replicated ones.
+
+    The offsets have the form that PyTorch's safetensors storage for DCP writes, so that its `HuggingFaceStorageReader`
+    reads the files.
     """
     offsets = {name: {"saved_offsets": [start for start, _ in box]} for name, box in boxes.items()}
     metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
@@ -151,6 +158,7 @@ def _metadata(boxes: Mapping[str, Box], fingerprints: Mapping[str, int]) -> dict
 
 
 def _note(part: RankPart, files: list[FileEntry]) -> Note:
+    """Summarise the part. All tensors with one sharding have the same box on a rank."""
     listing = [(each.kind, each.name, ListedTensor(each.dtype, each.shape, each.sharding)) for each in part.held]
     boxes: dict[str, SharedBox] = {}
     alike: dict[str, list[HeldPart]] = {}
@@ -164,13 +172,13 @@ def _note(part: RankPart, files: list[FileEntry]) -> Note:
 
 
 def read_note(directory: Path, rank: int) -> Note:
-    """What `write_part` left, without the fingerprints."""
+    """Read the summary of a rank that `write_part` wrote, without the fingerprints."""
     with note_path(directory, rank).open("rb") as file:
         return _NOTE.validate_json(file.readline())
 
 
 def read_fingerprints(directory: Path, rank: int) -> dict[str, int]:
-    """Of the parts that other ranks hold too, by tensor: the second line of a note."""
+    """Read the fingerprints, by tensor, of the parts that other ranks hold too: the second line of a summary."""
     with note_path(directory, rank).open("rb") as file:
         file.readline()
         fingerprints: dict[str, int] = json.loads(file.readline())
@@ -186,9 +194,9 @@ def _sha256(content: Any) -> str:
 
 
 def _write(file: FileLayout, values: Mapping[str, Tensor]) -> str:
-    """Write the file from its first byte to its last, at most a block beside the values; its sha256.
+    """Write the file in order, and return its sha256. Takes memory for one block beside the values.
 
-    A block is hashed while it is written; both leave the interpreter to others.
+    A thread hashes each block while it is written; both release the GIL.
     """
     digest = hashlib.sha256(file.header)
     descriptor = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

@@ -1,8 +1,8 @@
-"""Joins the parts that all ranks have written to one checkpoint, and gives it its name.
+"""Join the parts that all ranks have written to one checkpoint, and give it its name.
 
-For write.py, on rank 0. Compares the copies that replicas held, checks that nothing is missing or held twice, writes
-the manifest, and renames the directory; only then is it a checkpoint. Of each rank it reads a note of a few kB: work
-and memory grow with the number of ranks and with that of tensors, not with their product.
+For write.py, on rank 0. Compares the copies that replicas held, checks that nothing is missing or written twice, writes
+the manifest, and renames the directory; only then is it a checkpoint. From each rank it reads a summary of a few kB:
+work and memory grow with the number of ranks and with that of tensors, not with their product.
 """
 
 import hashlib
@@ -27,11 +27,14 @@ from expertmesh.io.safetensors_writer import rename_synced, write_synced
 
 @dataclass(frozen=True, slots=True)
 class SavedJob:
-    """What a manifest says about the job: the step it stopped after, the sizes of its axes, and what it trains."""
+    """The facts about the job that a manifest holds."""
 
     step: int
+    """The optimizer step after which the state was saved."""
     layout: dict[str, int]
+    """The sizes of the mesh's axes."""
     trained: tuple[str, ...]
+    """The names of the parameters that the optimizer updates."""
 
     @property
     def world_size(self) -> int:
@@ -41,27 +44,39 @@ class SavedJob:
 
 @dataclass(slots=True)
 class _Copies:
-    """The ranks that hold one box of all tensors with one sharding: the first, how many, and who writes it."""
+    """The ranks that hold one box of all tensors with one sharding."""
 
     first: int
+    """The lowest of them."""
     shared: SharedBox
+    """The box as the first rank reports it."""
     count: int = 0
+    """The number of ranks."""
     writers: list[int] = field(default_factory=list)
+    """The ranks that write it."""
 
 
 @dataclass(slots=True)
 class _Joined:
-    """What the notes of the ranks so far say together. `tensors` are by kind and name."""
+    """The joined summaries of the ranks that were read so far."""
 
     directory: Path
     files: list[FileEntry] = field(default_factory=list)
     rng: list[dict[str, str]] = field(default_factory=list)
+    """By rank."""
     tensors: dict[tuple[str, str], ListedTensor] = field(default_factory=dict)
+    """By kind and name."""
     copies: dict[str, dict[Box, _Copies]] = field(default_factory=dict)
+    """By sharding."""
     leader: tuple[int, str] = (0, "")
+    """The first rank of the current pipeline stage, and the hash of its listing."""
 
     def add(self, rank: int, note: Note) -> None:
-        """Raises `IntegrityError` if the rank holds other tensors than its stage, or other copies than another one."""
+        """Add the summary of the next rank.
+
+        Raises:
+            IntegrityError: The rank holds other tensors than its stage, or other values of a copy than another rank.
+        """
         self.files += note.files
         self.rng.append(note.rng)
         if note.listing is not None:
@@ -89,6 +104,7 @@ class _Joined:
             first.writers += [rank] * shared.writes
 
     def _refuse_copies(self, sharding: str, first: int, rank: int) -> None:
+        """Raise `IntegrityError` naming a tensor of which the two ranks hold different copies."""
         one, other = (read_fingerprints(self.directory, each) for each in (first, rank))
         names = (name for (_, name), (_, _, cut) in self.tensors.items() if cut == sharding)
         name = next(name for name in names if one.get(name) != other.get(name))
@@ -102,7 +118,10 @@ class _Joined:
 def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
     """Complete `temporary` and rename it to `target`. One rank calls it, after all ranks have written their parts.
 
-    Raises `IntegrityError` naming tensor and ranks if copies differ or parts are missing. No communication.
+    Issues no collective.
+
+    Raises:
+        IntegrityError: Copies differ or parts are missing; names the tensor, and the ranks whose copies differ.
     """
     joined = _Joined(temporary)
     for rank in range(job.world_size):
@@ -110,6 +129,7 @@ def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
         joined.add(rank, read_note(temporary, rank))
     write_generators(temporary, joined.rng)
     manifest = _manifest(temporary, job, joined)
+    # The manifest is the last file: it has the hashes of all others.
     write_synced(temporary / MANIFEST, manifest.model_dump_json(exclude_none=True).encode())
     for rank in range(job.world_size):
         note_path(temporary, rank).unlink()
@@ -118,6 +138,7 @@ def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
 
 
 def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
+    """Make the manifest of all files in `directory` except the summaries; hash those that no rank has hashed."""
     names = {file.name for file in joined.files} | {note_path(directory, rank).name for rank in range(job.world_size)}
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     others = [(path, path.relative_to(directory).as_posix()) for path in paths]
@@ -151,6 +172,7 @@ def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
 
 
 def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Copies]) -> Tiling:
+    """Return the tiling of a tensor. Raises `IntegrityError` if its parts have holes, overlap, or differ in copies."""
     counts = {copies.count for copies in boxes.values()} or {1}
     writers = {box: copies.writers[0] for box, copies in boxes.items() if copies.writers}
     try:

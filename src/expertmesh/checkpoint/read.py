@@ -1,7 +1,7 @@
-"""Opens a checkpoint for reading: its manifest, the headers of its files, and values by box of a whole tensor.
+"""Open a checkpoint for reading: its manifest, the headers of its files, and values by box of the global tensor.
 
-A header says too where each part belongs, so that a manifest alone cannot exchange two experts: both are compared
-before a value is used, and so is each file's hash. Never opens a pickle. Nothing here communicates.
+Headers and manifest both say where each part belongs, so that a wrong manifest alone cannot exchange two experts: they
+are compared before a value is used, and so is each file's hash. Never opens a pickle. Nothing here communicates.
 """
 
 import hashlib
@@ -30,8 +30,10 @@ from expertmesh.weights.reading import read_box
 
 
 class Headers:
-    """Where in its file each part is. The header of a file is read and compared when the first of its parts is asked
-    for; a part then takes 8 bytes of memory, since files of many ranks hold the same names.
+    """The byte offsets of all parts in their files.
+
+    The header of a file is read and compared when its first part is requested. A part then takes 8 bytes of memory:
+    files that hold the same names share one list of them.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -52,7 +54,7 @@ class Headers:
             self._offsets[file] = order, array("Q", (tensor.offset for tensor in header.values()))
 
     def find(self, file: str, name: str, dtype: str, box: Box) -> FileTensor:
-        """The part of tensor `name` in `file`, which is `box` of it."""
+        """Return the part of tensor `name` that `file` holds: its `box`. Raises `IntegrityError` as `check` does."""
         self.check([file])
         order, offsets = self._offsets[file]
         return FileTensor(name, DTYPES[dtype], extents(box), self._directory / file, offsets[order[name]])
@@ -60,7 +62,7 @@ class Headers:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """An opened checkpoint: values of its tensors by box of the whole tensor, joined from the parts that hold them."""
+    """An opened checkpoint, which reads any box of a global tensor from the parts that hold it."""
 
     directory: Path
     manifest: Manifest
@@ -68,14 +70,14 @@ class SavedState:
     files: WeightFiles
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements of `box`, in the stored dtype, on the CPU."""
+        """Return the elements of `box`, in the stored dtype, on the CPU."""
         out = torch.empty(extents(box), dtype=DTYPES[self.manifest.entry(name).dtype])
         self.read_into(name, box, out)
         return out
 
     def check_finite(self, name: str, box: Box, values: Tensor) -> None:
-        """Raise `IntegrityError` unless the `values` that `box` of a tensor holds are numbers."""
-        # A sum is finite only if every term is: one pass. If it overflows, all are looked at.
+        """Raise `IntegrityError` unless all `values`, those of `box` of a tensor, are finite."""
+        # A sum is finite only if every term is: one pass. If it overflows, every term is checked.
         if not values.is_floating_point() or values.sum().isfinite() or values.isfinite().all():
             return
         files = ", ".join(file for file, _ in itertools.islice(self.manifest.parts_within(name, box), 3))
@@ -94,11 +96,14 @@ class SavedState:
 
 @contextmanager
 def open_state(directory: Path, *, rank: int = 0, ranks: int = 1) -> Iterator[SavedState]:
-    """Read the manifest, and size and header of every `ranks`-th file; no values. Other headers are read when a part of
-    theirs is asked for: with many ranks, each file is looked at by one of them and by those that need it.
+    """Read the manifest, and size and header of every `ranks`-th file, starting at number `rank`; no values.
 
-    Raises what `read_manifest` raises, `IntegrityError` for a header that disagrees with the manifest. Issues no
-    collective.
+    Other headers are read when a part in their file is requested: with many ranks, one of them and those that need it
+    read the header of a file. Issues no collective.
+
+    Raises:
+        InputError, SecurityError, IntegrityError: As `read_manifest`; also for a header that disagrees with the
+            manifest.
     """
     manifest = read_manifest(directory, rank=rank, ranks=ranks)
     headers = Headers(directory, manifest)
@@ -108,9 +113,13 @@ def open_state(directory: Path, *, rank: int = 0, ranks: int = 1) -> Iterator[Sa
 
 
 def check_hashes(state: SavedState, *, rank: int = 0, ranks: int = 1, optimizer: bool = True) -> None:
-    """Compare every `ranks`-th file, from number `rank` on, with its hash; without `optimizer`, not its files.
+    """Compare every `ranks`-th file, starting at number `rank`, with its hash.
 
-    `IntegrityError` names the file.
+    Args:
+        optimizer: False skips the optimizer's files.
+
+    Raises:
+        IntegrityError: A hash differs; names the file.
     """
     files = [file for file in state.manifest.files if optimizer or state.manifest.kind_of(file.name) != "optimizer"]
     for file in files[rank::ranks]:
@@ -119,14 +128,17 @@ def check_hashes(state: SavedState, *, rank: int = 0, ranks: int = 1, optimizer:
 
 
 def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file in hexadecimal."""
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
-    """Raise `IntegrityError` unless the checkpoint's model has the names, shapes and dtypes of `targets`.
+    """Check that the checkpoint's model has the names, shapes and dtypes of `targets`.
 
-    `InputError` for one that was saved without weights.
+    Raises:
+        IntegrityError: It has not.
+        InputError: The checkpoint was saved without weights.
     """
     saved = state.manifest.model
     if not saved:
@@ -152,20 +164,20 @@ def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
 
 
 def saved_offsets(path: Path) -> dict[str, list[int]]:
-    """Where in their tensors the parts of a file start, by name, as its header says. Raises `IntegrityError`."""
+    """Return from a file's header where in its global tensor each part starts, by name. Raises `IntegrityError`."""
     with expecting(path, "damaged: its header does not say where its tensors belong"):
         entries = parse_json(read_metadata(path)["DCP_SHARDING_INFO"])
         return {name: [int(start) for start in entry["saved_offsets"]] for name, entry in entries.items()}
 
 
 def fingerprints_in(path: Path) -> Mapping[str, Any]:
-    """What all ranks that held a part computed of it, by tensor, for those that several held. `IntegrityError`."""
+    """Return from a file's header the fingerprints of replicated parts, by tensor. Raises `IntegrityError`."""
     with expecting(path, "damaged: its header does not hold fingerprints"):
         return dict(parse_json(read_metadata(path).get("fingerprints", "{}")))
 
 
 def match_header(path: Path, header: Mapping[str, FileTensor], manifest: Manifest) -> list[str]:
-    """In what the `header` of a file differs from what the manifest says of it; sentences."""
+    """Return sentences about the differences between the `header` of a file and the manifest."""
     belongs, expected = saved_offsets(path), manifest.parts_in(path.name)
     problems: list[str] = []
     for name, mark in fingerprints_in(path).items():

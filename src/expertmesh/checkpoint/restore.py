@@ -1,11 +1,10 @@
-"""Puts model, optimizer and random generators back, in any layout: each rank reads what it holds now, and no more.
+"""Restore model, optimizer and random generators, in any layout: each rank reads only the parts that it holds now.
 
-No weights travel between ranks; that nothing is damaged is known on all of them before anything is changed.
+No weights are sent between ranks. All ranks know that no file is damaged before anything is changed.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from expertmesh.adapters.read import read_adapter
 from expertmesh.checkpoint.read import SavedState, check_hashes
 from expertmesh.checkpoint.small_files import read_generators, set_rng_state
 from expertmesh.checkpoint.state import allocate_optimizer_state, held_part, model_state
+from expertmesh.compat import weight_conversions
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.state.sharded_model import mesh_of, sharded
@@ -31,12 +31,21 @@ def restore(
 ) -> None:
     """Fill a sharded model, its optimizer and torch's generators from an opened checkpoint that fits.
 
-    Every rank calls it, with the same checkpoint; the model's shards have to be allocated. `optimizer` None leaves the
-    saved moments alone; without `weights` the model's tensors stay as they are. Generators come back on the ranks that
-    the saved job had too. Raises `IntegrityError` for a damaged one on all ranks alike, before anything is changed.
-    Issues a few small all-reduces on the default group; no weights travel between ranks.
+    Generators are restored on the ranks whose number the saved job had too.
+
+    Args:
+        model: Its shards have to be allocated.
+        optimizer: None ignores the saved moments.
+        weights: False leaves the model's tensors as they are.
+
+    Raises:
+        IntegrityError: The checkpoint is damaged.
+
+    Collectives: every rank calls it with the same checkpoint; a few small all-reduces on the default group, no weights.
+    Errors are raised on all ranks, before anything is changed.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    # Each rank hashes a part of the files, and all wait: nothing is changed until every file is known to be intact.
     with raise_on_all_ranks("comparing the checkpoint with its hashes"):
         check_hashes(state, rank=rank, ranks=ranks)
     with raise_on_all_ranks("reading the random generators"):
@@ -53,7 +62,7 @@ def restore(
 
 
 def read_state(state: SavedState, targets: Mapping[str, Tensor]) -> None:
-    """Fill what this rank holds of `targets` (DTensors or plain, by saved name). No collective."""
+    """Fill the local parts of `targets` (DTensors or plain tensors, by saved name). No collective."""
     for name, tensor in targets.items():
         box, held = held_part(tensor)
         state.read_into(name, box, held)
@@ -64,10 +73,18 @@ def read_state(state: SavedState, targets: Mapping[str, Tensor]) -> None:
 def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
     """Give a sharded model the weights that `save_model` wrote to `directory`; with adapters, those of `save_adapter`.
 
-    Every rank calls it, in any layout, with a model that `load_model` or `parallelize` made; each rank reads its own
-    bytes. Values are cast to the model's dtypes; an optimizer over its parameters stays valid. Raises on all ranks
-    alike `InputError`, `SecurityError`, and `IntegrityError` for files that do not fill the model exactly once, values
-    that are not finite, or an adapter of another base. Issues one small all-reduce on the default group.
+    Works in any layout; each rank reads the bytes of its shards. Values are cast to the model's dtypes. An optimizer
+    over the model's parameters stays valid.
+
+    Args:
+        model: Made by `load_model` or `parallelize`.
+
+    Raises:
+        InputError, SecurityError: The files cannot be read, or are unsafe.
+        IntegrityError: Files do not fill the model exactly once, values are not finite, or the adapter has another
+            base.
+
+    Collectives: every rank calls it; one small all-reduce on the default group. Errors are raised on all ranks.
     """
     plan = plan_of(model)
     if plan is not None:
@@ -75,8 +92,8 @@ def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
             read_adapter(model, plan, Path(directory))
         return
     # Saving restores layout, dtypes and other tensors of the files that training started from, if it did, not of these.
-    before: Any = getattr(model, "_weight_conversions", None)
+    before = weight_conversions(model)
     source = sharded(model).source
     fill(model, directory)
-    here: Any = model._weight_conversions
+    here = weight_conversions(model)
     remember(model, here if before is None else before, source)

@@ -1,9 +1,9 @@
-"""What manifest.json says: which files a checkpoint has, how its tensors are cut, and which rank wrote which part.
+"""Define the content of manifest.json: a checkpoint's files, how its tensors are cut, and which rank wrote each part.
 
-Every layout of FSDP2, expert, tensor and pipeline parallelism cuts a tensor along whole planes. So a tensor is a grid
-of parts, and cut points per dim and one rank per part say all there is; tensors that are cut alike share a tiling. The
-manifest grows with the numbers of files and of tensors, not with their product, and a rank finds the parts that it
-needs by bisection. Typed and strict. Plain arithmetic: nothing here reads a file.
+Every layout of FSDP2, expert, tensor and pipeline parallelism cuts a tensor along full planes. So a tensor is a grid of
+parts, which cut points per dim and one rank per part describe fully. Tensors that are cut in the same way share such a
+description, a tiling. The manifest grows with the numbers of files and of tensors, not with their product, and a rank
+finds the parts that it needs by bisection. Types are strict. Nothing here reads a file.
 """
 
 import itertools
@@ -32,17 +32,27 @@ class Strict(BaseModel):
 
 
 class Tiling(Strict):
-    """`cuts[d]`: where dim d is cut, from 0 to its size. `ranks`: who wrote each cell, in row-major order. `copies`:
-    how many ranks held each cell.
-    """
+    """A grid of the parts of a tensor, and the ranks that wrote them."""
 
     cuts: list[list[_Extent]] = Field(max_length=64)
+    """For each dim the ascending cut points, from 0 to its size."""
     ranks: list[_Extent]
+    """The rank that wrote each cell, in row-major order."""
     copies: int = Field(default=1, ge=1)
+    """The number of ranks that held each cell."""
 
     @classmethod
     def of(cls, shape: Sequence[int], writers: Mapping[Box, int], copies: int) -> "Tiling":
-        """Of a tensor whose parts `writers` wrote; none of them is empty. `ValueError` says why they are no tiling."""
+        """Build the tiling of a tensor.
+
+        Args:
+            shape: The shape of the global tensor.
+            writers: The rank that wrote each part, by its box; no part is empty.
+            copies: The number of ranks that held each part.
+
+        Raises:
+            ValueError: The parts are no grid that fills the tensor; says why.
+        """
         for box in writers:
             if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
                 raise ValueError("a part lies outside of it")
@@ -56,7 +66,7 @@ class Tiling(Strict):
         return cls(cuts=cuts, ranks=[writers[box] for box in boxes], copies=copies)
 
     def problem(self) -> str | None:
-        """Why this is no tiling, or None."""
+        """Return why this is no valid tiling, as the end of a sentence, or None."""
         for cuts in self.cuts:
             if not cuts or cuts[0] != 0 or any(a >= b for a, b in itertools.pairwise(cuts)):
                 return "its cuts do not ascend from 0"
@@ -70,11 +80,11 @@ class Tiling(Strict):
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """Which cell, in row-major order, each rank wrote."""
+        """The cell's row-major number by the rank that wrote it."""
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     def cell_of(self, rank: int) -> Box | None:
-        """The part that `rank` wrote."""
+        """Return the box of the part that `rank` wrote; None if it wrote none."""
         if (place := self._places.get(rank)) is None:
             return None
         box: list[tuple[int, int]] = []
@@ -84,7 +94,7 @@ class Tiling(Strict):
         return tuple(box)
 
     def within(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """(the rank that wrote it, its box) of the parts that share elements with `box`, which is not empty."""
+        """Yield (rank that wrote it, its box) of the parts that share elements with `box`, which must not be empty."""
         ranges = [
             range(bisect_right(cuts, start) - 1, bisect_left(cuts, stop))
             for cuts, (start, stop) in zip(self.cuts, box, strict=True)
@@ -97,39 +107,50 @@ class Tiling(Strict):
 
 
 class FileEntry(Strict):
-    """One file; `name` is relative to the checkpoint, with `/` between directories."""
+    """One file of a checkpoint."""
 
     name: str
+    """Its path relative to the checkpoint, with `/` between directories."""
     bytes: int = _Size
     sha256: str = _Sha256
 
 
 class TensorEntry(Strict):
-    """One tensor: `dtype` as safetensors spells it, its global shape, and the number of its tiling."""
+    """One tensor of the model or of the optimizer."""
 
     dtype: str
+    """The name that safetensors uses."""
     shape: list[_Extent] = Field(max_length=64)
+    """The shape of the global tensor."""
     tiling: int = _Size
+    """The index of its tiling in `Manifest.tilings`."""
 
 
 class Manifest(Strict):
-    """The content of manifest.json. `model` and `optimizer` map tensor names to dtype, shape and tiling; `trained` are
-    the parameters that the optimizer updates.
-    """
+    """The content of manifest.json."""
 
     format: Literal["expertmesh-checkpoint"] = "expertmesh-checkpoint"
     step: int = Field(ge=0, lt=2**53)
+    """The number of optimizer steps done."""
     created: str
+    """Date and time in ISO format."""
     world_size: int = Field(ge=1, le=2**24)
     layout: dict[str, int]
+    """The size of each axis in `AXES`."""
     versions: dict[str, str]
+    """The versions of expertmesh, torch, transformers and Python."""
     config_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """The hash of config.yaml; None if the checkpoint has none."""
     files: list[FileEntry]
+    """All files but the manifest."""
     trained: list[str]
+    """The names of the parameters that the optimizer updates."""
     schema_version: Literal[2] = 2
     tilings: list[Tiling]
     model: dict[str, TensorEntry]
+    """By name; empty if the checkpoint was saved without weights."""
     optimizer: dict[str, TensorEntry]
+    """By name."""
 
     @property
     def total_bytes(self) -> int:
@@ -140,25 +161,25 @@ class Manifest(Strict):
         return {file.name: file for file in self.files}
 
     def tensors(self, kind: str) -> Mapping[str, TensorEntry]:
-        """Those of the model or of the optimizer."""
+        """Return the tensors of `kind`, the model or the optimizer, by name."""
         return self.model if kind == "model" else self.optimizer
 
     def entry(self, name: str) -> TensorEntry:
         return self.model[name] if name in self.model else self.optimizer[name]
 
     def parts_within(self, name: str, box: Box) -> Iterator[tuple[str, Box]]:
-        """(file, box) of the parts of a tensor that share elements with `box`, which is not empty."""
+        """Yield (file, box) of the parts of a tensor that share elements with `box`, which must not be empty."""
         kind = "model" if name in self.model else "optimizer"
         for rank, cell in self.tilings[self.entry(name).tiling].within(box):
             yield tensor_file(kind, rank, self.world_size), cell
 
     def kind_of(self, file: str) -> str | None:
-        """Whether a file holds parts of the model or of the optimizer; None for other files."""
+        """Return `model` or `optimizer` for a file that holds parts of it; None for other files."""
         kind, _ = writer_of(file, self.world_size)
         return kind
 
     def parts_in(self, file: str) -> dict[str, tuple[Box, str]]:
-        """(box, dtype) of the parts that `file` holds, by tensor."""
+        """Return (box, dtype) of the parts that `file` holds, by tensor."""
         kind, rank = writer_of(file, self.world_size)
         if kind is None:
             return {}
@@ -167,17 +188,17 @@ class Manifest(Strict):
         return {name: (cell, dtype) for name, cell, dtype in found if cell is not None}
 
     def copies_of(self, name: str) -> int:
-        """How many ranks held each part of a tensor."""
+        """Return the number of ranks that held each part of a tensor."""
         return self.tilings[self.entry(name).tiling].copies
 
 
 def tensor_file(kind: str, rank: int, world_size: int) -> str:
-    """The name of the file in which `rank` wrote its parts of the model or the optimizer."""
+    """Return the name of the file in which `rank` wrote its parts of the model or the optimizer."""
     return f"{kind}-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def writer_of(file: str, world_size: int) -> tuple[str | None, int]:
-    """(kind, rank) of a file that a rank of `world_size` wrote tensors in; (None, -1) for other files."""
+    """Return (kind, rank) of a file in which a rank of `world_size` wrote tensors; (None, -1) for other files."""
     match = _TENSOR_FILE.fullmatch(file)
     if match is None or int(match[2]) >= world_size or tensor_file(match[1], int(match[2]), world_size) != file:
         return None, -1

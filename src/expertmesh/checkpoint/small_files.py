@@ -1,8 +1,8 @@
-"""The small files of a checkpoint that loading needs: the run's state and the random generators of its ranks.
+"""Write and read the small files of a checkpoint that loading needs: the run's state and its ranks' random generators.
 
-JSON is read whole, compared with the manifest's hash, and parsed before anything is changed; of the generators a rank
-reads its own row. Nothing is trusted: what does not have the expected form is damage, named by file. Nothing here
-communicates.
+JSON is read completely, compared with the manifest's hash, and parsed before anything is changed; a rank reads only its
+row of the generators. Content that does not have the expected form is reported as damage, with the name of the file.
+Nothing here communicates.
 """
 
 import base64
@@ -30,17 +30,17 @@ RNG_FILE = "rng/generators.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """What `state.json` holds: `state` is what the caller of saving wants to get back, `optimizer` the name of the
-    optimizer's class, None if there was none.
-    """
+    """The content of `state.json`."""
 
     step: int
     state: dict[str, Any]
+    """The caller's state, which loading returns."""
     optimizer: str | None
+    """The name of the optimizer's class; None if there was none."""
 
 
 def state_bytes(step: int, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> bytes:
-    """The content of `state.json`. `InputError` for a `state` that is not JSON."""
+    """Return the content of `state.json`. Raises `InputError` for a `state` that is not JSON."""
     name = type(optimizer).__name__ if optimizer is not None else None
     try:
         return json.dumps({"step": step, "state": dict(state), "optimizer": name}, allow_nan=False).encode()
@@ -51,7 +51,7 @@ def state_bytes(step: int, state: Mapping[str, Any], optimizer: torch.optim.Opti
 
 
 def read_state_file(directory: Path, manifest: Manifest) -> StateFile:
-    """A checkpoint's `state.json`. Raises `IntegrityError`."""
+    """Read a checkpoint's `state.json`. Raises `IntegrityError`."""
     path = directory / STATE_FILE
     with expecting(path, "is not the state of a checkpoint"):
         content = read_small_json(directory, manifest, STATE_FILE)
@@ -64,7 +64,7 @@ def read_state_file(directory: Path, manifest: Manifest) -> StateFile:
 
 
 def rng_state(device: torch.device) -> dict[str, str]:
-    """torch's generators of this rank, base64: `cpu`, and the accelerator's under its name."""
+    """Return the states of this rank's torch generators in base64: `cpu`, and the accelerator's by its device type."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -72,7 +72,7 @@ def rng_state(device: torch.device) -> dict[str, str]:
 
 
 def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put torch's generators of this rank back; those of another kind of device are left as they are."""
+    """Restore this rank's torch generators; ignore the state of another type of device."""
     for name, state in states.items():
         if name == "cpu":
             torch.set_rng_state(state)
@@ -81,7 +81,11 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def write_generators(directory: Path, ranks: Sequence[Mapping[str, str]]) -> None:
-    """Write and sync `RNG_FILE`: by kind of device one tensor, with a row for what `rng_state` gave on each rank."""
+    """Write and sync `RNG_FILE`: one uint8 tensor for each type of device, with a row for each rank.
+
+    Args:
+        ranks: The result of `rng_state` on each rank, in order.
+    """
     values = {kind: torch.stack([_decoded(states[kind]) for states in ranks]) for kind in ranks[0]}
     path = directory / RNG_FILE
     path.parent.mkdir(exist_ok=True)
@@ -90,7 +94,14 @@ def write_generators(directory: Path, ranks: Sequence[Mapping[str, str]]) -> Non
 
 
 def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -> list[dict[str, Tensor]]:
-    """States of torch's generators by kind of device, of those of `ranks` that saved. Raises `IntegrityError`."""
+    """Read the states of torch's generators of those of `ranks` that the saved job had too.
+
+    Returns:
+        One dict for each such rank: uint8 tensors by type of device.
+
+    Raises:
+        IntegrityError: The file is damaged.
+    """
     path = directory / RNG_FILE
     entry_of(directory, manifest, RNG_FILE)
     header = read_header(path)
@@ -110,17 +121,17 @@ def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -
 
 def _checked(path: Path, states: dict[str, Tensor]) -> dict[str, Tensor]:
     with expecting(path, "does not hold the states of torch's generators"):
-        torch.Generator().set_state(states["cpu"])  # refuses what is none
+        torch.Generator().set_state(states["cpu"])  # raises for bytes that are no generator's state
     return states
 
 
 def _decoded(text: str) -> Tensor:
-    """One generator's state, of bytes; `ValueError` for text that is not base64."""
+    """Decode one generator's state to uint8. Raises `ValueError` for text that is not base64."""
     return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
 
 
 def read_small(directory: Path, manifest: Manifest, name: str) -> bytes:
-    """A whole file. `IntegrityError` if the manifest does not name it, or another content of it."""
+    """Read a small file. Raises `IntegrityError` if the manifest does not name it, or has another hash for it."""
     entry = entry_of(directory, manifest, name)
     content = read_file(directory / name, MAX_MANIFEST_BYTES)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
@@ -129,12 +140,12 @@ def read_small(directory: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def read_small_json(directory: Path, manifest: Manifest, name: str) -> Any:
-    """The value of a whole JSON file. `ValueError` for what is none, else as `read_small`."""
+    """Read the value of a small JSON file. Raises `ValueError` if it is no JSON, and otherwise as `read_small`."""
     return parse_json(read_small(directory, manifest, name))
 
 
 def entry_of(directory: Path, manifest: Manifest, name: str) -> FileEntry:
-    """What the manifest says of a file. `IntegrityError` if it does not name it."""
+    """Return the manifest's entry of a file. Raises `IntegrityError` if there is none."""
     entry = manifest.by_name.get(name)
     if entry is None:
         raise damaged(f"{directory / MANIFEST}: damaged: does not name {name}, which every checkpoint has")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer: tensors by name, whatever the layout or the group order.
+"""Collect the tensors of a model and its optimizer by names that depend neither on the layout nor on the group order.
 
 Model tensors keep their state-dict names; an optimizer's are `optimizer.PARAMETER.SLOT` (`exp_avg`, `step`, ...).
 Tensors are DTensors or plain ones that every rank holds. Nothing here communicates.
@@ -24,23 +24,30 @@ _WORDS_PER_BLOCK = 1 << 22
 
 @runtime_checkable
 class HasEmptyState(Protocol):
-    """An optimizer that says itself what it keeps of a parameter: of any dtype and shape, DTensors of a DTensor."""
+    """An optimizer that makes the initial state of a parameter itself, with tensors of any dtype and shape.
+
+    For a DTensor they are DTensors.
+    """
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What its first step starts from, by slot."""
+        """Return the state before the first step, by slot."""
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers; tied ones once, under the first of their names.
+    """Return parameters and persistent buffers by name; tied ones once, under the first of their names.
 
-    Of a model with adapters these alone: its base is frozen, and has files of its own.
+    For a model with adapters return the adapters alone: the base is frozen, and has other files.
     """
     view = ModelView(model)
     return view.adapters or view.unique
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every slot of every parameter that has state. Raises `InputError` for state that is not tensors."""
+    """Return every slot of every parameter that has state, by saved name.
+
+    Raises:
+        InputError: A slot is no tensor, or (unless the optimizer has `empty_state`) its shape is not the parameter's.
+    """
     slots, any_shape = {}, isinstance(optimizer, HasEmptyState)
     for name, parameter in trained(model, optimizer).items():
         for slot, value in optimizer.state.get(parameter, {}).items():
@@ -57,11 +64,15 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def allocate_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> dict[str, Tensor]:
-    """Give `optimizer` empty slots for everything in `saved` (dtype and shape by name), and return them by name.
+    """Replace the state of `optimizer` by empty slots for all saved ones, and return them by saved name.
 
-    Not for parameters that another pipeline stage holds.
+    Skips parameters that only other pipeline stages hold.
 
-    Raises `IntegrityError` for a slot that belongs to no trained parameter or does not fit it, with nothing changed.
+    Args:
+        saved: dtype and global shape by saved name.
+
+    Raises:
+        IntegrityError: A slot belongs to no trained parameter or does not fit it; nothing is changed.
     """
     updated = trained(model, optimizer)
     elsewhere = {
@@ -95,7 +106,7 @@ def allocate_optimizer_state(
 def _empty_slot(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor | None:
-    """Room for what was saved, or None if the optimizer keeps no such thing."""
+    """Return an empty slot of the saved dtype and shape, or None if the optimizer has no such slot."""
     if isinstance(optimizer, HasEmptyState):
         value = optimizer.empty_state(parameter).get(slot)
         return value if value is not None and (value.dtype, value.shape) == (dtype, shape) else None
@@ -105,17 +116,23 @@ def _empty_slot(
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A 64-bit sum over the bytes of a contiguous tensor that sees every changed bit and most changes of order.
+    """Return a 64-bit sum over the bytes of a tensor, to compare copies; it is not safe against an adversary.
 
-    Computed where the tensor is, in blocks; one wait for the device. To compare copies, not against an adversary.
+    Any one changed bit changes it, and most changes of order do. Computed in blocks on the tensor's device; waits for
+    the device once.
     """
     return int(fingerprint_share(as_bytes(stored(tensor).detach().contiguous()), 0))
 
 
 def fingerprint_share(data: Tensor, at: int) -> Tensor:
-    """What bytes `data`, `at` bytes into a tensor, add to its fingerprint: an int64, summed modulo 2**64.
+    """Return the part of a tensor's fingerprint that some of its bytes make; the parts add up modulo 2**64.
 
-    `at` and, but for the last bytes, the size of `data` are multiples of 4.
+    Args:
+        data: uint8; its size is a multiple of 4 unless it holds the last bytes of the tensor.
+        at: The offset of `data` in the tensor in bytes, a multiple of 4.
+
+    Returns:
+        An int64 scalar on the device of `data`.
     """
     even = data.numel() // 4 * 4
     total = torch.zeros((), dtype=torch.int64, device=data.device)
@@ -129,7 +146,7 @@ def fingerprint_share(data: Tensor, at: int) -> Tensor:
 
 
 def is_replicated(tensor: Tensor) -> bool:
-    """Whether several ranks hold the same part of `tensor`."""
+    """Return whether several ranks hold the same part of `tensor`."""
     if (place := placement_of(tensor)) is not None and place.has_tied_replica:
         return True
     if not isinstance(tensor, DTensor):
@@ -139,7 +156,7 @@ def is_replicated(tensor: Tensor) -> bool:
 
 
 def sharding_of(tensor: Tensor, stage: int) -> str:
-    """How a tensor of pipeline stage `stage` is cut, as text: the same on all ranks that hold parts of it."""
+    """Describe as text how a tensor of pipeline stage `stage` is cut: equal on all ranks that hold parts of it."""
     place = placement_of(tensor)
     where = "tied stages" if place is not None and place.has_tied_replica else f"stage {stage}"
     if not isinstance(tensor, DTensor):
@@ -149,15 +166,17 @@ def sharding_of(tensor: Tensor, stage: int) -> str:
 
 
 def held_part(tensor: Tensor) -> tuple[Box, Tensor]:
-    """The box that this rank holds and its values; the box of an empty shard has no volume."""
+    """Return the box that this rank holds and its values; the box of an empty shard has no volume."""
     box, local = local_box(tensor), local_tensor(tensor)
     assert local.numel() == volume(box)
     return box, local
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that `optimizer` updates on this rank, by their names in the whole model. `InputError` if it has
-    others than the model.
+    """Return the parameters that `optimizer` updates on this rank, by their names in the full model.
+
+    Raises:
+        InputError: The optimizer has parameters that the model does not have.
     """
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = {name: parameter for name, parameter in ModelView(model).parameters.items() if id(parameter) in owned}
@@ -170,6 +189,6 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.
 
 
 def _scalar_device(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.device:
-    """Step counts live on the CPU unless the optimizer is fused or capturable, as torch's optimizers make them."""
+    """Return the device of a step count, as torch's optimizers choose it: the CPU unless fused or capturable."""
     group = next(g for g in optimizer.param_groups if any(parameter is other for other in g["params"]))
     return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

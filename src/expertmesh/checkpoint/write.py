@@ -1,8 +1,8 @@
-"""Saves checkpoints: every rank writes its own part, rank 0 publishes the whole by one rename.
+"""Save checkpoints: every rank writes its part, and rank 0 publishes all of them by one rename.
 
-Writing and publishing need no communication, so they can run on a thread while training goes on. A rank tells the
-others where it stands by one number that is counted in an exchange they make anyway (`status`, `settle`). No collective
-ever runs on that thread, and nothing of a checkpoint is visible under its name before all of it is on the disk.
+Writing and publishing need no communication, so they can run on a thread while training continues. A rank reports its
+progress to the others by one number, which is counted in an exchange that they make anyway (`status`, `settle`). No
+collective ever runs on that thread, and no checkpoint is visible under its name before all of it is on the disk.
 """
 
 import shutil
@@ -39,18 +39,20 @@ IDLE, WRITING, WRITTEN, PUBLISHED, FAILED = STATUSES
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """`total_bytes` are those of all tensors, `bytes_written` those that this rank wrote; `files` is known on rank 0.
-
-    `paused_seconds` is how long training stood still for it on this rank, `seconds` how long it took in all.
-    """
+    """A checkpoint that was saved."""
 
     directory: Path
     step: int
     total_bytes: int
+    """The size of all tensors."""
     bytes_written: int
+    """The size of the tensors that this rank wrote."""
     files: int | None
+    """The number of files; None on other ranks than 0."""
     paused_seconds: float
+    """The time for which training waited on this rank."""
     seconds: float
+    """The time from the start of the save to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +64,21 @@ class _Save:
     job: SavedJob
     total_bytes: int
     started: float
+    """`time.monotonic()` at the start of the save."""
     paused: float
+    """Seconds for which training waited so far."""
     writing: Future[None]
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run into `directory`, one at a time. Every rank has one, used in step.
+    """A writer of the checkpoints of one run, one at a time. Every rank has one, and all make the same calls in order.
 
-    `keep_last` bounds how many stay (None: all), beside that of `keep_step`; what is published goes to `uploads`, which
-    rank 0 may have, and stays until it is uploaded. With `asynchronous`, `save` returns when
-    this rank's share has been copied to host memory; without, when the checkpoint is published.
+    Args:
+        directory: The directory of the run's checkpoints.
+        keep_last: The number of newest checkpoints that are not removed, beside that of step `keep_step`; None for all.
+        asynchronous: `save` returns when this rank's part has been copied to host memory, not when the checkpoint is
+            published.
+        uploads: On rank 0, uploads the published checkpoints, which are not removed before that.
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class CheckpointWriter:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._save: _Save | None = None
-        # On rank 0, as long as `_save` is set: it joins what all ranks have written.
+        # On rank 0, while `_save` is set: joins the parts that all ranks have written.
         self._publishing: Future[Manifest] | None = None
         self._pruning: Future[list[str]] | None = None
 
@@ -103,18 +110,27 @@ class CheckpointWriter:
         *,
         weights: bool = True,
     ) -> SavedCheckpoint | None:
-        """Save the state after optimizer step `step`. Every rank calls it, with the same `step`.
+        """Save the state after optimizer step `step`. An earlier save must be finished.
 
-        `files` (used on rank 0) are what else belongs to the checkpoint, by path inside it; without `weights` the
-        model's tensors do not. Returns the checkpoint, or None when it is still being written: then `settle`
-        or `finish` returns it; an earlier one must be finished.
-        Raises on all ranks alike `InputError` (this or a later step exists, disk full) and `IntegrityError` (copies
-        that differ). Issues small collectives on the default group, none of them weights.
+        Args:
+            files: On rank 0, the other files of the checkpoint by path inside it.
+            weights: False leaves the model's tensors out.
+
+        Returns:
+            The checkpoint, or None while it is still being written; then `settle` or `finish` returns it.
+
+        Raises:
+            InputError: This or a later step exists, or the disk is full.
+            IntegrityError: Copies differ.
+
+        Collectives: every rank calls it with the same `step`; small ones on the default group, no weights. Errors are
+        raised on all ranks.
         """
         assert self._save is None, "finish the checkpoint before this one first"
         started = time.monotonic()
         mesh = mesh_of(model)
         target = self.directory / step_name(step)
+        # One name on all ranks, and another one than that of an interrupted save.
         temporary = target.with_name(f"{target.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
         tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model) if weights else {}}
         if optimizer is not None:
@@ -125,6 +141,7 @@ class CheckpointWriter:
             with raise_on_all_ranks("creating the checkpoint's directory"):
                 if self._rank == 0:
                     _create(step, target, temporary, needed, files)
+            # A network file system may show the new directory to other nodes only later.
             with raise_on_all_ranks("looking for the checkpoint's directory"):
                 wait_until_seen(temporary)
             with raise_on_all_ranks("copying the training state"):
@@ -136,8 +153,9 @@ class CheckpointWriter:
         return None if self.asynchronous else self.finish()
 
     def status(self) -> int:
-        """Where this rank stands: IDLE, WRITING (or publishing), WRITTEN, PUBLISHED or FAILED. No communication; never
-        waits.
+        """Return this rank's progress: IDLE, WRITING (or publishing), WRITTEN, PUBLISHED or FAILED.
+
+        Does not communicate, and never waits.
         """
         if self._save is None:
             return IDLE
@@ -149,14 +167,20 @@ class CheckpointWriter:
         return WRITTEN if self._publishing is None else PUBLISHED
 
     def settle(self, ranks: Sequence[int]) -> SavedCheckpoint | None:
-        """Start publishing what all ranks have written. `ranks[s]` have the `status()` s, in one exchange.
+        """Start publishing when all ranks have written their parts. Never waits unless a rank failed.
 
-        Every rank calls it with the same numbers. Returns the checkpoint once rank 0 has said that it is complete;
-        never waits. Communicates only after a failure, which it raises on all ranks alike.
+        Args:
+            ranks: `ranks[s]` is the number of ranks whose `status()` was s, counted in one exchange.
+
+        Returns:
+            The checkpoint, once rank 0 has reported that it is published.
+
+        Collectives: every rank calls it with the same numbers; none unless a rank failed, then those of `finish`,
+        which raises the error on all ranks.
         """
         if ranks[FAILED]:
             return self.finish()
-        if self._save is not None and ranks[PUBLISHED]:  # rank 0: no other one publishes
+        if self._save is not None and ranks[PUBLISHED]:  # counts rank 0, the only one that publishes
             save, self._save = self._save, None
             return self._saved(save, paused=0.0)
         if self._rank == 0 and ranks[WRITTEN] == sum(ranks):
@@ -164,9 +188,10 @@ class CheckpointWriter:
         return None
 
     def finish(self) -> SavedCheckpoint | None:
-        """Wait until what is being written is published. Every rank calls it; raises on all ranks alike.
+        """Wait until the checkpoint that is being written is published, and return it; None if there is none.
 
-        Issues two small all-reduces on the default group, none if there is nothing to wait for.
+        Collectives: every rank calls it; two small all-reduces on the default group, none if nothing is being written.
+        Errors are raised on all ranks.
         """
         save, started = self._save, time.monotonic()
         if save is None:
@@ -178,10 +203,11 @@ class CheckpointWriter:
                 if self._rank == 0:
                     (self._publishing or self._start_publishing()).result()
         except BaseException:
-            # All ranks have stopped writing, or one is lost, and what it leaves is removed at the next start.
+            # Either all ranks have stopped writing, or one is lost: the next start removes the files that it leaves.
             if self._rank == 0:
                 if self._publishing is not None:
-                    # A removal that has begun goes on inside the directory after the thread has renamed it.
+                    # Wait for the thread: if it renames the directory during the removal, the removal continues
+                    # inside the published checkpoint.
                     wait([self._publishing])
                 shutil.rmtree(save.temporary, ignore_errors=True)
             raise
@@ -190,7 +216,10 @@ class CheckpointWriter:
         return self._saved(save, time.monotonic() - started)
 
     def close(self) -> SavedCheckpoint | None:
-        """`finish`, and wait until old checkpoints are gone. Every rank calls it, as its last call."""
+        """Finish, and wait until old checkpoints are removed. The last call.
+
+        Collectives: every rank calls it; those of `finish`, and one small all-reduce on the default group.
+        """
         last = self.finish()
         self._thread.shutdown()
         with raise_on_all_ranks("removing old checkpoints"):
@@ -204,11 +233,14 @@ class CheckpointWriter:
         return self._publishing
 
     def _publish(self, save: _Save) -> Manifest:
-        """On the thread of rank 0: reading what thousands of ranks have written takes its time."""
+        """Publish the save, submit its upload, and start removing old checkpoints.
+
+        Runs on the thread of rank 0: reading the summaries of thousands of ranks takes long.
+        """
         with io_errors(save.temporary, save.total_bytes):
             manifest = publish(save.temporary, self.directory / step_name(save.job.step), save.job)
         if self._pruning is not None:
-            self._pruning.result()  # done: the thread does one thing after the other
+            self._pruning.result()  # done already, as one thread runs both in order; raises its error
         keep: set[int | None] = {self.keep_step}
         if self.uploads is not None:
             self.uploads.submit(self.directory / step_name(save.job.step), self.keep_step)
@@ -217,6 +249,7 @@ class CheckpointWriter:
         return manifest
 
     def _saved(self, save: _Save, paused: float) -> SavedCheckpoint:
+        """Describe the saved checkpoint. `paused`: seconds that training has waited for it after `save` returned."""
         return SavedCheckpoint(
             directory=self.directory / step_name(save.job.step),
             step=save.job.step,
@@ -231,9 +264,12 @@ class CheckpointWriter:
 def _of_all_stages(
     model: nn.Module, tensors: dict[str, dict[str, Tensor]], trained_here: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """`tensors` with the optimizer's of other pipeline stages, without values, and what all stages train, in order.
+    """Add the optimizer's tensors of other pipeline stages, without values.
 
-    Issues an all-gather of names and shapes along pp; nothing without stages.
+    Returns:
+        The tensors by kind and name, and the names of the parameters that all stages train, in the model's order.
+
+    Collectives: every rank calls it; an all-gather of names and shapes on the pp group, none without stages.
     """
     mesh = mesh_of(model)
     if mesh.layout.pp == 1:
@@ -249,10 +285,17 @@ def _of_all_stages(
 
 
 def _create(step: int, target: Path, temporary: Path, needed: int, files: Mapping[str, bytes]) -> None:
-    """Make the temporary directory with the small files in it, if the disk has room for the rest."""
+    """Make the temporary directory with the small files in it.
+
+    Args:
+        needed: Bytes of all tensors.
+
+    Raises:
+        InputError: This or a later step exists, the disk has too little room, or a write failed.
+    """
     if target.exists():
         raise InputError(f"{target}: exists already; a checkpoint is never written over", key="checkpoint.exists")
-    # Else `keep_last` would remove the new one as the oldest, and who looks for the newest would find another run's.
+    # Otherwise `keep_last` would remove the new one as the oldest, and `auto` would resume from another run's.
     latest = max(published(target.parent), default=None)
     if latest is not None and latest[0] > step:
         raise InputError(

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.adapters.targets import by_gradient, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, alike_as_one, decoder_blocks, describe, is_inside
 from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
 from expertmesh.cli.sizes import COMPUTE_BYTES, disk_text, frozen_rows
+from expertmesh.compat import TorchDispatchMode
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, divisors, resolve_layout

@@ -16,7 +16,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
-from expertmesh.compat import default_apply_gate
+from expertmesh.compat import default_apply_gate, set_experts
 from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.dispatchers.choose import open_dispatchers
@@ -74,7 +74,7 @@ def install(
         beside = SharedExpert(model.get_submodule(shared[spec.name])) if spec.name in shared else None
         attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, first_expert, shared=beside))
         if spec.call == "interface":
-            experts.config._experts_implementation = IMPLEMENTATION
+            set_experts(experts.config, IMPLEMENTATION)
         elif spec.call == "sorted":
             replace_forward(experts, partial(sorted_forward, experts, spec, partial(_experts_forward, experts)))
         else:

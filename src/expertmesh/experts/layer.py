@@ -23,6 +23,7 @@ from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 
 from expertmesh.anatomy import ExpertsSpec
+from expertmesh.compat import is_profiling, storage_key
 from expertmesh.experts.activation_checkpointing import computed_once, confirm_choice, is_recomputing
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatched, Dispatcher
 from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
@@ -218,8 +219,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether both are the same memory, viewed in the same order."""
-    memory = [(each.untyped_storage()._cdata, each.storage_offset(), each.numel(), each.dtype) for each in (one, other)]
-    return memory[0] == memory[1] and one.is_contiguous() and other.is_contiguous()
+    keys = [(storage_key(x.untyped_storage()), x.storage_offset(), x.numel(), x.dtype) for x in (one, other)]
+    return keys[0] == keys[1] and one.is_contiguous() and other.is_contiguous()
 
 
 def attach_layer(experts: nn.Module, layer: ExpertLayer) -> None:
@@ -236,7 +237,7 @@ def layer_of(experts: nn.Module) -> ExpertLayer:
 
 def span(part: str) -> AbstractContextManager[Any]:
     """Name a part of the layer in a profile; nothing runs without a profiler."""
-    return profiler.record_function(f"expertmesh::{part}") if profiler._is_profiler_enabled else nullcontext()
+    return profiler.record_function(f"expertmesh::{part}") if is_profiling() else nullcontext()
 
 
 def _adapter(experts: nn.Module, name: str) -> Adapter | None:

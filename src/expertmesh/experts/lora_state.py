@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from expertmesh.compat import parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.state.model_view import is_adapter
 from expertmesh.state.sharded_model import attach_to_module, module_state, sharded
@@ -83,7 +84,7 @@ def adapter_state(model: nn.Module) -> AdapterState | None:
 
 def drop_adapters(module: nn.Module) -> None:
     """Restore this very module as it was before it got adapters."""
-    for name in [name for name in module._parameters if is_adapter(name)]:
+    for name in [name for name in parameter_slots(module) if is_adapter(name)]:
         delattr(module, name)
     if adapter_state_of(module) is not None:
         attach_to_module(module, lora_state=None, lora_scaling=None)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from expertmesh.compat import declared
 from expertmesh.experts.pairs import count_pairs
 
 
@@ -64,7 +65,7 @@ def aux_loss_refusal(model: nn.Module) -> str | None:
 def router_logits_refusal(model: nn.Module) -> str | None:
     """Return why transformers cannot return the router logits of `model`, or None if it can."""
     parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    if any("router_logits" in (getattr(part, "_can_record_outputs", None) or {}) for part in parts):
+    if any("router_logits" in declared(part, "_can_record_outputs") for part in parts):
         return None
     return "does not hand out router logits"
 

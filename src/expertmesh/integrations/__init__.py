@@ -1,1 +1,1 @@
-"""Other people's training code on sharded models, by the public Python interface alone."""
+"""Run the training code of transformers and TRL on sharded models, through the public Python interface alone."""

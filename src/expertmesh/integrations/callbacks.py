@@ -1,8 +1,8 @@
-"""What callbacks of a Trainer do with weights that are in shards: right, or refused.
+"""Refuse callbacks of a Trainer that would compute wrong results on a sharded model.
 
-A callback finds DTensors in the model. What it computes element by element, as an average of weights is, is right on
-shards. Callbacks of transformers and TRL that need whole weights are refused by name before training, and a number that
-would be of one rank's shards stops the callback that reads it.
+A callback finds DTensors in the model. Elementwise results, an average of weights for example, are right on shards.
+Callbacks of transformers and TRL that need full weights are refused by name before training. A callback that reads a
+number of one rank's shards alone gets an `InputError` at that place.
 """
 
 import os
@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from expertmesh.compat import READS_A_VALUE, TorchDispatchMode, logs_the_model, pytree
 from expertmesh.config.errors import InputError
 
-# Callbacks of transformers and TRL, and those derived from them, that read whole weights, whatever they are set to.
+# Callbacks of transformers and TRL that cannot work on shards, whatever their options; also classes derived from them.
 REFUSED = {
     "BEMACallback": "it copies the whole model to every rank; average model.parameters() in a callback of your "
     "own, each rank its shards",
     "SyncRefModelCallback": "the reference is a model in shards of its own; leave it out",
     "JITCheckpointCallback": "it saves on one rank when that gets its signal; leave it out",
 }
-# Variables of the environment by which others save or watch weights, on rank 0 alone.
+# Environment variables by which other callbacks save or watch weights, on rank 0 alone.
 _VARIABLES = {
     "WandbCallback": ("WANDB_LOG_MODEL", "WANDB_WATCH"),
     "DVCLiveCallback": ("HF_DVCLIVE_LOG_MODEL",),
@@ -44,15 +43,15 @@ def refuse_callbacks(callbacks: Iterable[Any], ranks: int) -> None:
 
 
 def _why(name: str, callback: Any, ranks: int) -> str | None:
-    """What is wrong with a callback of the class `name`."""
+    """Return why a callback of the class `name` cannot work on shards, or None."""
     if name in REFUSED:
         return REFUSED[name]
     for variable in _VARIABLES.get(name, ()):
         value = os.environ.get(variable, "")
-        sends_directories = (name, value.lower()) == ("DVCLiveCallback", "all")  # of checkpoints, which are whole
+        sends_directories = (name, value.lower()) == ("DVCLiveCallback", "all")  # checkpoints: full weights
         if value.lower() not in _OFF and not sends_directories:
             return f"{variable} is {value!r}, by which rank 0 alone would read weights that are in shards; unset it"
-    if name == "DVCLiveCallback" and getattr(callback, "_log_model", None) is True:
+    if name == "DVCLiveCallback" and logs_the_model(callback):
         return (
             'log_model is True, by which rank 0 alone would save weights that are in shards; set it to "all" or False'
         )
@@ -65,7 +64,7 @@ def _why(name: str, callback: Any, ranks: int) -> str | None:
 
 
 def on_shards(call_event: Callable[..., Any]) -> Callable[..., Any]:
-    """`CallbackHandler.call_event` where a number of one rank's shards is an `InputError`, not a wrong number."""
+    """Wrap `CallbackHandler.call_event` so that reading a number of one rank's shards raises `InputError`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _Shards():
@@ -75,14 +74,15 @@ def on_shards(call_event: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Shards(TorchDispatchMode):
-    """Looks at what is computed of DTensors: torch gives `weight.norm().item()` without the other ranks' part."""
+    """A dispatch mode that checks operations on DTensors.
+
+    torch computes `weight.norm().item()` without the other ranks' shards, and raises no error.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shards = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        if func is torch.ops.aten._local_scalar_dense.default and any(
-            placement.is_partial() for shard in shards for placement in shard.placements
-        ):
+        if func is READS_A_VALUE and any(placement.is_partial() for shard in shards for placement in shard.placements):
             raise _in_shards("reads a number that is of this rank's shards alone")
         try:
             return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""A Trainer's checkpoint-N of a sharded model, which appears step by step and counts once it is complete.
+"""Write, find and load a Trainer's checkpoint-N of a sharded model.
 
     checkpoint-40/
         config.json, model*.safetensors, tokenizer ...     save_model (adapter_model.safetensors: save_adapter)
@@ -6,8 +6,9 @@
         rng_state_*.pth, trainer_state.json                the Trainer's own
         complete.json                                      every file and its size, written last
 
-Weights lie there once, as `from_pretrained` reads them. Every rank calls every function here, but for those that say
-otherwise.
+Weights are stored once, as `from_pretrained` reads them. The directory is filled file by file; it counts as a
+checkpoint only when complete.json is there and every file has its size. Every rank calls every public function here
+except `is_complete`.
 """
 
 import json
@@ -37,7 +38,10 @@ log = logging.getLogger(__name__)
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
-    """What `function` returns or raises on rank 0, on every rank. One broadcast of it."""
+    """Call `function` on rank 0, and return its result or raise its exception on every rank.
+
+    Collectives: every rank calls it; one broadcast of the result on the default group.
+    """
     result: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -52,11 +56,17 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 
 def save_weights(model: PreTrainedModel, directory: Path, tokenizer: Any, *, adapters: bool) -> None:
-    """`em.save_model` as trained, or `em.save_adapter`, also beside other files; earlier weights are replaced."""
+    """Save by `em.save_model` in the trained dtypes, or by `em.save_adapter`, also into a directory with other files.
+
+    Replaces weights that are there already.
+
+    Collectives: every rank calls it; those of `em.save_model` or `em.save_adapter`, and one or three broadcasts.
+    """
     save: Callable[..., Any] = em.save_adapter if adapters else partial(em.save_model, dtype=None)
     if on_rank_0(lambda: not directory.exists() or not any(directory.iterdir())):
         save(model, directory, tokenizer=tokenizer)
         return
+    # The saving functions refuse a directory with files in it: save beside them, then move.
     inner = directory / "weights.tmp"
     on_rank_0(lambda: shutil.rmtree(inner, ignore_errors=True))
     save(model, inner, tokenizer=tokenizer)
@@ -64,6 +74,7 @@ def save_weights(model: PreTrainedModel, directory: Path, tokenizer: Any, *, ada
 
 
 def _move_into(inner: Path, directory: Path) -> None:
+    """Replace the weights in `directory` by the files in `inner`, on one rank."""
     for path in directory.iterdir():
         if _WEIGHTS.fullmatch(path.name):
             path.unlink()
@@ -78,7 +89,10 @@ def _move_into(inner: Path, directory: Path) -> None:
 def save_training_state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, scheduler: Any, checkpoint: Path, step: int
 ) -> None:
-    """Moments in shards; settings of the optimizer's groups, learning rates among them, and the schedule as JSON."""
+    """Save the optimizer's moments in shards, and the settings of its groups (learning rates) and the schedule as JSON.
+
+    Collectives: every rank calls it; those of `em.save_checkpoint`.
+    """
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     state = {"groups": _to_json(groups), "scheduler": _to_json(scheduler.state_dict())}
     em.save_checkpoint(model, optimizer, checkpoint / OPTIMIZER, step=step, state=state, weights=False)
@@ -87,7 +101,13 @@ def save_training_state(
 def load_training_state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, scheduler: Any, checkpoint: Path
 ) -> None:
-    """What `save_training_state` wrote, into any layout. The next step has the learning rate that it would have had."""
+    """Load the files of `save_training_state` into any layout; the next step has the learning rate of the saved run.
+
+    Raises:
+        IntegrityError: The optimizer has another number of parameter groups.
+
+    Collectives: every rank calls it; those of `em.load_checkpoint`.
+    """
     loaded = em.load_checkpoint(model, optimizer, checkpoint / OPTIMIZER, weights=False)
     groups = _from_json(loaded.state["groups"])
     if len(groups) != len(optimizer.param_groups):
@@ -97,13 +117,13 @@ def load_training_state(
             key="trainer.other-groups",
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        # A scheduler's state has the rate that it logs, and writes into the groups only when it steps.
+        # The scheduler's state has the rate only for its log; it writes a rate into the groups only when it steps.
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
     scheduler.load_state_dict(_from_json(loaded.state["scheduler"]))
 
 
 def _to_json(value: Any) -> Any:
-    """JSON has no infinity, with which some schedules start."""
+    """Return `value` as JSON can hold it. JSON has no infinity, with which some schedules start."""
     if isinstance(value, dict):
         return {key: _to_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -114,13 +134,17 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
+    """Return the value of which `_to_json` made `value`; tuples have become lists."""
     if isinstance(value, dict):
         return float(value["float"]) if value.keys() == {"float"} else {k: _from_json(v) for k, v in value.items()}
     return [_from_json(each) for each in value] if isinstance(value, list) else value
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Everything has been written: name every file and its size. One barrier, one broadcast."""
+    """Write complete.json with every file and its size, after all ranks have written theirs.
+
+    Collectives: every rank calls it; one barrier and one broadcast on the default group.
+    """
     dist.barrier()
     on_rank_0(lambda: _mark(checkpoint))
 
@@ -133,6 +157,7 @@ def _mark(checkpoint: Path) -> None:
         json.dump({"files": sizes}, file)
         file.flush()
         os.fsync(file.fileno())
+    # Renamed after its content is on the disk, so that a crash leaves no half-written complete.json.
     os.replace(temporary, checkpoint / COMPLETE)
     _sync(checkpoint)
     _sync(checkpoint.parent)
@@ -147,7 +172,7 @@ def _sync(directory: Path) -> None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether every file that was saved is there at its size. No communication."""
+    """Return whether every file that was saved is there at its size. No communication."""
     try:
         sizes = json.loads((checkpoint / COMPLETE).read_text())["files"]
         return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
@@ -156,10 +181,20 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def find_start(output_dir: Path, resume: str | bool | None, *, saves: bool) -> Path | None:
-    """The checkpoint to resume from: for True the newest complete one of `output_dir`; None to start anew.
+    """Find the checkpoint to resume from.
 
-    What a kill has left incomplete is set aside where this run will save again (`saves`). Raises `InputError` when
-    there is nothing to resume from or a complete checkpoint would be in the way, `IntegrityError` for one that is not.
+    Args:
+        resume: True for the newest complete one of `output_dir`, or a path; None or False for none.
+        saves: This run will save checkpoints: rename later incomplete ones, which a kill has left, out of its way.
+
+    Returns:
+        Its path, or None.
+
+    Raises:
+        InputError: There is nothing to resume from, or a later complete checkpoint is in the way.
+        IntegrityError: The named checkpoint is incomplete.
+
+    Collectives: every rank calls it; one broadcast on the default group.
     """
     found = on_rank_0(lambda: _find_start(output_dir, resume, saves))
     return None if found is None else Path(found)
@@ -185,6 +220,7 @@ def _find_start(output_dir: Path, resume: str | bool | None, saves: bool) -> str
 
 
 def _named(path: Path) -> tuple[int, Path]:
+    """Return (step, path) of a complete checkpoint that the user named. Raises as `find_start`."""
     match = _NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         raise InputError(f"{path}: is not a directory checkpoint-N", key="trainer.no-checkpoint")
@@ -198,7 +234,7 @@ def _named(path: Path) -> tuple[int, Path]:
 
 
 def _checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of every checkpoint-N, oldest first."""
+    """Return (step, directory) of every checkpoint-N, oldest first."""
     if not output_dir.is_dir():
         return []
     matches = [(_NAME.fullmatch(path.name), path) for path in output_dir.iterdir() if path.is_dir()]
@@ -206,6 +242,7 @@ def _checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def _clear_way(output_dir: Path, step: int, checkpoints: list[tuple[int, Path]]) -> None:
+    """Rename incomplete checkpoints later than `step`, and remove leftovers. Raises `InputError` for a complete one."""
     for number, path in checkpoints:
         if number <= step:
             continue

@@ -1,6 +1,7 @@
-"""What transformers, TRL and accelerate leave no other way than to set on the model itself.
+"""Set attributes on a sharded model that transformers, TRL and accelerate can only be given in this way.
 
-Each line says which code asks for it. `Lockstep` alone communicates.
+A comment at each line names the code that needs it. Patches instances of models, never a class or a module
+of a library. Only `Lockstep` communicates.
 """
 
 import functools
@@ -13,20 +14,17 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 
+from expertmesh.compat import generate_in_lockstep, present_as_fsdp
+
 _BITS_OF_ROWS = 20  # a step has fewer rows
 
 
 def prepare(model: Any) -> None:
-    """Let a sharded model be what the code of Trainers expects to find."""
-    # accelerate takes it as it is: it neither moves nor wraps it.
-    model._is_accelerate_prepared = True
+    """Give a sharded model the attributes and methods that the code of Trainers expects."""
     # accelerate asks for it around all micro-batches but the last.
     model.no_sync = lambda: _no_sync(model)
-    # transformers decides by the name of the class whether label smoothing shifts labels; FSDP2 renames classes.
-    name = next(kind.__name__ for kind in type(model).__mro__ if _is_own(kind))
-    model._get_name = lambda: name
-    # transformers generates in lockstep then: a rank that is through goes on until all are.
-    model._is_fsdp_managed_module = True
+    # FSDP2 renames classes.
+    present_as_fsdp(model, next(kind.__name__ for kind in type(model).__mro__ if _is_own(kind)))
     # Activation checkpointing was applied while sharding. `Trainer.train` would put transformers' own around it, and
     # TRL takes it off and puts transformers' own on again around generation and references.
     paused: list[Any] = []
@@ -36,8 +34,9 @@ def prepare(model: Any) -> None:
 
 
 class RowNumbers:
-    """Numbers the rows of each training forward, which adapters' dropout takes its masks from: equal in each run that
-    takes the same micro-batches in its steps, whichever ranks compute them.
+    """A forward hook that numbers the rows of each training forward, from which adapters' dropout derives its masks.
+
+    The numbers are equal in each run whose steps have the same micro-batches, whichever ranks compute them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -45,7 +44,7 @@ class RowNumbers:
         self.step, self.rows = -1, 0  # rows of all ranks so far, in this step
 
     def __call__(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A hook before the model's forward."""
+        """Add `row_numbers` `[B]` to the arguments of a training forward."""
         if not model.training:
             return None
         step, ranks = self.trainer.state.global_step, dist.get_world_size()
@@ -55,16 +54,17 @@ class RowNumbers:
         ids_BS = kwargs["inputs_embeds"] if ids_BS is None else ids_BS
         rows = len(ids_BS)
         first = (step << _BITS_OF_ROWS) + self.rows + dist.get_rank() * rows
-        if torch.is_grad_enabled():  # generation has forwards of its own on each rank, and a different number of them
+        if torch.is_grad_enabled():  # generation runs without gradients, and differs between ranks in its forwards
             self.rows += ranks * rows
         return args, {**kwargs, "row_numbers": torch.arange(first, first + rows, device=ids_BS.device)}
 
 
 class Lockstep:
-    """Lets ranks call the model in different numbers: where only some completions call a tool, only those go on.
+    """A wrapper of functions in which ranks call the model different numbers of times.
 
-    While a function that was wrapped runs, each forward waits for the others', and a rank that is through takes part
-    in theirs with a row of its own until all are through.
+    GRPO's loop of tool calls is one: only completions that call a tool continue. While a wrapped function runs, each
+    forward waits for one of every other rank; a rank that has finished joins the others' forwards with a dummy row
+    until all have finished.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -73,7 +73,11 @@ class Lockstep:
         model.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, which every rank calls. One all-reduce of a number for each forward of any rank, and one more."""
+        """Wrap `function`.
+
+        Collectives: every rank calls the wrapped function; one all-reduce of an integer on the default group for each
+        round of forwards, and one more at the end.
+        """
 
         @functools.wraps(function)
         def in_lockstep(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +86,7 @@ class Lockstep:
                 result = function(*args, **kwargs)
             finally:
                 self._enter(False)
+            # A forward has collectives of FSDP and of the experts: to skip one would hang the others.
             while self._anyone(False):
                 with torch.no_grad():
                     self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device), use_cache=False)
@@ -96,10 +101,14 @@ class Lockstep:
     def _enter(self, inside: bool) -> None:
         self.inside = inside
         # Or transformers would let each call of `generate` wait for one of every other rank.
-        self.model._is_fsdp_managed_module = not inside
+        generate_in_lockstep(self.model, not inside)
 
     def _anyone(self, calls: bool) -> bool:
-        """Whether a rank calls the model now. One all-reduce, whose ranks each say so or are through."""
+        """Return whether any rank calls the model now.
+
+        Collectives: one all-reduce on the default group. A rank calls it before each of its forwards, with `calls`, and
+        after it has finished, without, until no rank calls the model.
+        """
         number = torch.tensor(int(calls), device=self.model.device)
         dist.all_reduce(number, dist.ReduceOp.MAX)
         return bool(number)
@@ -110,20 +119,21 @@ def _is_own(kind: type) -> bool:
 
 
 def _pause(model: PreTrainedModel, paused: list[Any]) -> None:
-    """Blocks run as if they were not checkpointed; else they would keep nothing for generation."""
+    """Turn activation checkpointing off for a while: checkpointed blocks would keep no cache for generation."""
     paused += [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for module in paused:
         module.gradient_checkpointing = False
 
 
 def _go_on(paused: list[Any]) -> None:
+    """Turn activation checkpointing on again in the blocks in which `_pause` turned it off."""
     while paused:
         paused.pop().gradient_checkpointing = True
 
 
 @contextmanager
 def _no_sync(model: FSDPModule) -> Iterator[None]:
-    """Replicas wait with their all-reduce. Shards are reduced each time, as unreduced gradients would be whole ones."""
+    """Defer the all-reduce over replicas. Shards are reduced each time, as unreduced gradients would be full ones."""
     model.set_requires_all_reduce(False)
     try:
         yield

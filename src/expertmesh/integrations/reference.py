@@ -1,4 +1,4 @@
-"""What TRL gets in place of a model that is whole: the frozen one to compare with, and weights for vLLM.
+"""Give TRL a sharded reference model, and weights for vLLM, where it would load or read full models.
 
 The reference is a second sharded model, or the policy without its adapters.
 """
@@ -19,7 +19,7 @@ _DPO, _GRPO, _VLLM = "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "VLL
 
 
 class AdaptersOff:
-    """The base of a policy with adapters, which TRL calls and prepares as if it were a model of its own."""
+    """The base of a policy with adapters; TRL calls and prepares it as if it were a separate model."""
 
     _is_accelerate_prepared = True
 
@@ -28,22 +28,22 @@ class AdaptersOff:
         self.config = policy.config
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The policy has TRL's fused head already."""
+        """Call the policy, which has TRL's fused head already, with its adapters off."""
         with em.adapters_off(self.policy):
             return self.policy(*args, **kwargs)
 
     forward = __call__
 
     def modules(self) -> Iterator[Any]:
-        """Whose dropout TRL turns off: it has done so in the policy."""
+        """Return no modules: TRL turns dropout off in them, and has already done so in the policy."""
         return iter(())
 
-    # accelerate looks at them before all else.
+    # accelerate first iterates over the parameters.
     parameters = modules
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
-    """A sharded model as a reference."""
+    """Make a sharded model a reference: frozen, in evaluation mode. Returns the model."""
     model.requires_grad_(False)
     model.eval()
     return model
@@ -51,10 +51,14 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def handed_over(reference: Any) -> Iterator[None]:
-    """While the block runs, in which a trainer is made, TRL gets `reference` where GRPO would load one, whole, on every
-    rank, and `streaming` in place of what sends weights to vLLM; and it names a file of precomputed log-probabilities
-    by a hash of all ranks' shards, where DPO would read whole weights. That hash is collective: one all-gather of a
-    digest.
+    """Exchange three names in TRL's modules while the block runs, in which a trainer is made.
+
+    - GRPO gets `reference` where it would load a full model on every rank.
+    - GRPO gets the class of `streaming` for the one that sends weights to vLLM.
+    - DPO names a file of precomputed log-probabilities by a hash of all ranks' shards, where it would read full
+      weights.
+
+    Collectives: every rank enters it; one all-gather of a digest on the default group when DPO hashes a model.
     """
     ours: dict[tuple[str, str], Any] = {
         (_GRPO, "create_model_from_path"): lambda *args, **kwargs: reference,
@@ -74,8 +78,11 @@ def handed_over(reference: Any) -> Iterator[None]:
 
 
 def streaming(generation: type) -> type:
-    """TRL's class that sends weights to vLLM and generates there, for a sharded model: names and values are those of
-    the model's files, one whole tensor after the other, adapters merged. Every rank iterates (`em.iter_hf_weights`).
+    """Derive from TRL's class that sends weights to vLLM and generates there one that works for a sharded model.
+
+    Names and values are those of the model's files, one full tensor after the other, adapters merged.
+
+    Collectives: every rank iterates; those of `em.iter_hf_weights`.
     """
 
     def named_weights(self: Any) -> Iterator[tuple[str, Any]]:
@@ -85,6 +92,10 @@ def streaming(generation: type) -> type:
 
 
 def _hash(model: Any) -> str:
+    """Return a hash of all ranks' shards; of a policy with adapters, of its base.
+
+    Collectives: every rank calls it; one all-gather of a digest on the default group.
+    """
     policy = model.policy if isinstance(model, AdaptersOff) else model
     digest = hashlib.sha256()
     for name, tensor in sorted([*policy.named_parameters(), *policy.named_buffers()]):

@@ -1,4 +1,8 @@
-"""What a Trainer cannot do with a sharded model: refused by name, before anything is loaded. No communication."""
+"""Refuse by name what a Trainer cannot do with a sharded model.
+
+For trainer.py, which calls most of these functions before anything is loaded. Every error says how to mend it. Nothing
+here communicates or changes anything.
+"""
 
 import fnmatch
 import importlib.util
@@ -21,7 +25,7 @@ from expertmesh.config.errors import InputError
 
 TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RewardTrainer")
 
-# Every method that is overridden, with its parameters: another version may call it otherwise, or no more.
+# Every method that is overridden, with its parameters: another version may call it with others, or not at all.
 OVERRIDDEN = {
     "create_accelerator_and_postprocess": ("self",),
     "_build_accelerator_args": ("self", "kwargs"),
@@ -37,7 +41,8 @@ OVERRIDDEN = {
     "_load_best_model": ("self",),
 }
 
-# Of a class's module, what TRL gets another one of while a trainer is made (`reference.handed_over`).
+# By class, the names in its module that are exchanged while a trainer is made (`reference.handed_over`), and a method
+# of it that is wrapped.
 EXCHANGED = {
     "DPOTrainer": ("hash_module",),
     "GRPOTrainer": ("create_model_from_path", "VLLMGeneration._iter_named_params", "GRPOTrainer._tool_call_loop"),
@@ -75,13 +80,13 @@ _ELEMENTWISE_CLASSES = tuple(
 
 
 def trl_class(trainer_class: type[Trainer]) -> str | None:
-    """The name of the class of TRL that it is, or is derived from; None for transformers' own."""
+    """Return the name of the TRL class that it is, or is derived from; None for transformers' classes."""
     own = (base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl")
     return next((name for name in own if not name.startswith("_")), None)
 
 
 def refuse_class(trainer_class: type[Trainer]) -> None:
-    """Raise `InputError` for a class that is not known to train right, or whose methods are not the known ones."""
+    """Raise `InputError` for a class that is not known to train correctly, or a version with other methods."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise InputError(
             f"{trainer_class!r} is not a Trainer class of transformers; em.trainer takes the class, not an instance",
@@ -121,7 +126,12 @@ def refuse_class(trainer_class: type[Trainer]) -> None:
 
 
 def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
-    """Raise `InputError` for what is asked of the Trainer; `given` are its arguments by name, `args` one of them."""
+    """Raise `InputError` for arguments of a Trainer that cannot work on shards.
+
+    Args:
+        args: Its `TrainingArguments`.
+        given: All its arguments by name, `args` among them.
+    """
     for name, why in _ARGUMENTS.items():
         if value := getattr(args, name, None):
             raise InputError(f"args.{name} is {value!r}: {why}", key="trainer.unsupported-argument")
@@ -173,6 +183,11 @@ def asks_for_bf16(args: Any) -> bool:
 
 
 def _refuse_optimizer(args: Any, own: tuple[type, dict[str, Any]] | None) -> None:
+    """Raise `InputError` for an optimizer that is not known to be elementwise, as each rank has shards of weights.
+
+    Args:
+        own: The class and arguments that the caller gave instead of `args.optim`.
+    """
     name = str(getattr(args.optim, "value", args.optim)) if own is None else own[0].__name__
     known = name in _ELEMENTWISE if own is None else own[0] in _ELEMENTWISE_CLASSES
     if not known:
@@ -184,7 +199,7 @@ def _refuse_optimizer(args: Any, own: tuple[type, dict[str, Any]] | None) -> Non
 
 
 def refuse_checkpointing(options: Mapping[str, Any]) -> None:
-    """Options of gradient_checkpointing that ours does not have."""
+    """Raise `InputError` for options of gradient_checkpointing that ours does not have."""
     known = {"use_reentrant", "selective", "every_n_layers"}
     others = [f"{key}={value!r}" for key, value in options.items() if key not in known and value]
     if options.get("use_reentrant"):
@@ -198,7 +213,7 @@ def refuse_checkpointing(options: Mapping[str, Any]) -> None:
 
 
 def known_init_options(args: Any) -> dict[str, Any]:
-    """`args.model_init_kwargs` as arguments of `em.load_model`; `InputError` for others."""
+    """Return `args.model_init_kwargs` as arguments of `em.load_model`. Raises `InputError` for other ones."""
     given = dict(getattr(args, "model_init_kwargs", None) or {})
     trust = given.pop("trust_remote_code", getattr(args, "trust_remote_code", False))
     found = {"revision": given.pop("revision", None), "trust_remote_code": bool(trust)}
@@ -214,7 +229,10 @@ def known_init_options(args: Any) -> dict[str, Any]:
 
 
 def refuse_parallel(parallel: ParallelConfig | None) -> None:
-    """An ep is given, and no axis that Trainers know nothing of: they give each process rows of its own."""
+    """Raise `InputError` unless ep is a number, and tp, cp and pp are 1.
+
+    Trainers give each process separate rows, and ranks along tp, cp and pp share their rows.
+    """
     if parallel is None or parallel.ep == "auto":
         what = "parallel= is not given" if parallel is None else "parallel.ep is auto"
         raise InputError(
@@ -233,7 +251,10 @@ def refuse_parallel(parallel: ParallelConfig | None) -> None:
 
 
 def refuse_processes(args: Any, world_size: int, device: torch.device) -> None:
-    """accelerate counts no processes on CPUs unless it is told to use them: every rank would train on all rows."""
+    """Raise `InputError` unless accelerate sees all ranks and the mesh's type of device.
+
+    On CPUs accelerate sees one process unless `args.use_cpu` is set: every rank would train on all rows.
+    """
     if args.device.type != device.type:
         raise InputError(
             f"args puts batches on {args.device.type}, and the model is on {device.type}; set args.use_cpu to False",
@@ -248,7 +269,7 @@ def refuse_processes(args: Any, world_size: int, device: torch.device) -> None:
 
 
 def refuse_launcher(trainer: Trainer) -> None:
-    """What `accelerate launch` may have switched on by its environment variables."""
+    """Raise `InputError` for parallelism that `accelerate launch` has switched on by environment variables."""
     config = getattr(trainer.accelerator, "parallelism_config", None)
     for on, what in (
         (trainer.is_fsdp_enabled, "FSDP"),
@@ -264,7 +285,12 @@ def refuse_launcher(trainer: Trainer) -> None:
 
 
 def refuse_moe(moe: MoeConfig | None, args: Any, of_trl: str | None) -> None:
-    """Router losses and biases are part of our own optimizer step, and Trainers have theirs."""
+    """Raise `InputError` for router losses and biases, which our optimizer step has and a Trainer's has not.
+
+    Args:
+        args: Its `TrainingArguments`.
+        of_trl: The name of the TRL class, or None.
+    """
     if moe is None:
         return
     for name in ("z_loss_coef", "bias_update_rate"):
@@ -285,7 +311,7 @@ def refuse_moe(moe: MoeConfig | None, args: Any, of_trl: str | None) -> None:
 
 
 def refuse_lora(lora: LoraConfig | None, args: Any, of_trl: str | None) -> None:
-    """What adapters cannot be trained as a Trainer runs the model."""
+    """Raise `InputError` for adapters that would not be trained correctly by a Trainer. Arguments as `refuse_moe`."""
     if lora is None:
         return
     if lora.dropout and getattr(args, "disable_dropout", False):
@@ -299,7 +325,7 @@ def refuse_lora(lora: LoraConfig | None, args: Any, of_trl: str | None) -> None:
 
 
 def _adapts_head(lora: LoraConfig) -> bool:
-    """Whether its names select lm_head; a head of another name shows on the model (`refuse_adapted_head`)."""
+    """Return whether its names select lm_head; `refuse_adapted_head` finds a head of another name on the model."""
     if lora.from_adapter is None:
         return any(fnmatch.fnmatchcase("lm_head", target) for target in lora.targets)
     try:
@@ -310,12 +336,12 @@ def _adapts_head(lora: LoraConfig) -> bool:
 
 
 def is_of_peft(model: Any) -> bool:
-    """Whether it is a PeftModel, whose adapters become ours."""
+    """Return whether it is a PeftModel, whose adapters become ours."""
     return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
 def refuse_in_memory(model: Any, args: Any, of_trl: str | None) -> None:
-    """Whatever is no model of transformers, is in shards already, or has adapters that cannot be trained here."""
+    """Raise `InputError` for a model that is not transformers', is sharded already, or has unsupported adapters."""
     inner = model.get_base_model() if is_of_peft(model) else model
     if not isinstance(inner, PreTrainedModel):
         what = "not given" if model is None else f"a {type(model).__name__}"
@@ -335,7 +361,7 @@ def refuse_in_memory(model: Any, args: Any, of_trl: str | None) -> None:
 
 
 def refuse_adapters_as_reference(model: Any) -> None:
-    """What a PeftModel is compared with is not the frozen base."""
+    """Raise `InputError` for a PeftModel, because TRL would not compare it with its frozen base."""
     if is_of_peft(model):
         raise InputError(
             "TRL compares a PeftModel with a copy of the adapters that it starts from, which is not supported; give "
@@ -345,14 +371,18 @@ def refuse_adapters_as_reference(model: Any) -> None:
 
 
 def refuse_adapted_head(model: Any) -> None:
-    """An adapter on the head, whatever that is called; of a model that has its adapters."""
+    """Raise `InputError` for an adapter on the head, by whatever name, of a model that has its adapters."""
     head = model.get_output_embeddings()
     if head is not None and any("lora_" in name for name, _ in head.named_parameters()):
         raise _adapter_on_head()
 
 
 def refuse_router_loss(model: Any, moe: MoeConfig | None, args: Any) -> None:
-    """transformers' own Trainer weights the auxiliary loss of the model wrongly. `model` is a name or in memory."""
+    """Raise `InputError` if the model adds a router loss, which transformers' Trainer multiplies by a wrong factor.
+
+    Args:
+        model: A name, a directory, or a model in memory.
+    """
     config = _config_of(model, args)
     text = None if config is None else config.get_text_config()
     coefficient = getattr(text, "router_aux_loss_coef", 0.0)
@@ -367,6 +397,7 @@ def refuse_router_loss(model: Any, moe: MoeConfig | None, args: Any) -> None:
 
 
 def _config_of(model: Any, args: Any) -> Any:
+    """Return the config of a model in memory, or of a name or directory; None if that cannot be read."""
     if not isinstance(model, str | Path):
         return model.config
     options = known_init_options(args)

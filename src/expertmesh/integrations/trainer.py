@@ -1,8 +1,8 @@
-"""`em.trainer`: a Trainer class of transformers or TRL whose model is sharded over all ranks, computing the same.
+"""Make a Trainer class of transformers or TRL whose model is sharded over all ranks, with equal results: `em.trainer`.
 
-A mixin goes in front of the class. It shards the model when the trainer is made, keeps accelerate from wrapping it,
-averages gradients over the ranks as the Trainer expects of DDP, and clips, saves and resumes by this package. Data,
-schedules, losses, metrics and callbacks stay the Trainer's own.
+A mixin is put before the class. It shards the model when the trainer is made, keeps accelerate from wrapping it,
+averages gradients over the ranks as the Trainer expects of DDP, and clips, saves and resumes by this package. It does
+not change data, schedules, losses, metrics and callbacks, which stay the Trainer's.
 """
 
 import copy
@@ -27,17 +27,20 @@ T = TypeVar("T", bound=Trainer)
 
 
 def trainer(trainer_class: type[T]) -> type[T]:
-    """The class `trainer_class` (transformers' Trainer, TRL's, or one derived from them) for sharded models.
+    """Derive a class for sharded models from `trainer_class` (transformers' Trainer, TRL's, or one derived from them).
 
         SFTTrainer = em.trainer(SFTTrainer)
         trainer = SFTTrainer(model="Qwen/Qwen3-30B-A3B", parallel=em.ParallelConfig(ep=8), args=..., train_dataset=...)
 
-    Every rank makes it and calls its methods. Beside the class's own arguments it takes `parallel` (`fsdp`, `replicate`
-    and `ep`), `precision`, `moe` and `lora` (`em.LoraConfig`, or PEFT's `LoraConfig`, which `peft_config` takes too).
-    `model` is a name, a directory, or a model in memory that is the same on every rank. Losses, gradients, gradient
-    norms and weights are those of the stock class under DDP; docs/trainers.md says what is refused. From here on an
-    error that a user can mend ends the script by one sentence and its exit code. Raises `InputError` for a class, or a
-    version of one, that is not known to train right.
+    Every rank makes the trainer and calls its methods. Beside the class's arguments it takes `parallel` (`fsdp`,
+    `replicate` and `ep`), `precision`, `moe` and `lora` (`em.LoraConfig`, or PEFT's `LoraConfig`, which `peft_config`
+    takes too). `model` is a name, a directory, or a model in memory that is equal on every rank. Losses, gradients,
+    gradient norms and weights are those of the stock class under DDP; docs/trainers.md lists what is refused.
+
+    After this call an error that a user can mend ends the script with one sentence and its exit code.
+
+    Raises:
+        InputError: The class, or its version, is not known to train correctly.
     """
     if isinstance(trainer_class, type) and issubclass(trainer_class, ShardedTrainer):
         return trainer_class
@@ -50,7 +53,7 @@ def trainer(trainer_class: type[T]) -> type[T]:
 
 
 class ShardedTrainer(Trainer):
-    """In front of a Trainer class. What it overrides is in `refusals.OVERRIDDEN`, where a version is checked for it."""
+    """A mixin before a Trainer class. `refusals.OVERRIDDEN` lists the methods that it overrides, to check a version."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class ShardedTrainer(Trainer):
             refusals.refuse_in_memory(model, arguments, of_trl)
         if of_trl is None:
             refusals.refuse_router_loss(model, moe, arguments)
-        asks = "ref_model" in inspect.signature(super().__init__).parameters  # GRPO loads it itself
+        asks = "ref_model" in inspect.signature(super().__init__).parameters  # GRPO loads the reference itself
         compares = asks or bool(of_trl and getattr(arguments, "beta", 0.0))
         if compares and given.get("ref_model") is None:
             refusals.refuse_adapters_as_reference(model)
@@ -88,6 +91,7 @@ class ShardedTrainer(Trainer):
         self._has_adapters = lora is not None or refusals.is_of_peft(model)
         frozen: Any = _reference(given, mesh, options) if compares else None
         given["model"] = sharded = em.like_ddp(_sharded(model, mesh, arguments, options))
+        # The base of a policy with adapters is the reference: no second model in memory.
         if compares and frozen is None and self._has_adapters:
             frozen = reference.AdaptersOff(sharded)
         if asks:
@@ -100,6 +104,7 @@ class ShardedTrainer(Trainer):
             super().__init__(**given)
         if self._has_adapters:
             sharded.register_forward_pre_hook(patches.RowNumbers(self), with_kwargs=True, prepend=True)
+
         handler: Any = self.callback_handler
         handler.call_event = callbacks.on_shards(handler.call_event)
         if of_trl == "GRPOTrainer":
@@ -109,20 +114,23 @@ class ShardedTrainer(Trainer):
                     setattr(self, name, lockstep(calls))
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and refuse parallelism that its launcher has switched on."""
         super().create_accelerator_and_postprocess()
         refusals.refuse_launcher(self)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """FSDP2 casts for compute; autocast would do it once more, otherwise."""
+        """Turn autocast off: FSDP2 casts for compute, and autocast would cast again by other rules."""
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Shards are where they belong."""
+        """Do nothing: shards are on their device already."""
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clip by the norm of the full gradients, which are in shards. Every rank calls it; collective."""
         return em.clip_grad_norm_(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of the full gradients, computed if nothing was clipped. Every rank calls it; collective."""
         return em.clip_grad_norm_(model, None) if grad_norm is None else grad_norm
 
     def train(
@@ -131,19 +139,29 @@ class ShardedTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
+        """Train as the Trainer does, from a complete checkpoint-N if one is to be resumed.
+
+        Raises:
+            InputError: A callback cannot work on shards; also as `checkpoints.find_start`, with `IntegrityError`.
+        """
+        # Again, with the callbacks that were added since, and now with the number of ranks.
         callbacks.refuse_callbacks(self.callback_handler.callbacks, self.args.world_size)
         saves = self.args.save_strategy != "no"
         start = checkpoints.find_start(self._output, resume_from_checkpoint, saves=saves)
         return super().train(None if start is None else str(start), trial, ignore_keys_for_eval)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A plain Hugging Face directory, or one of PEFT; each rank writes its own part. Every rank calls it."""
+        """Write a plain Hugging Face directory, or one of PEFT for a model with adapters; each rank writes its part.
+
+        Collectives: every rank calls it; those of `em.save_model` or `em.save_adapter`.
+        """
         directory = self._output if output_dir is None else Path(output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         checkpoints.save_weights(self._shards, directory, tokenizer, adapters=self._has_adapters)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Older checkpoints go when this one is complete, not before.
+        """Write checkpoint-N, mark it as complete, and then remove the oldest ones. Every rank calls it."""
+        # Older checkpoints are removed only after this one is complete.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
@@ -173,7 +191,7 @@ class ShardedTrainer(Trainer):
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
-        """The one inside accelerate's."""
+        """The optimizer inside accelerate's wrapper."""
         return cast(torch.optim.Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
 
     @property
@@ -182,16 +200,16 @@ class ShardedTrainer(Trainer):
 
 
 def _stock_arguments(of_trl: str | None, model: Any) -> Any:
-    """What the stock class takes where `args` is not given."""
+    """Return the arguments that the stock class uses if `args` is not given."""
     if of_trl is None:
         return TrainingArguments(output_dir="tmp_trainer")
     kind = of_trl.removesuffix("Trainer")
-    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
     return getattr(sys.modules["trl"], f"{kind}Config")(f"{Path(name).name}-{kind}")
 
 
 def _lora(lora: Any, peft_config: Any) -> LoraConfig | None:
-    """The adapters that are asked for, by either argument, as ours."""
+    """Return the requested adapters, from either argument, as our configuration."""
     if lora is not None and peft_config is not None:
         raise InputError("lora= and peft_config= are both given; leave one out", key="trainer.unsupported-argument")
     asked = peft_config if lora is None else lora
@@ -199,7 +217,7 @@ def _lora(lora: Any, peft_config: Any) -> LoraConfig | None:
 
 
 def _by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names."""
+    """Return the arguments of a call by their names."""
     signature = inspect.signature(function)
     given = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -209,7 +227,7 @@ def _by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def _checkpointing(args: Any) -> dict[str, Any]:
-    """`gradient_checkpointing` and its options, as ours."""
+    """Return `gradient_checkpointing` and its options as arguments of `em.load_model`."""
     if not getattr(args, "activation_checkpointing", args.gradient_checkpointing):
         return {}
     options = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
@@ -220,7 +238,10 @@ def _checkpointing(args: Any) -> dict[str, Any]:
 
 
 def _sharded(model: Any, mesh: Any, args: Any, options: dict[str, Any]) -> PreTrainedModel:
-    """The model in shards, where the Trainer's own code finds what it looks for. Collective."""
+    """Load or shard the model, and give it the attributes that the Trainer's code expects.
+
+    Collectives: every rank calls it; those of `em.load_model` or `em.parallelize`.
+    """
     bf16 = refusals.asks_for_bf16(args)
     if isinstance(model, str | Path):
         options["precision"] = options["precision"] or PrecisionConfig(compute="bfloat16" if bf16 else "float32")
@@ -234,8 +255,12 @@ def _sharded(model: Any, mesh: Any, args: Any, options: dict[str, Any]) -> PreTr
 
 
 def _reference(given: dict[str, Any], mesh: Any, options: dict[str, Any]) -> PreTrainedModel | None:
-    """The reference that the caller gave, or the model as it is before training, in shards of its own; None where the
-    policy can answer for it: without its adapters, or before training starts. Collective.
+    """Return a frozen sharded reference: the one that the caller gave, or the model as it is before training.
+
+    Returns:
+        None if the policy can compute the reference: with its adapters off, or before training starts.
+
+    Collectives: every rank calls it; those of `em.load_model` or `em.parallelize` for a reference.
     """
     source, args = given.get("ref_model"), given["args"]
     if source is None:

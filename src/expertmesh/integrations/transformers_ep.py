@@ -1,12 +1,12 @@
-"""Our dispatch and compute inside transformers' own expert parallelism, by its public registry.
+"""Register our dispatch and compute as an implementation of transformers' own expert parallelism.
 
     import expertmesh.integrations.transformers_ep
     config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="expertmesh")
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
 
-Importing it registers the name. Loading, sharding, loss and saving stay transformers'; each token then travels once to
-each rank that holds its experts, and experts save less for backward. It works inside one experts module, and is the one
-file here that reaches below the public interface.
+Importing this module registers the name. Loading, sharding, loss and saving stay transformers'. Each token is then sent
+once to each rank that holds some of its experts, and experts save less for backward. It works inside one experts
+module; unlike the other files of this package it uses more than the public Python interface.
 """
 
 from typing import Any
@@ -36,7 +36,15 @@ NAME = "expertmesh"
 
 
 class ExpertmeshEP(EPImplementation):
-    """One experts module. `ep_mesh` are the ranks that together hold all experts, each rank a contiguous range."""
+    """The forward of one experts module.
+
+    Args:
+        ep_mesh: The ranks that together hold all experts, each rank a contiguous range.
+        tp_mesh: Has to have size 1.
+
+    Raises:
+        InputError: The module would not be computed exactly.
+    """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -46,8 +54,19 @@ class ExpertmeshEP(EPImplementation):
         self._mlps: dict[torch.dtype, ExpertMlpSpec] = {}
 
     def __call__(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-        """`index_TK` are global expert ids. Collective over the EP group, forward and backward; ranks without a token
-        take part. transformers has gathered the module's parameters over FSDP and made them local.
+        """Compute the experts' output.
+
+        transformers has gathered the module's parameters over FSDP and made them local.
+
+        Args:
+            hidden_TH: The tokens of this rank.
+            index_TK: Global expert ids.
+            weight_TK: The router's weights.
+
+        Returns:
+            `[T, H]`.
+
+        Collectives: every rank of the EP group calls it, also without a token; the dispatcher's, forward and backward.
         """
         rows_RH, weight_P, pairs, metadata = self._dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
         weights = ExpertWeights(*(getattr(self._experts, name) for name in self._spec.parameters))
@@ -56,6 +75,7 @@ class ExpertmeshEP(EPImplementation):
         )
 
     def _mlp(self, dtype: torch.dtype) -> ExpertMlpSpec:
+        """Return the computation of the local experts in `dtype`, chosen once for each dtype."""
         if dtype not in self._mlps:
             experts = self._spec.num_experts // self._dispatcher.group.size()
             per_expert = choose_backend(self._spec, "auto", dtype, experts) == "loop"
@@ -64,7 +84,7 @@ class ExpertmeshEP(EPImplementation):
 
 
 def _supported_spec(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> ExpertsSpec:
-    """What the module holds, all ranks together; `InputError` for what would not be computed exactly."""
+    """Return the spec of the experts on all ranks. Raises `InputError` if we would not compute them exactly."""
     spec = experts_spec(type(experts).__name__, experts)
     if tp_mesh.size() > 1:
         _refuse(f"tp_size is {tp_mesh.size()}, whose ranks hold the same tokens; set it to 1")

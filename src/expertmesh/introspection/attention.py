@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import HIDDEN_OF_KEYS, Anatomy, carries_state, decoder_blocks, describe, is_inside
+from expertmesh.compat import attention_of
 from expertmesh.introspection.known_families import own_class
 from expertmesh.introspection.source_code import (
     along_the_sequence,
@@ -218,7 +219,7 @@ def _attends(module: nn.Module) -> bool:
 
 def _masks_can_be_cut(model: Any) -> bool:
     """Return whether the masks of attention are tensors, which can be cut into samples, or causal without a tensor."""
-    return (model.config.get_text_config()._attn_implementation or "eager") in ("eager", "sdpa")
+    return (attention_of(model.config.get_text_config()) or "eager") in ("eager", "sdpa")
 
 
 def _takes_chosen_positions(module: nn.Module) -> bool:

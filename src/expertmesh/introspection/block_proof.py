@@ -16,6 +16,7 @@ from torch import nn
 from expertmesh.anatomy import experts_spec
 from expertmesh.anatomy.expert_module import ExpertModuleSpec, expert_module_spec, small_sizes
 from expertmesh.anatomy.small_copy import relative_error, small_copy
+from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
@@ -41,7 +42,7 @@ def fuse_module_lists(model: nn.Module) -> int:
     blocks = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(experts := module._modules.get("experts"), nn.ModuleList) and len(experts)
+        if isinstance(experts := child_slots(module).get("experts"), nn.ModuleList) and len(experts)
     ]
     for name, block in blocks:
         members: Any = block.experts

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_inside, settings
-from expertmesh.compat import tree_leaves, tree_map_only
+from expertmesh.compat import buffer_slots, tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
@@ -351,7 +351,7 @@ def cast_in_forward(model: nn.Module, buffers: Sequence[str], routers: Sequence[
 def _with_cast_buffers(
     module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
 ) -> Any:
-    buffers: dict[str, Any] = module._buffers
+    buffers = buffer_slots(module)
     cast = {name: buffer.to(dtype) for name, buffer in buffers.items() if buffer.is_floating_point()}
     with exchanged(buffers, cast):
         return forward(*args, **kwargs)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy.small_copy import relative_error
+from expertmesh.compat import attention_of, set_attention
 
 _HIDDEN, _ROWS, _LENGTH = 8, 2, 5
 # Softmax may be computed in fp32; heads that see each other are off by far more.
@@ -73,8 +74,8 @@ def _few_heads(
     copy = deepcopy(module, memo).eval()
     for part in copy.modules():
         config = getattr(part, "config", None)
-        if config is not None and config._attn_implementation != "sdpa":
-            config._attn_implementation = "eager"
+        if config is not None and attention_of(config) != "sdpa":
+            set_attention(config, "eager")
     return copy
 
 

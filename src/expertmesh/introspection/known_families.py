@@ -20,6 +20,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from expertmesh.compat import attention_of, has_hooks
+
 FILE = "known_families.json"
 Answers = dict[str, dict[str, Any]]  # by question and key, as JSON has them
 _Answer = TypeVar("_Answer")
@@ -114,13 +116,11 @@ def proof_key(module: nn.Module, *others: object) -> str | None:
     """
     name = class_key(type(module))
     kinds = {own_class(type(part)) for part in module.modules()}
-    replaced = any(
-        "forward" in vars(part) or part._forward_pre_hooks or part._forward_hooks for part in module.modules()
-    )
+    replaced = any("forward" in vars(part) or has_hooks(part) for part in module.modules())
     if name is None or replaced or not all(map(_runs_published_code, kinds)):
         return None
     config: Any = getattr(module, "config", None)
-    settings = [] if config is None else [_settings(config.to_dict()), config._attn_implementation]
+    settings = [] if config is None else [_settings(config.to_dict()), attention_of(config)]
     classes = sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in kinds})
     text = json.dumps([_settings(vars(module)), classes, settings, *map(str, others)], sort_keys=True)
     return f"{name} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

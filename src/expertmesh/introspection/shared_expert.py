@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy
+from expertmesh.compat import storage_key
 from expertmesh.state.patching import forwards_replaced
 
 _LENGTH = 4
@@ -52,5 +53,8 @@ def _runs_behind(model: nn.Module, parent: str, experts: str, shared: str, hidde
     if [name for name, *_ in calls] != [experts, shared]:
         return False
     (_, routed, _), (_, given, out) = calls
-    same = routed.untyped_storage()._cdata == given.untyped_storage()._cdata and routed.numel() == given.numel()
+    same = (
+        storage_key(routed.untyped_storage()) == storage_key(given.untyped_storage())
+        and routed.numel() == given.numel()
+    )
     return same and out.shape == given.shape

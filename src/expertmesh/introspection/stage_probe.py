@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from expertmesh.anatomy import ExpertsSpec, is_inside
-from expertmesh.compat import TorchDispatchMode, tree_leaves
+from expertmesh.compat import READS_A_VALUE, TorchDispatchMode, tree_leaves
 from expertmesh.config.errors import InputError
 from expertmesh.experts.layer import sorted_forward
 from expertmesh.state.patching import forwards_replaced
@@ -212,7 +212,7 @@ class WithoutValues(TorchDispatchMode):
     """Mode that answers the few operations on meta that read values: those for masks, and for indexing by a mask."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is READS_A_VALUE:
             return args[0].dtype == torch.bool or 1  # such as "all rows are one sample"
         if func is torch.ops.aten.nonzero.default:
             return _all_places(args[0])
@@ -260,7 +260,7 @@ class _Watch(WithoutValues):
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         # The result of these operations has no value of the input, so it gets no label.
-        if func is torch.ops.aten._local_scalar_dense.default or func.__name__.partition(".")[0] in _LIKE:
+        if func is READS_A_VALUE or func.__name__.partition(".")[0] in _LIKE:
             return super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in inputs:
             if id(leaf) in self.used:

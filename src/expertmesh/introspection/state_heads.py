@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy.small_copy import relative_error
+from expertmesh.compat import buffer_slots, parameter_slots
 from expertmesh.introspection.heads_proof import TOLERANCE
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 
@@ -98,7 +99,7 @@ def _by_names(module: Any) -> StateHeads | None:
             shares |= {f"forget_gate.{name}": Share(dim) for dim in dims[:1]}
         owned = [f"forget_gate.{name}" for name in ("num_heads", "qkv_dim") if hasattr(module.forget_gate, name)]
         counts, rows = ("num_heads", "qkv_dim", *owned), "o_proj"
-    elif children >= _LIGHTNING and "slope_rate" in module._buffers:
+    elif children >= _LIGHTNING and "slope_rate" in buffer_slots(module):
         shares = {f"{name}.weight": Share(0) for name in ("qkv_proj", "output_gate")}
         shares |= {name: Share(list(b.shape).index(module.num_attention_heads)) for name, b in module.named_buffers()}
         heads = module.num_attention_heads
@@ -169,10 +170,10 @@ def _share(copy: nn.Module, found: StateHeads, rank: int, ranks: int) -> nn.Modu
         owner, _, leaf = name.rpartition(".")
         module = share.get_submodule(owner)
         tensor = how.of(getattr(module, leaf), rank, ranks).clone()
-        if leaf in module._buffers:
-            module._buffers[leaf] = tensor
+        if leaf in buffer_slots(module):
+            buffer_slots(module)[leaf] = tensor
         else:
-            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+            parameter_slots(module)[leaf] = nn.Parameter(tensor, requires_grad=False)
     for name in found.counts:
         owner, _, leaf = name.rpartition(".")
         module = share.get_submodule(owner)

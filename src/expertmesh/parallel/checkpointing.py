@@ -5,7 +5,6 @@ transformers' hook (`gradient_checkpointing_enable`, non-reentrant), so every fa
 works. The data that both runs of a block share is in experts/activation_checkpointing.py.
 """
 
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal, get_args
@@ -13,7 +12,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from expertmesh.anatomy import Anatomy
-from expertmesh.compat import enable_checkpointing
+from expertmesh.compat import checkpointing_takes_value, enable_checkpointing
 from expertmesh.config.errors import InputError
 from expertmesh.experts.activation_checkpointing import block_contexts
 from expertmesh.experts.lora_state import adapter_state
@@ -107,7 +106,7 @@ def refuse_checkpointing(model: nn.Module, anatomy: Anatomy, layers: Checkpointe
             f"train.activation_checkpointing is not supported by {type(model).__name__}; set it to none",
             key="train.activation-checkpointing-unsupported",
         )
-    if "value" in inspect.signature(model._set_gradient_checkpointing).parameters:  # type: ignore[arg-type]
+    if checkpointing_takes_value(model):
         # transformers drops the options then, and with them the context that reuses the routing of the first run.
         raise InputError(
             f"train.activation_checkpointing: the code of {type(model).__name__} has the switch in an old form, which "

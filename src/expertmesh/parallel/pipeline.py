@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
+from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
@@ -250,7 +251,7 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
     pipeline = pipeline_of(model)
     assert pipeline is not None
     active = pipeline.stages[stage]
-    blocks = model.get_submodule(pipeline.blocks[0].rpartition(".")[0])._modules
+    blocks = child_slots(model.get_submodule(pipeline.blocks[0].rpartition(".")[0]))
     keys = [name.rpartition(".")[2] for name in pipeline.blocks]
     idle = {keys[n]: pipeline.idle[n] for n in pipeline.own_blocks if n not in active}
     pipeline.running = stage

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from expertmesh.compat import parameter_slots
+
 
 @contextmanager
 def placeholders_for(bare: nn.Module, names: Iterable[str], blocks: Sequence[str], items: int) -> Iterator[None]:
@@ -48,7 +50,7 @@ def put_placeholders(
     replaced: dict[str, nn.Module | nn.Parameter] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")
-        if leaf in (parameters := model.get_submodule(parent)._parameters):
+        if leaf in (parameters := parameter_slots(model.get_submodule(parent))):
             parameter = parameters[leaf]
             assert parameter is not None
             replaced = {name: parameter, **replaced}

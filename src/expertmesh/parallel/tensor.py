@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from expertmesh.compat import buffer_slots, parameter_slots
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
 from expertmesh.experts.lora_state import adapter_state, adapter_state_of
@@ -119,7 +120,7 @@ def _unpacked(module: nn.Module, axis: _Axis) -> _Axis:
 
 def _has(module: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
-    return leaf in module.get_submodule(owner)._parameters
+    return leaf in parameter_slots(module.get_submodule(owner))
 
 
 def _put_in_front(module: nn.Module, kind: type[nn.Module], running: _Running) -> None:
@@ -200,10 +201,10 @@ class _Rows(nn.Module):
         out: torch.Tensor
         bias = module_state(self).row_bias
         if not running.sums_inside:
-            bias = self._parameters["bias"] if bias is None else bias
+            bias = parameter_slots(self)["bias"] if bias is None else bias
             # Other ranks add 0 * bias: FSDP2 reduces parameters that have a gradient, and all ranks must reduce it.
             once = bias if number == 0 or bias is None else 0 * bias
-            with exchanged(self._parameters, {"bias": once}), _cut(self):
+            with exchanged(parameter_slots(self), {"bias": once}), _cut(self):
                 out = super().forward(x)
             return out
         with _cut(self):
@@ -233,13 +234,13 @@ def _place(placed: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: 
     for part in (axis.part for axis in axes if axis.part.is_split and not axis.part.shares):
         for name in part.parameter_dims(module):
             owner, _, leaf = name.rpartition(".")
-            slots: Any = module.get_submodule(owner)._parameters
+            slots: Any = parameter_slots(module.get_submodule(owner))
             placed.enter_context(exchanged(slots, {leaf: slots[leaf].to_local()}))
         last = module.get_submodule(str(part.rows))
-        attach_to_module(last, row_bias=last._parameters["bias"])
+        attach_to_module(last, row_bias=parameter_slots(last)["bias"])
         placed.callback(attach_to_module, last, row_bias=None)
         # Each rank would add the bias to its partial sum; _Rows adds it once, after the reduce-scatter.
-        placed.enter_context(exchanged(last._parameters, {"bias": None}))
+        placed.enter_context(exchanged(parameter_slots(last), {"bias": None}))
     placed.enter_context(_cut(module))
 
 
@@ -260,7 +261,7 @@ def _with_shares(module: nn.Module, running: _Running) -> Iterator[None]:
         for name, share in running.shares.items():
             owner, _, leaf = name.rpartition(".")
             holder = module.get_submodule(owner)
-            slots: Any = holder._parameters if leaf in holder._parameters else holder._buffers
+            slots: Any = parameter_slots(holder) if leaf in parameter_slots(holder) else buffer_slots(holder)
             if slots[leaf] is not None:
                 stack.enter_context(exchanged(slots, {leaf: share.of(slots[leaf], group.rank(), group.size())}))
         own = {name: vars(module)[name] // group.size() for name in running.counts}

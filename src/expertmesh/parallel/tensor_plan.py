@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
+from expertmesh.compat import child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.heads_proof import why_not_split
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
@@ -88,7 +89,7 @@ class TensorPart:
             linear = module.get_submodule(name)
             # Adapter B produces the layer's outputs and A consumes its inputs, so each is split like that side.
             split, dim = (("weight", "lora_A"), 1) if name == self.rows else (("weight", "bias", "lora_B"), 0)
-            dims |= {f"{name}.{leaf}": dim for leaf in split if linear._parameters.get(leaf) is not None}
+            dims |= {f"{name}.{leaf}": dim for leaf in split if parameter_slots(linear).get(leaf) is not None}
         return dims
 
 
@@ -248,7 +249,7 @@ def _mixer_part(
     """
     if any(_named(own)):
         part = _part(module, name, own, mixes_positions=True)
-        if part.is_split and (_HEADS_ONLY & module._modules.keys()) - {*part.columns}:
+        if part.is_split and (_HEADS_ONLY & child_slots(module).keys()) - {*part.columns}:
             return _proven_by_structure(module, name, tp, confirmed)  # the plan is for another configuration
         if part.gathered and (norms := _norms_of_all_heads(part, module)):
             # The family's plan gathers for the sake of these norms; the remaining code needs no other head.
@@ -293,7 +294,7 @@ def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions:
     ]
     if unknown:
         return whole(f"transformers' {unknown[0]} is not supported")
-    bare = tuple(leaf for leaf, style in own.items() if style in _COLUMNS and leaf in module._parameters)
+    bare = tuple(leaf for leaf, style in own.items() if style in _COLUMNS and leaf in parameter_slots(module))
     columns = tuple(leaf for leaf, style in own.items() if style in _COLUMNS and leaf not in bare)
     rows = [leaf for leaf, style in own.items() if style in _ROWS]
     if len(rows) != 1 or not columns:
@@ -335,7 +336,7 @@ def _by_structure(module: nn.Module, name: str) -> TensorPart:
     last: Any = children[rows[0]]
     if "gate_proj" in columns and children["gate_proj"].out_features != last.in_features:
         return whole("gate_proj is not one gate per feature")
-    bare = tuple(leaf for leaf in module._parameters if not is_adapter(leaf) and module._parameters[leaf] is not None)
+    bare = tuple(leaf for leaf, _ in module.named_parameters(recurse=False) if not is_adapter(leaf))
     if any(leaf != "sinks" for leaf in bare):
         return whole(f"{bare[0]} may see all heads")
     if counts := counts_heads(module):

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.anatomy import Anatomy, is_inside
-from expertmesh.compat import varlen_operation
+from expertmesh.compat import attention_of, set_attention, varlen_operation
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import PackedSamples, packed_samples
@@ -96,7 +96,7 @@ def kept_apart(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtyp
     """How `train` keeps the samples of packed rows apart. Nothing of it is counted where transformers does."""
     if varlen.varlen_refusal(model, anatomy, device_type, dtype) is None:
         return "by samples"
-    return "no" if model.config._attn_implementation == "flash_attention_2" else "by masks"
+    return "no" if attention_of(model.config) == "flash_attention_2" else "by masks"
 
 
 class _Attention(TorchFunctionMode):
@@ -150,7 +150,7 @@ class _Attention(TorchFunctionMode):
             return varlen.attention(module, query, key, value, *args, **options)
 
         config: Any = decoder.config
-        own, (rows, length) = config._attn_implementation, shape
+        own, (rows, length) = attention_of(config), shape
         borders = [(start, start + length) for start in range(0, rows * length, length)]
         varlen.attend_by_samples(decoder)
         ALL_ATTENTION_FUNCTIONS[varlen.NAME] = attention
@@ -160,7 +160,7 @@ class _Attention(TorchFunctionMode):
         finally:
             packed_samples.reset(outer)
             del ALL_ATTENTION_FUNCTIONS[varlen.NAME]  # ours alone: what is registered stays
-            config._attn_implementation = own
+            set_attention(config, own)
 
 
 class FusedAttention(torch.autograd.Function):

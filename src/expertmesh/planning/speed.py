@@ -2,7 +2,7 @@
 
 Products run at a share of the device's peak, everything else at a share of its memory bandwidth, and none of it faster
 than the host can launch it. FSDP2's collectives are prefetched and hide behind compute as far as it lasts; dispatch,
-tp and cp do not. docs/formulas.md derives it, docs/planning-accuracy.md compares it with published runs.
+tp and cp do not. docs/formulas.md derives it and compares it with published runs.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd
 
+from expertmesh.config.sections import BYTES_OF
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.hardware import Devices
-from expertmesh.planning.model_figures import Block, ModelFigures
+from expertmesh.planning.model_figures import Block, ModelFigures, group_bytes
 from expertmesh.planning.stages import PipelineRank, Workload, resident_state, runs_shared_beside
 from expertmesh.planning.traffic import Transfer, host_copies, traffic_of
 
@@ -88,17 +89,49 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
         products=times * slowest.products,
         experts=times * slowest.experts,
         attention=times * slowest.attention,
-        memory=times * slowest.memory,
+        memory=times * (slowest.memory + _copied(workload, stage) / rates.bandwidth),
         host=times * slowest.host,
         head=times * slowest.head,
-        # Parameters and moments are read and written, gradients read twice: by the norm as well.
-        optimizer=(4 * state.master + 2 * state.moments) / rates.bandwidth + muon / rates.products,
+        # Parameters and moments are read and written; gradients are read by the norm, scaled, and read again.
+        optimizer=(6 * state.master + 2 * state.moments) / rates.bandwidth + muon / rates.products,
         links=tuple(_links(workload, stage, devices, times * slowest.of_blocks)),
         bubble=(layout.pp - 1) / (layout.pp_virtual_stages * times),
         tokens=tokens,
         model_flops=model_flops(model) * tokens,
         peak_flops=devices.hardware.peak(model.precision.compute) * devices.count,
     )
+
+
+def _copied(workload: Workload, stage: int) -> float:
+    """Bytes of device memory through which a micro-batch casts and copies masters and gradients.
+
+    FSDP2 casts a shard, copies it into the buffer that is gathered and copies the result out of it, before forward and
+    again before backward; it copies gradients into the buffer that is reduced, and scales what it gets. Experts that
+    nothing gathers are cast for each use.
+    """
+    model, layout, rank = workload.model, workload.layout, workload.rank(stage)
+    ranks, compute, reduce = layout.fsdp * layout.cp, model.compute_bytes, model.reduce_bytes
+    master = BYTES_OF[model.precision.params]
+    cast = master + compute if master != compute else 0
+
+    def gathered(times: float, size: float, over: int, trained: float) -> float:
+        through = 2 * size * (1 + 1 / over if over > 1 else 1) + cast * trained / over
+        return times * through + trained * (compute + reduce + 2 * reduce / over)
+
+    total = 0.0
+    for group, times in rank.groups:
+        sizes, over = group_bytes(group, ranks, layout.tp), group.sharded_over(ranks, layout.tp)
+        total += times * gathered(1 if group is model.root else 2, sizes.gathered, over, sizes.reduced)
+    for block, times in rank.blocks:
+        if (experts := block.experts) is None:
+            continue
+        here = experts.spec.num_experts / layout.ep
+        trained = experts.elements(trains=True) * here
+        if layout.efsdp > 1 or layout.replicate > 1 or layout.offload == "experts":
+            total += times * gathered(2, experts.gathered(compute) * here, layout.efsdp, trained)
+        else:
+            total += times * trained * (3 if workload.mode == "full" else 2) * cast + times * trained * cast
+    return total
 
 
 def _orthogonalising(rank: PipelineRank, layout: Layout) -> float:

@@ -13,10 +13,9 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from expertmesh.compat import FakeTensor, TorchDispatchMode, group_of, storage_key, tree_leaves
 
 # c10d operations by kind. All-to-all counts its input (rows to itself included), the others the larger side.
 _KINDS = {
@@ -101,22 +100,22 @@ class UsageTracker(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if type(leaf) in _WITH_STORAGE]
         for output in outputs:
             self._note(output.untyped_storage())
-        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+        if (flops := flop_registry.get(func.overloadpacket)) is not None:
             self.products += flops(*args, **(kwargs or {}), out_val=result)
         self._count_operation(func, args, outputs)
         return result
 
     def _count_operation(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
         inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        read = {tensor.untyped_storage()._cdata for tensor in inputs if type(tensor) in _WITH_STORAGE}
-        makes = any(tensor.untyped_storage()._cdata not in read for tensor in outputs)
+        read = {storage_key(tensor.untyped_storage()) for tensor in inputs if type(tensor) in _WITH_STORAGE}
+        makes = any(storage_key(tensor.untyped_storage()) not in read for tensor in outputs)
         if makes or func._schema.is_mutable:
             self.operations += 1
-            if func._overloadpacket not in flop_registry:
+            if func.overloadpacket not in flop_registry:
                 self.moved += sum(tensor.nbytes for tensor in (*inputs, *outputs))
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         if key not in self._sizes:
             self._sizes[key] = 0
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
@@ -142,7 +141,7 @@ class UsageTracker(TorchDispatchMode):
 def _group_of(args: Any) -> str:
     """The name of the process group among a c10d operation's arguments."""
     for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+        if group_of(arg):
             return str(dist.ProcessGroup.unbox(arg).group_name)
     # A functional operation ends with the group's name; before it may stand that of the reduction.
     return next((arg for arg in reversed(args) if isinstance(arg, str)), "")

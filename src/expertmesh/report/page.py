@@ -45,7 +45,7 @@ def render(run: Run) -> str:
     return _filled(
         "page.html.j2",
         run=run,
-        title=run.directory.resolve().name or str(run.directory),
+        title=_title(run),
         config_file=shlex.quote(str(run.directory / CONFIG_FILE)),
         start=run.record.starts[-1] if run.record is not None else None,
         loss_line=thin_line(metrics.step, metrics["loss"]),
@@ -54,6 +54,14 @@ def render(run: Run) -> str:
         experts=_experts(run),
         advice=list(advice(run)),
     )
+
+
+def _title(run: Run) -> str:
+    """The model's name and the day of the first start; the run's directory where these are not known."""
+    if run.config is None:
+        return run.directory.resolve().name or str(run.directory)
+    model = Path(run.config.model.name_or_path).name or run.config.model.name_or_path
+    return model if run.record is None else f"{model}, {run.record.starts[0].started[:10]}"
 
 
 def render_together(runs: Sequence[Run]) -> str:
@@ -137,7 +145,7 @@ def _experts(run: Run) -> dict[str, Any] | None:
         "rows_per_column": thin_grid(metrics.step, load_SL["max_over_mean"], np.nanmax).rows_per_column,
         "rows": rows,
         "lately": lately,
-        "dead": float(np.nansum(np.ceil(lately["dead"]))),
+        "dead": int(np.nansum(np.ceil(lately["dead"]))),
         "most_load": max((layer.most_load for layer in layers), default=None),
         "every": sum(sizes),
         "extreme": {key: ignoring_nan(WORST[key], values_SL, axis=0) for key, values_SL in load_SL.items()},

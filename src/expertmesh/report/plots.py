@@ -123,11 +123,12 @@ def _rounded(value: float) -> float | None:
 
 
 def draw(run: Run) -> dict[str, Markup]:
-    """Figures by the key of what they show in metrics.jsonl; what has no finite value has none."""
+    """Return figures by the key of what they show in metrics.jsonl; fewer than two finite values have none."""
     metrics, figures = run.metrics, {}
     for key in CURVES:
-        evaluated = key in metrics.evaluated and len(metrics.step) and np.isfinite(metrics.evaluated[key]).any()
-        if evaluated or (key in metrics.numbers and metrics.has(key)):
+        columns = [source[key] for source in (metrics.numbers, metrics.evaluated) if key in source]
+        # A single value stands in the page's text.
+        if len(metrics.step) and sum(np.isfinite(column).sum() for column in columns) > 1:
             figures[key] = _svg(key, partial(_draw_curve, run, key))
     for key, values_SL in metrics.load_SL.items():
         if np.isfinite(values_SL).any() and not (key == "dead" and np.nanmax(values_SL) == 0):

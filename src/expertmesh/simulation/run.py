@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
+from expertmesh.compat import FakeTensorMode, number_of_groups
 from expertmesh.config import LoraConfig, MoeConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import explicit
@@ -87,7 +87,7 @@ def simulate(
             mesh_seconds=meshed - started,
             shard_seconds=sharded - meshed,
             step_seconds=time.monotonic() - sharded,
-            process_groups=len(dist.distributed_c10d._world.pg_map),
+            process_groups=number_of_groups(),
         )
     finally:
         dist.destroy_process_group()

@@ -14,6 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from expertmesh.compat import runs_in_backward
+
 
 @dataclass(slots=True, eq=False)
 class HostCopies:
@@ -44,7 +46,7 @@ class HostCopies:
             # Allocated on the side stream: its memory must not be reused before this stream has read it.
             found.record_stream(stream)
         # A task id means that backward runs. Recomputation in backward reuses gathered tensors and never calls this.
-        backward = torch._C._current_graph_task_id() != -1
+        backward = runs_in_backward()
         coming = self.preceding if backward else self.following
         if coming is not None and coming._source is not None and coming._ahead is None:
             coming._start(device)

@@ -20,9 +20,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from expertmesh.compat import has_hooks, is_compiled, refuse_fully_shard, tree_leaves, wrap_clipping
+from expertmesh.compat import (
+    has_hooks,
+    is_compiled,
+    is_sharded_by_transformers,
+    pytree,
+    refuse_fully_shard,
+    tree_leaves,
+    wrap_clipping,
+)
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.state.patching import mix_in
@@ -94,7 +101,7 @@ def refuse_sharded(model: nn.Module) -> None:
             f"parallelize: this {type(model).__name__} is parallelized already; load it anew for another mesh",
             key="model.already-sharded",
         )
-    by_transformers = getattr(model, "_is_distributed_loading_by_transformers", False)
+    by_transformers = is_sharded_by_transformers(model)
     name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
     if name is not None or by_transformers:
         how = "transformers has sharded it (distributed_config, tp_plan)" if by_transformers else f"{name} is a DTensor"

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.compat import NoTorchFunction, wrapper_tensor
 from expertmesh.state.codes import Scratch
 from expertmesh.state.host_memory import HostCopies, in_host_memory
 from expertmesh.state.packed_format import PackedFormat, Sections, cut_columns, dequantise, quantise, scales_of
@@ -47,9 +48,7 @@ class PackedTensor(torch.Tensor):
         host: HostCopies | None = None,
     ) -> "PackedTensor":
         shape = (packed_LB.shape[0], *kind.shape) if shape is None else shape
-        tensor: PackedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=packed_LB.device
-        )
+        tensor: PackedTensor = wrapper_tensor(cls, shape, dtype, packed_LB.device)
         tensor.packed_LB, tensor.kind, tensor.host, tensor._sections = packed_LB, kind, host, None
         return tensor
 
@@ -133,7 +132,7 @@ class PackedTensor(torch.Tensor):
     ) -> Any:
         if func is F.linear:
             return _linear(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoTorchFunction():
             return func(*args, **(kwargs or {}))
 
     @classmethod

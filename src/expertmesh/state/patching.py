@@ -33,6 +33,19 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
                 module.forward = own
 
 
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give these attributes of a module, a class or an object other values inside the block."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def mix_in(instance: Any, kind: type) -> None:
     """Put `kind` in front of the class of this module or parameter instance.
 
@@ -54,7 +67,7 @@ def register_function(registry: Any, name: str, function: Callable[..., Any]) ->
 
 @contextmanager
 def exchanged(slots: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Put `values` under these names into a module's `_parameters` or `_modules` inside the block.
+    """Put `values` under these names into the parameter or child slots of a module (compat.py) inside the block.
 
     The write bypasses `__setattr__`, as in torch.func.functional_call: the values need not be parameters.
     """

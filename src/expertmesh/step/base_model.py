@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from expertmesh.anatomy import is_classifier
+from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import counting, real_tokens_of
@@ -106,7 +107,7 @@ def base_name(model: nn.Module) -> str:
     causal = model.get_submodule(parent)
     prefix = getattr(causal, "base_model_prefix", "")
     models = [name for name, child in causal.named_children() if isinstance(child, PreTrainedModel)]
-    names = [prefix] if prefix in causal._modules else models
+    names = [prefix] if prefix in child_slots(causal) else models
     if len(names) != 1:
         raise InputError(
             f"{type(model).__name__} has no base model under a head; only causal language models train",

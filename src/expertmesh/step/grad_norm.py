@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from expertmesh.compat import norms_of_all, scale_all_
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.shards import is_tied_replica
@@ -46,7 +47,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
         # The rule of torch.nn.utils.clip_grad_norm_, decided on the device: an `if` would wait for it.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         scale = torch.where(total.isfinite(), scale, torch.ones_like(scale))
-        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        scale_all_(gradients, scale.to(gradients[0].dtype))
     return total
 
 
@@ -61,7 +62,7 @@ def global_norm(gradients: list[torch.Tensor], norm_type: float, model: nn.Modul
     filled = [gradient for gradient in gradients if gradient.numel()]
     # In fp32 torch's CPU kernel adds one after the other: 3.6e-4 off at 20 M elements. Accelerators add in a tree.
     wide = torch.float64 if mesh.device.type == "cpu" else dtype
-    norms = [norm.to(dtype) for norm in torch._foreach_norm(filled, norm_type, dtype=wide)] if filled else []
+    norms = [norm.to(dtype) for norm in norms_of_all(filled, norm_type, wide)] if filled else []
     local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=mesh.device)
     if math.isinf(norm_type):
         total = local.max()

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
+from expertmesh.compat import add_to_all_, child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.parallel.pipeline import pipeline_of
@@ -277,7 +278,7 @@ class _HeadLoss(torch.autograd.Function):
             if grad_hidden_NH is not None:
                 grad_hidden_NH[part], *grads = torch.autograd.grad(loss, [hidden_CH, *wanted])
                 if sums:  # a frozen head has none
-                    torch._foreach_add_(sums, grads)
+                    add_to_all_(sums, grads)
         if training:
             ctx.save_for_backward(grad_hidden_NH, *(s.to(p.dtype) for s, p in zip(sums, wanted, strict=True)))
             ctx.wanted = [parameter.requires_grad for parameter in parameters]
@@ -319,4 +320,4 @@ class _Returns(nn.Module):
 
 def _base_returning(model: nn.Module, output: ModelOutput) -> AbstractContextManager[None]:
     parent, _, name = base_name(model).rpartition(".")
-    return exchanged(model.get_submodule(parent)._modules, {name: _Returns(output)})
+    return exchanged(child_slots(model.get_submodule(parent)), {name: _Returns(output)})

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from expertmesh.compat import parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.state.patching import exchanged
 from expertmesh.state.sharded_model import sharded
@@ -40,7 +41,7 @@ class VocabularyShare:
         """Return `head` by this rank's rows: views, whose gradients reach the full parameters (gathered by FSDP2
         before).
         """
-        whole = {leaf: p for leaf in _ROWS if (p := head._parameters.get(leaf)) is not None}
+        whole = {leaf: p for leaf in _ROWS if (p := parameter_slots(head).get(leaf)) is not None}
         return SplitHead(self, head, whole, {leaf: p[self.start : self.stop] for leaf, p in whole.items()})
 
     def cross_entropy(self, logits_CW: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
@@ -86,7 +87,7 @@ class SplitHead:
 
     def computing(self) -> AbstractContextManager[None]:
         """Let the head compute with this rank's rows inside the block; its code and name stay."""
-        return exchanged(self.head._parameters, self.rows)
+        return exchanged(parameter_slots(self.head), self.rows)
 
 
 def vocabulary_share(model: nn.Module) -> VocabularyShare | None:

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.anatomy import Anatomy
+from expertmesh.compat import ignore_when_loading
 from expertmesh.config import Config, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import Recipe, found_or_built, load_tokenizer, padding_token_id
@@ -77,8 +78,7 @@ class Setup:
     def forget_layers(self, model: PreTrainedModel) -> None:
         """Let `model` load from files that contain more layers than it has."""
         if self.dropped is not None:
-            known = set(model._keys_to_ignore_on_load_unexpected or ())
-            model._keys_to_ignore_on_load_unexpected = known | {self.dropped}
+            ignore_when_loading(model, self.dropped)
 
 
 def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from expertmesh.compat import VIEWS_BY_SIZE, VIEWS_BY_STRIDES, pytree, wrapper_tensor
 from expertmesh.io.boxes import Box, full_box, intersect, volume
 from expertmesh.io.pieces import Leaf, Piece
 from expertmesh.state.packed_format import PackedFormat
@@ -26,7 +26,6 @@ from expertmesh.state.packed_format import PackedFormat
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
 # Views whose arguments are strides: a caller cannot know the strides of the probe.
-_BY_STRIDES = (aten.as_strided.default, aten._reshape_alias.default)
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
@@ -37,9 +36,7 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> "LazyTensor":
-        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=torch.device("meta")
-        )
+        lazy: LazyTensor = wrapper_tensor(cls, shape, dtype, torch.device("meta"))
         lazy.pieces = tuple(pieces)
         return lazy
 
@@ -61,7 +58,7 @@ class LazyTensor(torch.Tensor):
                 return result
         if func._schema.is_mutable:
             raise NotImplementedError(f"a weight conversion writes with {func}, which lazy tensors cannot follow")
-        makes_views = func._schema.arguments[0].alias_info is not None and func not in _BY_STRIDES
+        makes_views = func._schema.arguments[0].alias_info is not None and func not in VIEWS_BY_STRIDES
         views = _views(func, *args, **(kwargs or {})) if makes_views else None
         return _compute(func, args, kwargs or {}) if views is None else views
 
@@ -238,7 +235,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     return LazyTensor([*first.shape[:dim], end, *first.shape[dim + 1 :]], dtype, pieces)
 
 
-@_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@_handles(*VIEWS_BY_SIZE, aten.reshape.default)
 def _view(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
     view = _probe(lazy).reshape(shape)
     seen = _seen(lazy, view)

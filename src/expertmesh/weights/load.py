@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import describe
+from expertmesh.compat import init_weights
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, intersect, slices
@@ -241,7 +242,7 @@ def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
         # The caller's random state must not change, nor influence the values: all ranks draw equal ones.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model._init_weights(new)
+            init_weights(model, new)
         for leaf, values in new.named_parameters():
             whole = head.get_parameter(leaf)
             local_tensor(whole).copy_(values[slices(local_box(whole))])

@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from expertmesh.compat import declared, set_weight_conversions, weight_conversions
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.pieces import Leaf
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
@@ -149,14 +150,14 @@ def plan_save(view: ModelView) -> dict[str, LazyTensor]:
         InputError: transformers' rules for saving change the number of values.
     """
     model, state = view.module, view.tensors
-    kept = _untied(view) - set(model._keys_to_ignore_on_save or ())
+    kept = _untied(view) - set(declared(model, "_keys_to_ignore_on_save"))
     # transformers adds the prefix when it loads files without it, but does not remove it when it saves.
     prefix = f"{model.base_model_prefix}." if view.attached.source.bare else ""
     lazies = {
         name.removeprefix(prefix): LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept
     }
     if view.is_stage:
-        view.full._weight_conversions = getattr(model, "_weight_conversions", None)  # the rules that loading applied
+        set_weight_conversions(view.full, weight_conversions(model))
     with view.published_classes(), torch.no_grad():
         saved: dict[str, Any] = revert_weight_conversion(view.full, dict(lazies))
     before, after = (sum(tensor.numel() for tensor in each.values()) for each in (lazies, saved))
@@ -210,7 +211,7 @@ class _LoadPlanner:
 
     def _ignored(self, unmapped: list[str]) -> tuple[str, ...]:
         """Return the tensors that `from_pretrained` would not report; report any other as unexpected."""
-        patterns = list(self.view.module._keys_to_ignore_on_load_unexpected or ())
+        patterns = list(declared(self.view.module, "_keys_to_ignore_on_load_unexpected"))
         buffers = [name for name, _ in self.view.full.named_buffers()]
         # Buffers that old checkpoints hold and that models compute now.
         patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
@@ -325,14 +326,14 @@ def _untied(view: ModelView) -> set[str]:
     Raises:
         InputError: Several names share one tensor and the family does not declare a tie.
     """
-    declared = [
+    patterns = [
         f"{prefix}.{pattern}" if prefix else pattern
         for prefix, module in view.full.named_modules()
-        for pattern in getattr(module, "_tied_weights_keys", None) or {}
+        for pattern in declared(module, "_tied_weights_keys")
     ]
     kept = set(view.tensors)
     for names in view.ties:
-        copies = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in declared)]
+        copies = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
         kept -= set(copies[: len(names) - 1])
         left = [name for name in names if name in kept]
         if len(left) > 1:

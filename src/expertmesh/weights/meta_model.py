@@ -26,6 +26,7 @@ from transformers import (
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from expertmesh.compat import apply_to_tensors, class_mapping, declared, mark_initialised
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.hub import hub_mend
@@ -164,7 +165,7 @@ def build_meta_model(
 
 def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of the language model that `build_meta_model` builds, or None if transformers has none."""
-    found: type[PreTrainedModel] | None = next((auto._model_mapping[type(config)] for auto in _known(config)), None)
+    found: type[PreTrainedModel] | None = next((class_mapping(auto)[type(config)] for auto in _known(config)), None)
     return found
 
 
@@ -190,14 +191,14 @@ def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
 def _known(config: PreTrainedConfig) -> list[Any]:
     """Return the automatic classes that know the config; the one whose class the config names comes first."""
     mappings: Any = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    known = [auto for auto in mappings if type(config) in auto._model_mapping]
+    known = [auto for auto in mappings if type(config) in class_mapping(auto)]
     architectures = config.architectures or ()
-    return sorted(known, key=lambda auto: auto._model_mapping[type(config)].__name__ not in architectures)
+    return sorted(known, key=lambda auto: class_mapping(auto)[type(config)].__name__ not in architectures)
 
 
 def _classifier(config: PreTrainedConfig) -> Any:
     auto: Any = AutoModelForSequenceClassification
-    if type(config) not in auto._model_mapping:
+    if type(config) not in class_mapping(auto):
         raise InputError(
             f"{config.model_type}: transformers has no sequence classifier of it; leave num_labels out, or take a "
             "family that has one (Qwen3-MoE, Mixtral, gpt-oss, DeepSeek-V3 ...)",
@@ -217,7 +218,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     def move(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    model._apply(move)
+    apply_to_tensors(model, move)
     # Moving off meta creates a new parameter for each name of a tied one, so the ties are restored here.
     for first, *others in tied:
         for name in others:
@@ -260,9 +261,9 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
     """Return a predicate on tensor names: whether the family keeps the tensor in fp32 when the rest is `dtype`."""
     patterns: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
-        patterns |= set(model._keep_in_fp32_modules_strict or ())
+        patterns |= set(declared(model, "_keep_in_fp32_modules_strict"))
     if dtype == torch.float16:
-        patterns |= set(model._keep_in_fp32_modules or ())
+        patterns |= set(declared(model, "_keep_in_fp32_modules"))
     compiled = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
@@ -279,7 +280,7 @@ def give_dtypes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
 def _compute_buffers(model: PreTrainedModel) -> None:
     """Let the model initialise its non-persistent buffers, as `from_pretrained` does after loading."""
     for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True
+        mark_initialised(tensor)
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, leaf = name.rpartition(".")
         empty = torch.empty_like(buffer, device="cpu")

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
+from expertmesh.compat import set_weight_conversions, weight_conversions
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.introspection.block_proof import fuse_module_lists
 
@@ -21,8 +22,8 @@ def fuse_lists_of_experts(model: PreTrainedModel) -> None:
     """
     rules = get_model_conversion_mapping(model, add_legacy=False)
     if fuse_module_lists(model):
-        known = getattr(model, "_weight_conversions", None) or rules
-        model._weight_conversions = [*known, *list_rules(model)]  # type: ignore[assignment]
+        known = weight_conversions(model) or rules
+        set_weight_conversions(model, [*known, *list_rules(model)])
 
 
 def list_rules(model: nn.Module) -> list[WeightConverter]:

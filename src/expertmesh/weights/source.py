@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers.core_model_loading import WeightTransform
 
+from expertmesh.compat import set_weight_conversions
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
 from expertmesh.state.model_view import ModelView
@@ -42,7 +43,7 @@ def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> Sourc
 
 def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: Source) -> None:
     """Attach `source` to the model, and the conversion rules that loading applied, where transformers stores them."""
-    model._weight_conversions = list(conversions)  # type: ignore[assignment]
+    set_weight_conversions(model, list(conversions))
     attach(model, source=source)
 
 

@@ -1,3 +1,4 @@
-"""Checkpoints in object storage, beside those of a run's directory: `store` holds the rules, `upload`, `shares` and
-`download` move them.
+"""Keep a run's checkpoints in object storage, beside those in its directory.
+
+`store` defines which are complete; `upload`, `shares` and `download` transfer them; `local` copies what tools read.
 """

@@ -1,5 +1,6 @@
-"""Brings a checkpoint from object storage to the disk, by all ranks that there are. It gets its name when every file
-has the hash that its manifest says.
+"""Download a checkpoint from object storage to the disk, by all ranks together.
+
+It gets its name only after every file has the hash that its manifest says.
 """
 
 import logging
@@ -21,11 +22,14 @@ log = logging.getLogger(__name__)
 
 
 def download(remote: RemoteCheckpoints, step: int, directory: Path) -> Path:
-    """Download a complete checkpoint into `directory`, which all ranks share.
+    """Download a complete checkpoint into `directory`, which all ranks share, and return its path there.
 
-    Every rank calls it, and downloads its share of the files. Raises on all ranks alike `InputError`, `SecurityError`,
-    and `IntegrityError` for a file that is not what was written. Issues a broadcast and small all-reduces on the
-    default group.
+    Raises:
+        InputError, SecurityError: Storage or disk fails, or a file name is unsafe.
+        IntegrityError: A file has other content than what was written.
+
+    Collectives: every rank calls it, and downloads a part of the files; a broadcast and small all-reduces on the
+    default group. Errors are raised on all ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     target, started = directory / step_name(step), time.monotonic()
@@ -50,6 +54,7 @@ def download(remote: RemoteCheckpoints, step: int, directory: Path) -> Path:
 
 
 def _begin(remote: RemoteCheckpoints, step: int, temporary: Path) -> None:
+    """Make the temporary directory with the manifest in it. Raises `InputError` if the disk has too little room."""
     manifest = remote.manifest(step)
     assert manifest is not None
     with io_errors(temporary, len(manifest)):

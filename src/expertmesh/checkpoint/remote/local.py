@@ -1,4 +1,7 @@
-"""What tools may be given beside local paths: URLs, of which the checkpoint or adapter is copied into the cache."""
+"""Let tools take URLs beside local paths: the checkpoint or adapter at a URL is copied into the local cache.
+
+Used by commands of one process, never by the ranks of a job. A local path is returned unchanged.
+"""
 
 import hashlib
 import logging
@@ -20,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 def locate_local(path: str, *, anew: bool = False) -> tuple[Path, int | None]:
-    """`locate`, for a path or a URL."""
+    """Find the checkpoint that a user means, as `locate` does, for a path or a URL."""
     return locate(local_checkpoint(path, anew=anew))
 
 
 def local_adapter(path: str) -> Path:
-    """`path`, or of a URL a local copy of what is there: an adapter, that of a run, or a checkpoint."""
+    """Return `path`; for a URL, a local copy of what is there: an adapter, a run's adapter, or a checkpoint."""
     if not is_url(path):
         return Path(path)
     there = Storage(path).sizes()
@@ -37,10 +40,16 @@ def local_adapter(path: str) -> Path:
 
 
 def local_checkpoint(path: str, *, anew: bool = False) -> Path:
-    """`path`, or of a URL a local copy of the checkpoint there: itself, or the newest of a run or of its checkpoints.
+    """Return `path`; for a URL, a local copy of that checkpoint, or of the newest one of a run. For one process.
 
-    With `anew`, one that is as storage is now. One process. Raises `InputError` if there is none, `SecurityError`, and
-    `IntegrityError` for a file that is not what was written.
+    Args:
+        path: A local path; or the URL of a checkpoint, of a run, or of the directory of its checkpoints.
+        anew: Do not use an older copy in the cache; see `cached`.
+
+    Raises:
+        InputError: There is no complete checkpoint.
+        SecurityError: A file name is unsafe.
+        IntegrityError: A file has other content than what was written.
     """
     if not is_url(path):
         return Path(path)

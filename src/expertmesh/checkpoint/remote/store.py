@@ -1,8 +1,8 @@
-"""The checkpoints of a run in object storage: which are complete, how one is published, and how old ones go.
+"""List, publish, fetch and remove the checkpoints of a run in object storage.
 
-Storage has no rename. So the manifest is uploaded when all else of a checkpoint is there, and removed before anything
-else of it is: a directory without a manifest, or with one that ends early, is no checkpoint, and is cleaned up. One
-process at a time decides and removes. Nothing here communicates.
+Storage has no rename. So the manifest is uploaded after all other files of a checkpoint, and removed before them: a
+directory without a manifest, or with an incomplete one, is no checkpoint, and is cleaned up. One process at a time
+publishes and removes. Nothing here communicates.
 """
 
 import logging
@@ -17,19 +17,19 @@ from expertmesh.io.reading import parse_json
 from expertmesh.io.storage import Storage
 
 log = logging.getLogger(__name__)
-# Uploads files of a directory: this process all of them, or all ranks of a job their shares (shares.py).
+# A function that uploads files of a directory: all of them by this process, or by all ranks together (shares.py).
 Put = Callable[[Storage, Path, list[str]], None]
 
 
 class RemoteCheckpoints:
-    """Those in `directory` below `run`, the directory of a run in object storage; or in that itself."""
+    """The checkpoints in `directory` below `run`, a run's directory in object storage; in `run` itself for ""."""
 
     def __init__(self, run: Storage, directory: str = CHECKPOINTS) -> None:
         self.run = run
         self.storage = run.below(directory) if directory else run
 
     def steps(self) -> dict[int, list[str]]:
-        """What lies in the directory of each step, newest first; `manifest.json` last, where there is one."""
+        """Return the names of the files of each step, newest step first; `manifest.json` last, if there is one."""
         found: dict[int, list[str]] = {}
         for name in sorted(self.storage.sizes(), key=lambda name: name.endswith(f"/{MANIFEST}")):
             if (step := step_of(Path(name.partition("/")[0]))) is not None:
@@ -37,29 +37,35 @@ class RemoteCheckpoints:
         return dict(sorted(found.items(), reverse=True))
 
     def complete(self) -> list[int]:
-        """The steps whose checkpoints are complete, newest first."""
+        """Return the steps whose checkpoints are complete, newest first."""
         return [step for step, names in self.steps().items() if _named(step) in names and self.manifest(step)]
 
     def newest(self) -> int | None:
+        """Return the step of the newest complete checkpoint, or None."""
         return next(
             (step for step, names in self.steps().items() if _named(step) in names and self.manifest(step)), None
         )
 
     def manifest(self, step: int) -> bytes | None:
-        """The manifest as it is written; None if there is none, or the upload of one was cut short."""
+        """Return the bytes of a step's manifest; None if there is none, or its upload was interrupted."""
         content = self.storage.read(_named(step))
         with suppress(ValueError):
             return content if content is not None and parse_json(content) is not None else None
         return None
 
     def config(self, step: int) -> bytes | None:
-        """The configuration of the run that wrote a checkpoint."""
+        """Return the configuration of the run that wrote a checkpoint; None if it is not there."""
         return self.storage.read(f"{step_name(step)}/{CONFIG_FILE}")
 
     def publish(self, directory: Path, put: Put = Storage.put) -> bool:
-        """Upload the complete checkpoint `directory` by `put`, its manifest last. False if storage has it already.
+        """Upload the complete checkpoint `directory` by `put`, its manifest last.
 
-        Raises `InputError` if storage has another checkpoint of this step or a later one: another run writes there.
+        Returns:
+            False if storage has it already.
+
+        Raises:
+            InputError: Storage has another checkpoint of this step, or a later one that is not beside `directory`:
+                another run writes there. Also if a file does not have its size after the upload.
         """
         manifest, content = parse_manifest(directory), (directory / MANIFEST).read_bytes()
         newest, name = self.newest(), step_name(manifest.step)
@@ -88,7 +94,11 @@ class RemoteCheckpoints:
         return True
 
     def prune(self, keep_last: int | None, keep: Collection[int | None] = ()) -> list[int]:
-        """Remove all complete checkpoints but the newest `keep_last` and those of the steps `keep`; their steps."""
+        """Remove all complete checkpoints but the newest `keep_last` and those of the steps `keep`; None keeps all.
+
+        Returns:
+            The steps that were removed.
+        """
         old = self.complete()[keep_last:] if keep_last is not None else []
         removed = [step for step in old if step not in keep]
         for step in removed:
@@ -96,25 +106,27 @@ class RemoteCheckpoints:
         return removed
 
     def clean(self) -> list[str]:
-        """Remove what interrupted uploads and removals have left; the names of the directories."""
+        """Remove what interrupted uploads and removals have left, and return the names of the directories."""
         complete, found = self.complete(), self.steps()
         left = [step for step in found if step not in complete]
         for step in left:
             self._remove(step)
         try:
             self.storage.abort_uploads()
-        except InputError as error:  # it may ask for a permission of its own, and costs room alone
+        except InputError as error:  # it may need another permission; incomplete uploads only take room
             log.warning(f"warning: {error}")
         return [step_name(step) for step in left]
 
     def _remove(self, step: int) -> None:
+        # The manifest first: without it the directory is no checkpoint, even if this removal is interrupted.
         self.storage.remove([_named(step)])
         self.storage.remove([f"{step_name(step)}/{name}" for name in self.storage.below(step_name(step)).sizes()])
 
     def fetch(self, step: int, directory: Path, *, rank: int = 0, ranks: int = 1) -> None:
-        """Download every `ranks`-th file of a checkpoint into `directory`, which has its manifest.
+        """Download every `ranks`-th file of a checkpoint into `directory`, which already has its manifest.
 
-        Raises `IntegrityError` naming a file whose content is not what was written.
+        Raises:
+            IntegrityError: A file has other content than what was written; names it.
         """
         files = parse_manifest(directory).files[rank::ranks]
         hashes = self.storage.below(step_name(step)).get(directory, {file.name: file.bytes for file in files})

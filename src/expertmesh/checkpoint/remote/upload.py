@@ -1,8 +1,9 @@
-"""Uploads the checkpoints of a run while it goes on: a thread of rank 0 takes each from the run's directory when it is
-published there, and has all ranks upload their shares (shares.py).
+"""Upload the checkpoints of a run while it trains.
 
-An upload that fails is said, and tried again with the next checkpoint and at the end; training goes on. What waits for
-its upload stays in the run's directory. If uploads are slower than saves, the newest goes next, and the best one.
+A thread of rank 0 takes each checkpoint from the run's directory when it is published there, and has all ranks upload
+their shares (shares.py). A failed upload is reported, and tried again with the next checkpoint and at the end; training
+continues. A checkpoint that waits for its upload stays in the run's directory. If uploads are slower than saves, only
+the best and the newest of the waiting checkpoints are uploaded.
 """
 
 import logging
@@ -21,8 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class Uploads:
-    """The uploads of one run; `before` uploads what else belongs to it, before each checkpoint is published, and `put`
-    the files of that.
+    """The uploads of one run.
+
+    Args:
+        keep_last: The number of newest checkpoints that are not removed from storage; None for all.
+        before: Uploads the other files of the run, before each checkpoint.
+        put: Uploads the files of a checkpoint.
     """
 
     def __init__(
@@ -35,12 +40,12 @@ class Uploads:
         self._error: Exception | None = None
         self._called = self._ending = False
         self._changed = threading.Condition()
-        # Nobody waits for it when the run fails: what it leaves is cleaned up at the next start.
+        # A daemon: a run that fails does not wait for it, and the next start cleans up what it leaves.
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
 
     def submit(self, checkpoint: Path, keep_step: int | None) -> None:
-        """Upload `checkpoint` next; `keep_step` is that of the best one. Never waits."""
+        """Upload `checkpoint` next; `keep_step` is the step of the best one. Never waits."""
         with self._changed:
             self._keep_step, self._called = keep_step, True
             best = [path for path in self._waiting if keep_step is not None and path.name == step_name(keep_step)]
@@ -48,16 +53,20 @@ class Uploads:
             self._changed.notify_all()
 
     def held(self) -> set[int | None]:
-        """The steps that must stay in the run's directory for now."""
+        """Return the steps that wait for their upload or are being uploaded, and must stay in the run's directory."""
         with self._changed:
             return {step_of(path) for path in (*self._waiting, self._under_way) if path is not None}
 
     def kept(self) -> set[int | None]:
-        """`held`, and the step of the best one."""
+        """Return the steps of `held`, and the step of the best checkpoint."""
         return self.held() | {self._keep_step}
 
     def finish(self, within_seconds: float | None = None) -> None:
-        """Wait until all is uploaded. `InputError` if that fails; what is left is in the run's directory."""
+        """Wait until all checkpoints are uploaded.
+
+        Raises:
+            InputError: An upload failed or took too long; the checkpoint is still in the run's directory.
+        """
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -78,7 +87,10 @@ class Uploads:
             raise self._error
 
     def _run(self) -> None:
-        """On the thread. After a failure, what waits is tried again when there is more of it, or at the end."""
+        """Upload what waits, until `finish`. Runs on the thread.
+
+        After a failure it tries again when the next checkpoint is submitted, and at the end.
+        """
         try:
             ending = False
             while not ending:
@@ -87,11 +99,11 @@ class Uploads:
                     self._called, ending = False, self._ending
                 while self._upload_next():
                     pass
-        except Exception as error:  # ours: `finish` raises it
+        except Exception as error:  # a bug of ours: `finish` raises it
             self._error = error
 
     def _upload_next(self) -> bool:
-        """Upload what waits first; False if nothing does, or it failed."""
+        """Upload the first waiting checkpoint; return False if none waits, or the upload failed."""
         with self._changed:
             if not self._waiting:
                 return False

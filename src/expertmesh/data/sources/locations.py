@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from expertmesh.compat import fingerprint_of
 from expertmesh.config.errors import InputError
 from expertmesh.data.sources.json_rows import read_json, read_lines
 from expertmesh.data.sources.rows import Columns, RawRow, SourceFile, Takes, with_columns
@@ -182,7 +183,7 @@ class _Table:
         return with_columns(read_table(self.table, SourceFile(self.name, by_line=False), takes), columns)
 
     def stamp(self) -> str:
-        return str(self.table._fingerprint)
+        return fingerprint_of(self.table)
 
     def content(self) -> str:
         return self.stamp()

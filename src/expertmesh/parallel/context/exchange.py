@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.anatomy import is_inside
+from expertmesh.compat import set_attention, with_attention
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.collectives import all_gather, all_to_all_even
 from expertmesh.distributed.mesh import Mesh
@@ -90,7 +91,7 @@ def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], 
             masks = ALL_MASK_ATTENTION_FUNCTIONS
             register_function(masks, PREFIX + backend, masks[backend])
         # A dict sets this configuration alone; a string would also change those inside it (of a vision tower).
-        config._attn_implementation = {"": PREFIX + backend}
+        set_attention(config, {"": PREFIX + backend})
 
 
 def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
@@ -160,7 +161,7 @@ def _attention(
     cut = partial(_own_heads, context.name, heads * cp, rank * heads, heads)
     # The module's configuration names this exchange; the backend has to read its real name there.
     seen = _ModuleView(
-        module, num_key_value_groups=groups, config=_ModuleView(module.config, _attn_implementation=context.backend)
+        module, num_key_value_groups=groups, config=_ModuleView(module.config, **with_attention(context.backend))
     )
     if isinstance(sinks := getattr(module, "sinks", None), torch.Tensor):
         seen.changes["sinks"] = cut("sinks", sinks)

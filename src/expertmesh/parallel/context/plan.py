@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, is_inside
+from expertmesh.compat import attention_of
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.attention import mixes_streams
@@ -235,7 +236,7 @@ def _part_of(name: str, heads: StateHeads | str) -> TensorPart:
 
 def backend_of(config: Any) -> str:
     """Return the attention backend of a configuration, by transformers' name."""
-    name: str = config._attn_implementation or "eager"
+    name: str = attention_of(config) or "eager"
     return name.removeprefix(PREFIX)
 
 

@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.anatomy import Anatomy
-from expertmesh.compat import varlen_attn
+from expertmesh.compat import declared, set_attention, varlen_attn
 from expertmesh.experts.token_counts import packed_samples
 from expertmesh.introspection.attention import attention_by_samples, decoder_of
 from expertmesh.introspection.source_code import registry_call
@@ -49,7 +49,7 @@ def varlen_refusal(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.
         return f"flash attention does not compute in {str(dtype).removeprefix('torch.')}"
     if (backend := backend_of(config)) not in ("sdpa", NAME):
         return f"model.attention is {backend}"
-    if not getattr(model, "_supports_flash_attn", False):
+    if not declared(model, "_supports_flash_attn"):
         return f"transformers does not run {config.model_type} with flash attention"
     if attention_by_samples(model, anatomy):
         return "its attention carries state, and runs on each sample by itself"
@@ -75,7 +75,7 @@ def attend_by_samples(decoder: nn.Module) -> None:
     register_function(ALL_ATTENTION_FUNCTIONS, NAME, attention)
     register_function(ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask)
     config: Any = decoder.config
-    config._attn_implementation = {"": NAME}
+    set_attention(config, {"": NAME})
 
 
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -116,6 +116,7 @@ def traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
         _in_graph.samples = samples
         return forward(part, *args, **kwargs)
 
+    with_samples.__name__, with_samples.__qualname__ = forward.__name__, forward.__qualname__  # for torch's own logs
     return with_samples
 
 

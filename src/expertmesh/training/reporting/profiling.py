@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from expertmesh.compat import memory_page, record_memory
+
 log = logging.getLogger(__name__)
 _MEMORY_EVENTS = 200_000
 
@@ -52,7 +54,7 @@ def profiling(steps: tuple[int, int] | None, directory: Path, rank: int) -> Iter
         nonlocal done
         done += 1
         if done == first - 1 and torch.cuda.is_available():
-            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+            record_memory(_MEMORY_EVENTS)
         profiler.step()
 
     warm_up = min(1, first - 1)
@@ -67,7 +69,5 @@ def profiling(steps: tuple[int, int] | None, directory: Path, rank: int) -> Iter
 
 
 def _write_memory(path: Path) -> None:
-    from torch.cuda._memory_viz import trace_plot
-
-    path.write_text(trace_plot(torch.cuda.memory._snapshot()), encoding="utf-8")
-    torch.cuda.memory._record_memory_history(enabled=None)
+    path.write_text(memory_page(), encoding="utf-8")
+    record_memory(None)

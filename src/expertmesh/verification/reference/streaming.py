@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from expertmesh.compat import apply_to_tensors
 from expertmesh.state.model_view import ModelView
 from expertmesh.verification.reference.weights import Weights
 
@@ -52,7 +53,7 @@ class StreamedModel:
 
     def __post_init__(self) -> None:
         self.names = {name: names[0] for names in ModelView(self.model).ties for name in names}
-        self.model._apply(self._placeholder)
+        apply_to_tensors(self.model, self._placeholder)
 
     @contextmanager
     def fed_by(self, weights: Weights, within: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
