@@ -1,9 +1,9 @@
 """Let other libraries' code work correctly on a sharded model, or stop with one sentence that names the right call.
 
-`guard` puts `_OtherCode` in front of the model's class and adds hooks to its forward and its state dict. Each refusal is
-at the first attribute or method that a library uses, so that every rank raises the same error before anything has been
-wrapped, written or sent. Only torch's gradient clipping is extended globally (compat.py), because it never sees the
-model. `BeforeSharding` covers objects, above all an optimizer, that were made from a model in memory before it was
+`guard` puts `_OtherCode` in front of the model's class and adds hooks to its forward and its state dict. Each refusal
+is at the first attribute or method that a library uses, so that every rank raises the same error before anything has
+been wrapped, written or sent. Only torch's gradient clipping is extended globally (compat.py), because it never sees
+the model. `BeforeSharding` covers objects, above all an optimizer, that were made from a model in memory before it was
 sharded.
 """
 
