@@ -140,7 +140,7 @@ def train(arguments: TrainArguments) -> int:
 
 
 def _preflight(config: Config, ranks: int, ranks_per_node: int) -> None:
-    """What ranks would refuse, before they are started; under torchrun each rank calls it itself."""
+    """Refuse what ranks would refuse, before they are started; under torchrun each rank calls it itself."""
     with lazy_imports():
         from expertmesh.training.startup.preflight import preflight, refuse_weights
 
