@@ -61,8 +61,8 @@ def base_model(adapter: Path, base: str | None, trust_remote_code: bool) -> tupl
 
 
 def trained_base(adapter: Path, model: PreTrainedModel, load: LoadPlan) -> tuple[LoadPlan, str | None]:
-    """Return the values that the adapter was trained on: those of `load`, with experts rounded to the format in which they
-    were frozen, if the adapter names one.
+    """Return the values that the adapter was trained on: those of `load`, with experts rounded to the format in which
+    they were frozen, if the adapter names one.
     """
     path = adapter / BASE_FILE
     frozen = read_base(path).frozen if path.exists() else None
@@ -107,7 +107,9 @@ def take_layout(model: PreTrainedModel, load: LoadPlan, files: WeightFiles) -> N
 
 
 def companions(base: Path, adapter: Path, code: bool) -> CopiedFiles:
-    """Return the files that belong beside the weights: the base's small files, and the tokenizer that the adapter was trained with."""
+    """Return the files that belong beside the weights: the base's small files, and the tokenizer that the adapter was
+    trained with.
+    """
     patterns = [pattern for pattern in DATA_FILES if pattern != "*.safetensors"] + ["*.py"] * code
     found = {path.name: path for pattern in patterns for path in base.glob(pattern)}
     files = {name: path for name, path in found.items() if name not in _NOT_COPIED and not name.endswith(".index.json")}

@@ -145,7 +145,9 @@ def _as_peft_does(factors: WeightFiles, keys: tuple[str, str], experts: int) -> 
 def _of_parts(
     factors: WeightFiles, parts: Sequence[Part], shapes: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of adapters on published matrices, each with columns of its own. `shapes`: those of the target."""
+    """Return the same of adapters on published matrices, each with columns of its own. `shapes`: those of the
+    target.
+    """
     a_ErK, b_ENr = (torch.zeros(shape if len(shape) == 3 else (1, *shape)) for shape in shapes)
     width = a_ErK.shape[1] * a_ErK.shape[0] // len(parts)
     with safe_open(factors.tensors[parts[0].keys[0]].path, framework="pt") as file:

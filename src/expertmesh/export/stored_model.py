@@ -23,7 +23,8 @@ from expertmesh.weights.source import remember
 
 
 def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return the checkpoint's model on meta, in its stored dtypes, ready to be saved in the layout that training began with.
+    """Return the checkpoint's model on meta, in its stored dtypes, ready to be saved in the layout that training began
+    with.
 
     A checkpoint of a LoRA run holds the adapters alone; files then have the family's published layout. Reads config and
     layout, whose hashes the caller has compared.
@@ -52,8 +53,8 @@ def holds_adapters(state: SavedState) -> bool:
 
 
 def companion_files(state: SavedState) -> dict[str, Path]:
-    """Return the files that belong beside the weights of the model, by their path there: config, tokenizer, chat template,
-    code.
+    """Return the files that belong beside the weights of the model, by their path there: config, tokenizer, chat
+    template, code.
 
     Raises `SecurityError` for a link that leads out of the checkpoint, and for a pickle.
     """

@@ -19,7 +19,8 @@ from expertmesh.training.optimizers.build import moment_bytes
 
 @dataclass(slots=True)
 class BlockFigures:
-    """Of one block without its routed experts, for one sequence on one rank (no tp, no cp); bytes and FLOPs.
+    """The figures of one block without its routed experts, for one sequence on one rank (no tp, no cp); bytes and
+    FLOPs.
 
     `saved` stays from forward to backward, `backward` comes on top while that runs; `gradients` is the part of it that
     is parameters' gradients and does not grow with the micro-batch. `choices` is what checkpointing keeps of the
@@ -105,8 +106,9 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    """Of a group on one rank: shards that do not train and that do, what the optimizer keeps; then, in the compute
-    dtype, gathered parameters, their flat buffer and gradients. `reduced`: elements of the buffer that is reduced.
+    """The bytes of a group on one rank: shards that do not train and that do, what the optimizer keeps; then, in the
+    compute dtype, gathered parameters, their flat buffer and gradients. `reduced`: elements of the buffer that is
+    reduced.
     """
 
     frozen: float
@@ -120,7 +122,7 @@ class GroupBytes:
 
 @cache
 def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: OptimizerName = "adamw") -> GroupBytes:
-    """For `ranks` of fsdp and cp together."""
+    """Return the bytes of a group for `ranks` of fsdp and cp together."""
     totals = [0.0] * 7
     for weight in () if group is None else group.weights:
         # FSDP2 pads dim 0, of which tp may have taken its part, over the ranks; what tp does not split is over its too.
@@ -180,7 +182,7 @@ class Experts:
     last: int
 
     def elements(self, trains: bool | None = None) -> int:
-        """Of one expert; of what trains or does not, if asked so."""
+        """Return the elements of one expert; if `trains` is given, of those that train or do not."""
         return sum(each.elements for each in self.matrices if trains in (None, each.trains))
 
     def gathered(self, compute: int) -> float:
@@ -200,10 +202,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelParts:
-    """How many parts of a block gather positions under tp: `split` ones, the last of which may be the block's `last`
-    module, and those that each rank computes `whole`, counted once for each hidden states that it gets. `features`: of
-    outputs that are put together again. Under cp those that gather whole rows, and are computed by heads, or whole on
-    each rank.
+    """The number of parts of a block that gather positions under tp: `split` ones, the last of which may be the block's
+    `last` module, and those that each rank computes `whole`, counted once for each hidden states that it gets.
+    `features`: of outputs that are put together again. Under cp those that gather whole rows, and are computed by
+    heads, or whole on each rank.
     """
 
     split: int = 0
@@ -232,7 +234,7 @@ class Block:
         return tuple(group for group in (self.own, self.split, self.uncast) if group is not None)
 
     def ends_in_experts(self, mode: str, *, shared_beside: bool) -> bool:
-        """Whether a second run ends before the experts' down projection, as nothing is saved behind it.
+        """Return whether a second run ends before the experts' down projection, as nothing is saved behind it.
         `shared_beside`: a shared expert is not behind it either.
         """
         if mode != "full" or self.experts is None or self.experts.spec.call == "dense":

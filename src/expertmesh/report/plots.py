@@ -141,7 +141,9 @@ def draw(run: Run) -> dict[str, Markup]:
 
 
 def draw_together(runs: Sequence[Run]) -> dict[str, Markup]:
-    """Return the same figures of several runs in one picture each, named by letters; also figures that only one run has."""
+    """Return the same figures of several runs in one picture each, named by letters; also figures that only one run
+    has.
+    """
     figures = {}
     for key in ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second"):
         lines = {}
@@ -330,7 +332,9 @@ def short(value: float, place: float = 0) -> str:
 
 
 def _svg(name: str, draw_on: Callable[[Figure, Axes], Hover | None]) -> Markup:
-    """Return a figure in our style, whatever the user's matplotlibrc says, as an `<svg>` whose ids begin with `name`."""
+    """Return a figure in our style, whatever the user's matplotlibrc says, as an `<svg>` whose ids begin with
+    `name`.
+    """
     written = io.StringIO()
     with matplotlib.style.context(_STYLE, after_reset=True):
         figure = Figure()
