@@ -115,7 +115,7 @@ def root(
         bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """What stands before the verb."""
+    """Take what stands before the verb."""
 
 
 @verb

@@ -61,7 +61,7 @@ class Recipe:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Those that rows may have."""
+        """The formats that rows may have."""
         return tuple(name for name in FORMATS if (name == PREFERENCE) is self.pairs)
 
 

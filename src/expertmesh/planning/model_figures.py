@@ -75,12 +75,12 @@ class Weight:
 
     @property
     def is_muons(self) -> bool:
-        """Whether Muon updates it, if that is the optimizer."""
+        """True if Muon updates it, if that is the optimizer."""
         return self.trains and self.is_matrix
 
     @property
     def is_split_on_last(self) -> bool:
-        """Whether tp cuts its rows."""
+        """True if tp cuts its rows."""
         return self.split is not None and self.split == len(self.shape) - 1
 
 
@@ -159,7 +159,7 @@ class ExpertWeight(NamedTuple):
 
     @property
     def is_muons(self) -> bool:
-        """Whether Muon updates it, if that is the optimizer."""
+        """True if Muon updates it, if that is the optimizer."""
         return self.trains and self.is_matrix
 
     @property
@@ -270,12 +270,12 @@ class ModelFigures:
 
     @property
     def experts(self) -> Experts:
-        """Of the first block that has any."""
+        """The experts of the first block that has any."""
         return next(block.experts for block in self.blocks if block.experts is not None)
 
     @property
     def embeds_trained(self) -> bool:
-        """Whether the embedding trains, so that the first block's input has a gradient."""
+        """True if the embedding trains, so that the first block's input has a gradient."""
         return any(weight.trains for weight in (self.root if self.embedding is None else self.embedding).weights)
 
     @property
@@ -298,5 +298,5 @@ class ModelFigures:
 
     @property
     def reduce_bytes(self) -> int:
-        """Of an element of the buffers that gradients are reduced from."""
+        """The bytes of an element of the buffers that gradients are reduced from."""
         return max(BYTES_OF[self.precision.reduce], self.compute_bytes)

@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Input tokens of the full job in a second."""
         return self.speed.tokens / self.speed.seconds
 
     def fits(self, job: Job) -> bool:

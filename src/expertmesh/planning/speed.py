@@ -54,7 +54,7 @@ class Speed:
 
     @property
     def compute(self) -> float:
-        """Of the device, with what it waits for the host."""
+        """Seconds of the device, with its waits for the host."""
         return self.products + self.experts + self.attention + self.memory + self.host + self.head + self.optimizer
 
     @property

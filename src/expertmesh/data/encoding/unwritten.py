@@ -43,7 +43,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What it is called in counts."""
+        """The name in counts."""
         return f"text of {self.role} messages" if self.kind == TEXT else str(self.path[-1 if self.kind == KEY else 0])
 
     def replaced(self, value: Any, word: str) -> Any:
