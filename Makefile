@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints/ci.txt
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# Everything, also what tests/slow.yaml leaves out of `make test`, with Triton (300 MB) for its interpreter and compiler.
+# Everything, also what `slow` marks leave out of `make test`, with Triton (300 MB) for its interpreter and compiler.
 test-all: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/ci.txt -e ".[kernels]"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=40

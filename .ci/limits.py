@@ -1,7 +1,7 @@
 """Limits that keep rooms small and other people's insides in one room; part of `make lint`.
 
 Prints every place that is over one, and exits with 1. Private names of torch, transformers and datasets are used in
-compat.py alone, `unittest.mock` nowhere.
+compat.py alone, `unittest.mock` nowhere. Docstrings of functions begin with a verb.
 
 Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
 the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
@@ -17,6 +17,7 @@ PACKAGE = Path("src/expertmesh")
 COMPAT = PACKAGE / "compat.py"
 OTHERS = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
 LINES_PER_FILE, LINES_PER_FUNCTION, ARGUMENTS = 700, 60, 8
+NO_FIRST_WORDS = {"As", "How", "Of", "That", "Those", "What", "Where", "Whether", "Which", "Who"}
 # `os._exit` and `sys._current_frames` are documented.
 STANDARD = ("os", "sys", "self", "cls")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -38,6 +39,7 @@ def over() -> Iterator[str]:
         for node in ast.walk(tree):
             if isinstance(node, Function):
                 yield from _length(path, node)
+                yield from _first_word(path, node)
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         public = {name for name, home in homes.items() if home == module}
         for node, options_count in _counted(tree, public):
@@ -85,6 +87,13 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def _first_word(path: Path, node: Function) -> Iterator[str]:
+    """A docstring begins with a verb, or is the noun phrase of a property."""
+    word = (ast.get_docstring(node) or "").partition(" ")[0]
+    if word in NO_FIRST_WORDS:
+        yield f"{path}:{node.lineno}: the docstring of {node.name} begins with {word}; begin with a verb"
 
 
 def _length(path: Path, node: Function) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""Marks the tests that `make test` leaves to `make test-all` as slow: those that slow.yaml names. All but those of
-`pytest -m gpu` run on the CPU, where a GPU is as well: ranks are forked, and there are more of them than devices.
+"""Marks the cases that `make test` leaves to `make test-all` as slow. All tests but those of `pytest -m gpu` run on the
+CPU, where a GPU is as well: ranks are forked, and there are more of them than devices.
 """
 
 import gc
@@ -11,18 +11,11 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.support.one_launch import Launched, Launches
 
-_LIST = Path(__file__).with_name("slow.yaml").read_text()
-_SLOW: dict[str, dict[str, str]] = yaml.safe_load(_LIST)
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    lines = sum(line[:1] not in ("", "#") for line in _LIST.splitlines())
-    if lines != len(_SLOW) + sum(map(len, _SLOW.values())):
-        raise pytest.UsageError("tests/slow.yaml has a key twice, of which YAML keeps the last")
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything imports torch
 
@@ -38,18 +31,21 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A row of slow.yaml that names no test is an error when the whole suite is collected."""
-    rows = {(f"tests/{path}", pattern) for path, tests in _SLOW.items() for pattern in tests}
-    used = set()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the cases that `slow_cases` names the mark `slow`. Each says why it may be left out; one names a case."""
+    unused: dict[tuple[str, str], bool] = {}
     for item in items:
-        path, _, name = item.nodeid.partition("::")
-        hits = {row for row in rows if row[0] == path and re.fullmatch(row[1], name)}
-        if hits:
-            item.add_marker(pytest.mark.slow)
-        used |= hits
-    if config.args == config.getini("testpaths") and not config.option.keyword and used != rows:
-        raise pytest.UsageError(f"tests/slow.yaml names tests that do not exist: {sorted(rows - used)}")
+        whole, _, case = item.nodeid.partition("[")
+        for mark in item.iter_markers("slow_cases"):
+            assert mark.kwargs["why"], item.nodeid
+            for pattern in mark.args:
+                named = re.fullmatch(pattern, case[:-1]) is not None
+                if named:
+                    item.add_marker(pytest.mark.slow)
+                unused[whole, pattern] = unused.get((whole, pattern), True) and not named
+    chosen = any("[" in argument for argument in sys.argv)
+    if not chosen and (wrong := [f"{test}: {pattern}" for (test, pattern), none in unused.items() if none]):
+        raise pytest.UsageError(f"slow_cases names no case: {wrong}")
 
 
 @pytest.hookimpl(optionalhook=True)

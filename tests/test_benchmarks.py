@@ -89,6 +89,7 @@ def test_adapters_that_compute_something_else_are_refused(monkeypatch: pytest.Mo
         lora.measure(LAYER, tuple(lora.SYSTEMS), CPU, 1)
 
 
+@pytest.mark.slow(why="starts interpreters and launches their systems")
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [

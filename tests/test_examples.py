@@ -79,6 +79,7 @@ def _dry_run(file: Path, directory: Path) -> tuple[str, Forecast]:
     return said["figures"], forecast(config, checked, devices)
 
 
+@pytest.mark.slow_cases(r"(?!olmoe|mixtral).*", why="builds a published model of dozens of layers on meta; two stay")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_each_example_passes_with_the_published_config_as_its_comment_predicts(file: Path, tmp_path: Path) -> None:
     """Layout, targets, packing and precision, as `train` checks them before it reads weights."""
@@ -87,6 +88,7 @@ def test_each_example_passes_with_the_published_config_as_its_comment_predicts(f
     assert found.warning is None
 
 
+@pytest.mark.slow_cases(r"(?!olmoe|mixtral|gpt-oss-20b).*", why="the same; three stay")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_published_config_passes_with_the_default_of_every_key(file: Path, tmp_path: Path) -> None:
     """All but what says what is wanted: the model, the data, adapters, the objective, and a batch with a row a rank."""
@@ -133,6 +135,7 @@ def _start_with_trl(directory: Path, script: str, data: str, **environment: str)
     assert run.returncode == 0, run.stderr[-3000:]
 
 
+@pytest.mark.slow(why="starts torchrun")
 def test_the_example_with_trl_trains_and_resumes(tmp_path: Path) -> None:
     _write_inputs(tmp_path)
     for steps in (2, 4):
@@ -142,6 +145,7 @@ def test_the_example_with_trl_trains_and_resumes(tmp_path: Path) -> None:
     assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow(why="starts torchrun")
 def test_the_examples_with_preferences_and_rewards_run(tmp_path: Path) -> None:
     _write_inputs(tmp_path)
     row = {"prompt": "one and one is", "chosen": " 2", "rejected": " not known to anybody"}
@@ -157,6 +161,7 @@ def _losses(printed: str) -> list[float]:
     return [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step")]
 
 
+@pytest.mark.slow(why="starts torchrun")
 def test_the_python_example_trains_and_saves(tmp_path: Path) -> None:
     _write_inputs(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

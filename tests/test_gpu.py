@@ -39,6 +39,9 @@ def _rows(name: str, out: Path) -> list[gpu.Row]:
     return list(stage(name)(Run(torch.device("cpu"), out)))
 
 
+@pytest.mark.slow_cases(
+    r"(ranks|parity|grouped_mm|environment|.*bench|memory|step|profile)", why="the cheap stages that check stay"
+)
 @pytest.mark.parametrize("name", gpu.LIMITS)
 def test_every_stage_runs_in_miniature_on_the_cpu(name: str, tmp_path: Path) -> None:
     (rows,) = run_ranks(_rows, 1, name, tmp_path)

@@ -6,19 +6,16 @@ pyproject.toml.
 
 import datetime
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import profiler
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
@@ -73,7 +70,6 @@ __all__ = [
     "pytree",
     "record_memory",
     "reduce_scatter_into",
-    "refuse_fully_shard",
     "runs_in_backward",
     "scale_all_",
     "set_attention",
@@ -190,25 +186,6 @@ def update_as(optimizer: torch.optim.Optimizer, view: Callable[[torch.Tensor], t
         return answer
 
     optimizer._init_group = _init_group  # type: ignore[attr-defined]
-
-
-class _Applied(OrderedDict[Any, Any]):
-    """The record of composable functions that were applied to a module; `fully_shard` reads it before anything else."""
-
-    refuse: Callable[[], NoReturn]
-
-    def __contains__(self, key: object) -> bool:
-        if fully_shard.__name__ in (key, getattr(key, "__name__", None)):
-            self.refuse()
-        return super().__contains__(key)
-
-
-def refuse_fully_shard(module: nn.Module, refuse: Callable[[], NoReturn]) -> None:
-    """Make torch's `fully_shard` of `module` call `refuse`, which raises; torch's own errors name no solution."""
-    for key in (STATE_KEY, REGISTRY_KEY):
-        applied = _Applied(module.__dict__.get(key, {}))
-        applied.refuse = refuse
-        module.__dict__[key] = applied
 
 
 def wrap_clipping(norm: Callable[..., torch.Tensor], scale: Callable[..., None]) -> None:

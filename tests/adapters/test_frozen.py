@@ -103,6 +103,8 @@ def _train(
     return results[0]
 
 
+@pytest.mark.slow_cases(r"(gpt_oss|deepseek_v3|mixtral)-.*", why="ep, fsdp, tp, cp and pp stay, with two formats")
+@pytest.mark.slow_cases(r"qwen3_moe-mxfp4-4-.*", why="two ranks stay")
 @pytest.mark.parametrize(
     ("family", "frozen", "world", "layouts"),
     [
@@ -120,6 +122,7 @@ def test_every_adapter_gradient_equals_stock_peft_on_the_dequantised_base(
         distance.check(TOLERANCE)
 
 
+@pytest.mark.slow_cases(r"(checkpointed|loop)", why="selective stays")
 @pytest.mark.parametrize(
     "options",
     [
@@ -133,12 +136,14 @@ def test_the_other_ways_to_compute_give_the_same(options: dict[str, Any]) -> Non
     _train(_expected("qwen3_moe", "mxfp4"), "mxfp4", 2, [{"ep": 1}], **options)[0].check(TOLERANCE)
 
 
+@pytest.mark.slow_cases(r"nvfp4-.*", why="nf4 stays")
 @pytest.mark.parametrize(("frozen", "layout"), [("nvfp4", {"ep": 2, "tp": 2}), ("nf4", {"ep": 2})])
 def test_in_double_precision_nothing_is_left_but_the_last_digits(frozen: str, layout: dict[str, int]) -> None:
     run = _expected("qwen3_moe", frozen, torch.float64)
     _train(run, frozen, 4 if "tp" in layout else 2, [layout])[0].check(1e-10)
 
 
+@pytest.mark.slow(why="without checkpointing stays; test_dropout.py compares layouts")
 def test_dropout_drops_the_same_in_every_layout(tmp_path: Path) -> None:
     random_adapter(tiny_model(test_dropout.FAMILY), tmp_path, *TARGETS[test_dropout.FAMILY])
     trained = functools.partial(test_dropout._trained, tmp_path, precision=_precision("nf4"))
@@ -158,6 +163,7 @@ def _held(model: nn.Module, mesh: Mesh) -> dict[bool, tuple[int, int, set[str]]]
     return found
 
 
+@pytest.mark.slow_cases(r"(mxfp4|float8|nf4)", why="nvfp4 stays, which has two scales")
 @pytest.mark.parametrize("frozen", BITS)
 def test_after_training_each_rank_holds_its_codes_and_scales_alone(frozen: str) -> None:
     run = _expected("qwen3_moe", "nf4", **SIZES)
@@ -271,6 +277,7 @@ def _offloaded(
     return train_adapters(run, parallel, precision=_precision("mxfp4"), tamper=tamper, **options), events
 
 
+@pytest.mark.slow_cases(r"checkpointed", why="without checkpointing stays; test_dropout.py compares layouts")
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointed"])
 def test_experts_from_host_memory_come_a_layer_ahead_in_both_directions(options: dict[str, Any]) -> None:
     run = _expected("qwen3_moe", "mxfp4", num_hidden_layers=4)
@@ -285,6 +292,7 @@ def test_experts_from_host_memory_come_a_layer_ahead_in_both_directions(options:
     assert len(events) % 16 == 0
 
 
+@pytest.mark.slow_cases(r"4-.*", why="one rank stays, and ep 2 in the order of copies")
 @pytest.mark.parametrize(("world", "layout"), [(4, layout) for layout in OFFLOADED[2:]] + [(1, {"ep": 1})], ids=str)
 def test_experts_from_host_memory_train_the_same_in_every_layout(world: int, layout: dict[str, int]) -> None:
     distance, events = run_ranks(_offloaded, world, _expected("qwen3_moe", "mxfp4"), layout)[0]

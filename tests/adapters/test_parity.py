@@ -64,6 +64,11 @@ def _check(by_rank: list[list[AdapterDistance]], tolerance: float = TOLERANCE) -
             distance.check(tolerance)
 
 
+@pytest.mark.slow_cases(r"gpt_oss-4-.*", why="test_save.py has GPT-OSS on four ranks, as stock PEFT reads it")
+@pytest.mark.slow_cases(
+    r"(deepseek_v3-[14]|gpt_oss-[12]|glm4_moe-4|olmoe-4|mixtral-4|qwen3_moe-[14])-.*",
+    why="pairwise: each family and each layout is left once",
+)
 @pytest.mark.parametrize(("family", "world", "layouts"), MATRIX)
 @one_launch(lambda expected, family, world, layouts: _case(expected(family), world, layouts))
 def test_every_adapter_gradient_and_two_steps_equal_stock_peft(
@@ -72,6 +77,9 @@ def test_every_adapter_gradient_and_two_steps_equal_stock_peft(
     _check(launched())
 
 
+@pytest.mark.slow_cases(
+    r"(checkpointed|loop)", why="parallel/test_parity.py has them without adapters, selective stays"
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -91,6 +99,7 @@ def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launc
     _check(launched(), 1e-10)
 
 
+@pytest.mark.slow_cases(r"three experts on two", why="six on four stays")
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 1, 1)], ids=["three experts on two", "six experts on four"])
 @one_launch(lambda expected, layout: _case(expected("qwen3_moe", num_experts=6), 4, [layout]))
 def test_adapters_that_efsdp_does_not_divide_by_experts_are_sharded_on_a_later_dim(
@@ -115,6 +124,7 @@ OF_OTHERS = {
 }
 
 
+@pytest.mark.slow(why="adapters/test_from_peft.py reads them; one rank for all stays")
 def test_ranks_and_scalings_of_their_own_as_other_people_s_adapters_have_them(expected: Expected) -> None:
     run = expected("qwen3_moe", **OF_OTHERS)
     _check(_train(run, 4, [(2, 1, 1), (4, 1, 1)]))
@@ -153,6 +163,7 @@ def _half(expected: Expected, confined: tuple[int, ...]) -> PeftRun:
     return expected("qwen3_moe", dtype=torch.float64, prepare=_route_by_half, confined=confined)
 
 
+@pytest.mark.slow_cases(r"(1|4)-.*", why="ep 2 stays")
 @pytest.mark.parametrize(
     ("ep", "confined"),
     [

@@ -38,6 +38,7 @@ def _train(run: PeftRun, parallel: dict[str, int], directory: Path) -> AdapterDi
     return train_adapters(run, em.ParallelConfig(**parallel), as_peft_model=True, after=after)
 
 
+@pytest.mark.slow_cases(r"(deepseek_v3|llama4|gpt_oss)-.*", why="attention and experts of one family stay")
 @pytest.mark.parametrize(
     ("family", "world", "parallel"),
     [

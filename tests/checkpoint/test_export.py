@@ -99,6 +99,7 @@ def test_what_is_exported_is_what_saving_the_live_model_writes(run: Path) -> Non
         assert {name for name, tensor in files.tensors.items() if tensor.dtype != torch.bfloat16} == {bias}
 
 
+@pytest.mark.slow_cases(r"efsdp", why="parallel/test_parity.py trains them, fused and computed files stay")
 @pytest.mark.parametrize("shape", ["efsdp", "fused", "computed"])
 def test_it_is_so_for_other_shardings_layouts_of_files_and_rules_that_compute(shape: str, tmp_path: Path) -> None:
     if shape == "efsdp":

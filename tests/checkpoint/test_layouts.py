@@ -49,6 +49,7 @@ def onward(saved: dict[tuple[int, int, int], tuple[Path, State]]) -> State:
     return run_ranks(load, 4, FAMILY, _parallel(LAYOUTS[1]), saved[LAYOUTS[1]][0], [2, 3])[0][1]
 
 
+@pytest.mark.slow_cases(r"target[0126]", why="four ranks and eight once each")
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_every_layout_reads_the_same_state_and_goes_on_alike(
     saved: dict[tuple[int, int, int], tuple[Path, State]], onward: State, target: tuple[int, int, int]

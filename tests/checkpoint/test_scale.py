@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,6 +141,7 @@ def _both(directory: Path, counted: bool) -> tuple[float, float, int]:
     return joining, resuming, grown
 
 
+@pytest.mark.slow(why="counts the calls of a job of 4,096 ranks")
 def test_joining_and_resuming_scale_with_ranks_and_with_tensors_not_with_their_product(tmp_path: Path) -> None:
     joining, resuming, grown = _both(tmp_path, counted=True)
     ranks_and_tensors = RANKS + 4 * PARAMETERS

@@ -44,6 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, State]
     return path, state, run_ranks(load, world, FAMILY, parallel, path, [2, 3])[0][1]
 
 
+@pytest.mark.slow_cases(r"pp 2(, replicate 2)?", why="pp 2 with ep 2 stays")
 @pytest.mark.parametrize("stages", STAGES)
 def test_stages_read_what_a_whole_model_wrote_and_go_on_alike(
     whole: tuple[Path, State, State], tmp_path: Path, stages: str
@@ -56,6 +57,7 @@ def test_stages_read_what_a_whole_model_wrote_and_go_on_alike(
         assert _worst(onward, later) <= 1e-5
 
 
+@pytest.mark.slow_cases(r"pp 2(, replicate 2)?", why="pp 2 with ep 2 stays")
 @pytest.mark.parametrize("stages", STAGES)
 def test_a_whole_model_reads_what_stages_wrote_and_the_export_is_the_same(tmp_path: Path, stages: str) -> None:
     world, parallel = STAGES[stages]

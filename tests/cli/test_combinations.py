@@ -203,6 +203,11 @@ def train_alone(root: Path) -> Iterator[Callable[[Path, str], list[float]]]:
     ranks.end()
 
 
+@pytest.mark.slow_cases(
+    r"(?!data.packing=true-cp|objective.name=dpo-replicate|moe.aux_loss_coef=0.01-tp"
+    r"|lora=.r: 4. precision.frozen=nf4-fsdp).*",
+    why="an option along each of four axes stays, and all refusals",
+)
 @pytest.mark.parametrize(("option", "axis"), SHARE_RANKS)
 @one_launch(lambda root, option, axis: _job(_inputs(root, option), option, AXES[axis]))
 def test_an_option_along_an_axis_trains_by_the_command_line(
@@ -213,6 +218,9 @@ def test_an_option_along_an_axis_trains_by_the_command_line(
     assert found == _about(option, train_alone(inputs, _alone(option)))
 
 
+@pytest.mark.slow(
+    why="launches; parallel/test_compiling.py compiles beside each axis, experts/test_dispatch.py has the dispatcher"
+)
 @pytest.mark.parametrize(("option", "axis"), [pair for pair in PAIRS_THAT_TRAIN if pair not in SHARE_RANKS])
 def test_an_option_that_changes_a_process_trains_along_an_axis(root: Path, option: str, axis: str) -> None:
     inputs = _inputs(root, option)

@@ -75,6 +75,7 @@ def _wait(true: object, seconds: float, log: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow(why="launches of four processes, one after the other; the choice of a layout and the refusals stay")
 def test_four_ranks_two_and_four_again_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
     inputs, output, log = write_inputs(tmp_path / "inputs"), tmp_path / "run", tmp_path / "log"
     rows = (inputs / "train.jsonl").read_text()

@@ -71,6 +71,7 @@ def test_what_it_writes_for_this_machine_passes_check_and_fits(
     assert Path("new.yaml").read_text() == text
 
 
+@pytest.mark.slow(why="each builds 48 layers for its search; test_search.py's searches and what fits nowhere stay")
 @pytest.mark.parametrize(
     ("devices", "options", "targets", "frozen", "says"),
     [

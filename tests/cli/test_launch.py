@@ -74,6 +74,9 @@ def test_what_a_dead_rank_had_started_is_ended(temporary: Path) -> None:
     assert not is_alive(int((temporary / "child").read_text()))
 
 
+@pytest.mark.slow_cases(
+    r"(stopped_by_a_signal|slow_reader).*", why="each waits for a time limit; the endless loop stays"
+)
 @pytest.mark.parametrize(
     ("hang", "ranks", "found"),
     [
@@ -244,6 +247,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(stopped: bool, temporary: Path) 
         shutil.rmtree(left)
 
 
+@pytest.mark.slow_cases(r"2", why="one rank stays")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_are_all_stopped_are_noticed_although_nobody_waits_for_them(ranks: int, temporary: Path) -> None:
     job = ForkedJob("loop", ranks, timeout=5)

@@ -103,6 +103,7 @@ def commands(tmp_path: Path) -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]), "SAID": str(tmp_path / "said")}
 
 
+@pytest.mark.slow(why="starts processes; test_verify.py starts ranks by the command line")
 def test_srun(inputs: Path, commands: dict[str, str]) -> None:
     """By the batch script of the examples. The step has its own variables, and those of the job."""
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node07"}
@@ -174,6 +175,7 @@ def slurm(tmp_path: Path, commands: dict[str, str]) -> Iterator[dict[str, str]]:
         yield {"SLURM_CONF": str(conf), "MASTER_ADDR": "127.0.0.1"} | commands
 
 
+@pytest.mark.slow(why="starts SLURM's daemons; test_srun has the variables")
 @pytest.mark.parametrize("script", ["task-per-device", "task-per-node"])
 def test_the_batch_scripts_under_slurm_itself(inputs: Path, slurm: dict[str, str], tmp_path: Path, script: str) -> None:
     text = (CLUSTERS / f"{script}.sbatch").read_text()
@@ -188,6 +190,7 @@ def test_the_batch_scripts_under_slurm_itself(inputs: Path, slurm: dict[str, str
     assert_same(inputs, script)
 
 
+@pytest.mark.slow(why="srun joins by the same variables of torch; test_meeting.py has the meeting of machines")
 def test_pods_of_kubeflow_on_two_machines_without_names(inputs: Path) -> None:
     """Left alone, gloo announces on each machine what its name stands for there: nothing that the other can reach."""
     tools = [shutil.which(tool) for tool in ("unshare", "nsenter", "ip", "sh")]
@@ -204,6 +207,7 @@ def test_pods_of_kubeflow_on_two_machines_without_names(inputs: Path) -> None:
     assert_same(inputs, "pods")
 
 
+@pytest.mark.slow(why="srun joins by the same variables of torch; test_meeting.py has the meeting of machines")
 @pytest.mark.parametrize("local", [{}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}])
 def test_pods_of_a_pytorchjob_with_a_rank_each(inputs: Path, local: dict[str, str]) -> None:
     pods = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} | local
@@ -212,6 +216,7 @@ def test_pods_of_a_pytorchjob_with_a_rank_each(inputs: Path, local: dict[str, st
     assert_same(inputs, f"pytorchjob-{len(local)}")
 
 
+@pytest.mark.slow(why="a launch of four processes")
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_two_agents_of_torchrun(inputs: Path, commands: dict[str, str], rendezvous: str) -> None:
     """By the script of the examples, as a node where nothing is elastic, and by torchrun's own rendezvous."""
@@ -230,6 +235,7 @@ def test_two_agents_of_torchrun(inputs: Path, commands: dict[str, str], rendezvo
     assert_same(inputs, rendezvous)
 
 
+@pytest.mark.slow(why="a launch of three processes; test_failures.py has it without one")
 def test_a_refusal_under_torchrun_is_said_once_and_its_restarts_do_not_try_it_again(inputs: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
     torchrun += ["--master-port", str(free_port()), "-m", "expertmesh", "train"]
@@ -240,6 +246,7 @@ def test_a_refusal_under_torchrun_is_said_once_and_its_restarts_do_not_try_it_ag
     assert "traceback : not tried again (attempt 3): parallel.ep 3 does not divide" in said
 
 
+@pytest.mark.slow(why="starts processes; test_verify.py starts ranks by the command line")
 def test_a_process_group_that_is_up(inputs: Path) -> None:
     """What Ray's TorchTrainer gives its workers."""
     run_ranks(train, 2, load_config(inputs / "run.yaml", ["parallel.ep=2", f"output_dir={inputs / 'group'}"]))
@@ -256,6 +263,7 @@ train(sys.argv[5:], 2, storage_path=sys.argv[2], name=sys.argv[3])
 """
 
 
+@pytest.mark.slow(why="a launch of Ray, where it is installed")
 def test_ray(inputs: Path, tmp_path: Path) -> None:
     """By the script of the examples."""
     pytest.importorskip("ray.train", reason="needs ray[train]")
@@ -318,6 +326,7 @@ def test_a_task_of_skypilot_is_a_launcher_of_its_ranks(tmp_path: Path) -> None:
     assert place == Node("Kubeflow", 1, 4, 8, "10.0.0.7", 29500)
 
 
+@pytest.mark.slow(why="two launches; test_meeting.py has the sentence")
 def test_launchers_that_start_other_numbers_of_ranks_do_not_start_any(inputs: Path) -> None:
     pods = {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port())}
     command = [*TRAIN, *arguments(inputs, "uneven"), "parallel.ep=1", "train.global_batch_size=12", "--nproc"]

@@ -56,6 +56,7 @@ def agents(nodes: Nodes, arguments: list[str]) -> list[tuple[list[str], dict[str
     return [(nodes.command(node, [*TORCHRUN, *meet, str(node), *train]), {}) for node in range(2)]
 
 
+@pytest.mark.slow(why="launches of four processes each, with limits of time to be waited for")
 def test_two_nodes_give_the_weights_of_one_and_send_what_was_planned(nodes: Nodes, inputs: Path) -> None:
     local = [*TRAIN, *arguments(inputs, "local", 4), "--nproc", "4", "parallel.ep_across_nodes=false"]
     run_all([(local, {})])
@@ -106,6 +107,7 @@ def _wait_for_steps(output: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow(why="launches of four processes each, with limits of time to be waited for")
 @pytest.mark.parametrize("launcher", ["torchrun", "expertmesh"])
 def test_a_network_that_is_lost_ends_both_nodes_by_name(
     nodes: Nodes, inputs: Path, tmp_path: Path, launcher: str
@@ -126,6 +128,7 @@ def test_a_network_that_is_lost_ends_both_nodes_by_name(
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow(why="launches of four processes each, with limits of time to be waited for")
 def test_a_rank_that_hangs_under_torchrun_is_named_with_its_stack(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
@@ -158,6 +161,7 @@ leave(code)
 """
 
 
+@pytest.mark.slow(why="launches of four processes each, with limits of time to be waited for")
 def test_a_rank_that_is_stopped_on_another_node_is_named(nodes: Nodes, inputs: Path, tmp_path: Path) -> None:
     started = _start(agents(nodes, arguments(inputs, "stopped", 2, *ENDLESS)), tmp_path)
     _wait_for_steps(inputs / "stopped")

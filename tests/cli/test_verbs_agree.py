@@ -184,6 +184,7 @@ def test_nothing_is_refused_where_nothing_is_wrong(tmp_path: Path, capsys: pytes
         run()
 
 
+@pytest.mark.slow(why="one family")
 def test_a_plan_for_a_family_that_mixes_packed_samples_can_be_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

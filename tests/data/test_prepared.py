@@ -62,6 +62,7 @@ def sources(tmp_path: Path) -> list[Path]:
     return [directory, write(tmp_path / "texts.jsonl", [{"text": f"text {i}"} for i in range(700)])]
 
 
+@pytest.mark.slow_cases(r"1", why="three stay")
 @pytest.mark.parametrize("processes", [1, 3])
 def test_processes_that_share_the_rows_make_what_one_makes_in_memory(
     tmp_path: Path, sources: list[Path], processes: int

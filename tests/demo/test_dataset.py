@@ -46,6 +46,7 @@ def test_samples_are_the_public_documented_names_sorted_and_no_answer_twice(libr
     ]
 
 
+@pytest.mark.slow(why="reads the whole standard library twice")
 def test_the_installed_library_gives_thousands_of_samples_in_the_same_order_every_time() -> None:
     samples = stdlib_samples()
     assert len(samples) > 2000

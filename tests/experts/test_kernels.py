@@ -42,6 +42,7 @@ SILU, GPT_OSS = Gate(), Gate(interleaved=True, alpha=1.702, limit=0.7, offset=1.
 GATES = {"silu": SILU, "gpt-oss": GPT_OSS, "clamped": Gate(limit=0.5), "alternating": Gate(interleaved=True)}
 
 
+@pytest.mark.slow(why="half a minute of Triton's interpreter; needs the extra kernels")
 @needs_triton
 def test_values_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
@@ -214,6 +215,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow(why="compiles and disassembles for three GPUs; needs the extra kernels")
 @needs_triton
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_compiled_for_a_gpu_none_spills_and_rows_move_16_bytes_at_once(sm: int, tmp_path: Path) -> None:

@@ -226,6 +226,7 @@ def test_dropout_of_adapters_drops_the_same(tmp_path: Path) -> None:
             assert worst(trained[0], alone)[0] <= 1e-5
 
 
+@pytest.mark.slow(why="verification/test_layers.py has jobs in bf16")
 def test_a_job_whose_rows_a_library_carries_is_verified(tmp_path: Path) -> None:
     """In its own precision alone, by buffers that are freed; what is compared in fp32 has the all-to-all."""
     overrides = ("precision.compute=bfloat16", "parallel.ep=2", "moe.dispatch=deepep")

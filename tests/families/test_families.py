@@ -53,6 +53,7 @@ def _axes_of(family: Family) -> tuple[str, ...]:
     return axes if family.name not in CORE else (axes[(_commits() + CORE.index(family.name)) % len(axes)],)
 
 
+@pytest.mark.slow(why="`make families` proves all; the planted bug on every axis stays")
 @pytest.mark.parametrize("family", _chosen(), ids=lambda family: family.name)
 def test_a_family_is_what_the_table_says(family: Family) -> None:
     text = PATH.read_text()
@@ -70,6 +71,7 @@ def test_a_family_is_what_the_table_says(family: Family) -> None:
 VARIANTS = list(published())
 
 
+@pytest.mark.slow(why="`make test-all` has two, others at the next commit")
 @pytest.mark.parametrize(
     "variant", [VARIANTS[(_commits() + n) % len(VARIANTS)] for n in (0, len(VARIANTS) // 2)], ids=lambda v: v.name
 )
@@ -81,6 +83,7 @@ def test_a_published_configuration_trains_as_its_family_does(variant: Variant) -
     assert said.endswith("packing exact")
 
 
+@pytest.mark.slow(why="one family")
 def test_llama4_as_it_is_published_with_its_vision_tower() -> None:
     """The table has its text model; published checkpoints hold that inside a larger one, head included."""
     family = Family("llama4_published", "Llama4ForConditionalGeneration", automatic=False, interface=False)
@@ -97,6 +100,9 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow_cases(
+    r"(?!qwen3_5_moe).*", why="`make test-all` has five classes; the one whose names differ most stays"
+)
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_stock_peft_reads_the_adapter_of_a_published_class(family: str, tmp_path: Path) -> None:
     errors = measure_adapters(PUBLISHED[family], family, tmp_path, LAYOUTS[:1], torch.float64)

@@ -504,6 +504,9 @@ def _aftermath(trainer: Any) -> dict[str, Any]:
 TIMED = ("runtime", "per_second", "_mem_", "preparation", "total_flos", "step_time")
 
 
+@pytest.mark.slow(
+    why="trains 150 times, ours and the stock classes; that each argument is known, and in the docs, stays"
+)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(kind, name) for kind, cases in RUN.items() for name in cases],

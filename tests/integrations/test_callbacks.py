@@ -78,6 +78,7 @@ def _norms(trainer: Any) -> list[float]:
     return next(each.norms for each in trainer.callback_handler.callbacks if isinstance(each, _Average))
 
 
+@pytest.mark.slow(why="launches; one number stays, and that each callback is known")
 def test_an_average_of_weights_is_the_one_of_the_stock_trainer(tmp_path: Path) -> None:
     job = Job(tmp_path, given={"callbacks": [_Average()]}, changes=ONE_LAYER, after=_norms)
     ours, theirs = sharded(job, 2, ep=2), stock(accumulating(job, 2))
@@ -104,6 +105,9 @@ READS = {
 }
 
 
+@pytest.mark.slow_cases(
+    r"a mean|a maximum|a sum of all|a whole copy", why="launches; one number stays, and that each callback is known"
+)
 @pytest.mark.parametrize("reads", READS)
 def test_a_number_of_one_ranks_shards_stops_the_callback(reads: str, tmp_path: Path) -> None:
     job = Job(tmp_path, args={"max_steps": 1}, given={"callbacks": [_Reads(READS[reads])]})
@@ -117,6 +121,7 @@ def _adds_it_later(output: str) -> None:
     trainer.train()
 
 
+@pytest.mark.slow(why="launches; one number stays, and that each callback is known")
 def test_a_callback_that_is_added_later_is_refused_before_training(tmp_path: Path) -> None:
     with refused_on_ranks("trainer.unsupported-callback", naming="BEMACallback"):
         run_ranks(_adds_it_later, 2, str(tmp_path))

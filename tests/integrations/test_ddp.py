@@ -97,6 +97,7 @@ def _every_layout(world: int, loss_of: Loss) -> None:
             _compare(layout, loss_of, 1e-5)
 
 
+@pytest.mark.slow_cases(r"own_loss", why="what leaves the model in other ways stays")
 @pytest.mark.parametrize(
     ("world", "loss_of"),
     [(4, own_loss), (2, from_several_outputs), (2, fed_back)],

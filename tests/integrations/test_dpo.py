@@ -58,6 +58,7 @@ def saved(tmp_path: Path) -> str:
     return str(tmp_path / "base")
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 @pytest.mark.parametrize(
     ("world", "args"),
     [
@@ -73,6 +74,7 @@ def test_full_training_against_a_second_sharded_model(world: int, args: dict[str
     compare(sharded(job, world, ep=2), stock(expected), keys=LOGGED)
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 @pytest.mark.parametrize(
     "args",
     [
@@ -92,11 +94,13 @@ def test_every_loss_is_the_stock_trainers_in_fp64(args: dict[str, Any], tmp_path
     compare(sharded(job, 2, ep=2), stock(expected), relative=1e-10, of_move=1e-9)
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 def test_a_model_in_memory_is_its_own_reference(tmp_path: Path, saved: str) -> None:
     job = _job(tmp_path, {"max_steps": 2})
     compare(sharded(job, 2, ep=2), stock(replace(accumulating(job, 2), model=saved)), keys=LOGGED)
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 def test_a_reference_of_ones_own(tmp_path: Path, saved: str) -> None:
     """In memory, beside a policy that is read from a directory."""
     other = _model(seed=3)
@@ -104,6 +108,7 @@ def test_a_reference_of_ones_own(tmp_path: Path, saved: str) -> None:
     compare(sharded(job, 2, ep=2), stock(accumulating(job, 2)), keys=LOGGED)
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 def test_adapters_off_are_the_reference(tmp_path: Path) -> None:
     random_adapter(_model(), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     wrapped = functools.partial(PeftModel.from_pretrained, model_id=tmp_path / "start", is_trainable=True)
@@ -116,6 +121,7 @@ def test_adapters_off_are_the_reference(tmp_path: Path) -> None:
     compare(_of_files(ours, first), _of_files(expected, first), keys=LOGGED)
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
 def test_log_probabilities_of_the_reference_computed_before(adapters: bool, tmp_path: Path, saved: str) -> None:
     """From a file of its own in each run, as TRL keeps them beside the data."""

@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(why="each launches a stock job under DDP as well; test_sft.py stays")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_means_what_it_means_under_ddp(option: str, tmp_path: Path) -> None:
     given = {"compute_metrics": _accuracy} if option == "metrics" else {}
@@ -50,12 +51,14 @@ def test_an_option_means_what_it_means_under_ddp(option: str, tmp_path: Path) ->
         assert "eval_accuracy" in keys
 
 
+@pytest.mark.slow(why="each launches a stock job under DDP as well; test_sft.py stays")
 def test_a_stream_of_rows_is_shared_out_as_under_ddp(tmp_path: Path) -> None:
     rows = Dataset.from_list(uneven_rows()).to_iterable_dataset()
     job = Job(tmp_path, given={"train_dataset": rows}, changes=ONE_LAYER)
     compare(sharded(job, 2, ep=2), stock(job, 2))
 
 
+@pytest.mark.slow(why="each launches a stock job under DDP as well; test_sft.py stays")
 @pytest.mark.parametrize(
     "args",
     [

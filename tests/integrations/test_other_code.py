@@ -91,9 +91,6 @@ WHAT: dict[Callable[[Any], Any], tuple[str, str]] = {
     _prepare_with_fsdp: ("model.sharded-accelerate", "em.like_ddp(model)"),
     _trainer: ("model.sharded-accelerate", "em.trainer"),
     DistributedDataParallel: ("model.sharded-ddp", "em.like_ddp"),
-    fully_shard: ("model.sharded-fully-shard", "em.parallelize"),
-    lambda model: fully_shard(model.model.layers[1]): ("model.sharded-fully-shard", "em.parallelize"),
-    lambda model: fully_shard(model.model.layers[1].self_attn): ("model.sharded-fully-shard", "em.parallelize"),
     _torch_save: ("model.sharded-torch-save", "em.save_model"),
     _save_pretrained: ("model.sharded-save-pretrained", "em.save_model"),
     lambda model: model.push_to_hub("somebody/something"): ("model.sharded-push-to-hub", "em.save_model"),
@@ -119,6 +116,20 @@ def test_what_cannot_be_right_is_one_sentence_on_every_rank() -> None:
     for (key, sentence), (expected, naming) in zip(first, WHAT.values(), strict=True):
         assert key == expected, sentence
         assert naming in sentence
+
+
+def _fully_shard_again() -> None:
+    for part in (
+        lambda model: model,
+        lambda model: model.model.layers[1],
+        lambda model: model.model.layers[1].self_attn,
+    ):
+        with pytest.raises((AssertionError, TypeError)):  # torch's own
+            fully_shard(part(_sharded()))
+
+
+def test_torch_itself_refuses_to_shard_twice() -> None:
+    run_ranks(_fully_shard_again, 2)
 
 
 def _as_ever() -> None:

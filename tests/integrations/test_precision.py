@@ -22,6 +22,7 @@ def _dtypes(trainer: Any) -> tuple[str, set[torch.dtype], torch.dtype]:
     return trainer.accelerator.mixed_precision, masters, seen[0]
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 def test_bf16_computes_in_bf16_over_fp32_masters(tmp_path: Path) -> None:
     args = {"bf16": True, "eval_strategy": "steps", "eval_steps": 4}
     ours = sharded(Job(tmp_path, changes=ONE_LAYER, args=args, after=_dtypes), 2, ep=2)
@@ -31,6 +32,7 @@ def test_bf16_computes_in_bf16_over_fp32_masters(tmp_path: Path) -> None:
     assert ours.series("loss") != wide.series("loss")
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 def test_adapters_on_a_model_in_memory_that_is_fp32_compute_in_bf16(tmp_path: Path) -> None:
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     args = {"bf16": True, "eval_strategy": "steps", "eval_steps": 4}
@@ -44,6 +46,7 @@ def test_adapters_on_a_model_in_memory_that_is_fp32_compute_in_bf16(tmp_path: Pa
     assert ours.series("loss") != wide.series("loss")
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 def test_of_two_dtypes_in_memory_the_sentence_says_what_mends_it(tmp_path: Path) -> None:
     def half(model: Any) -> Any:
         model.lm_head.to(torch.bfloat16)
@@ -54,6 +57,7 @@ def test_of_two_dtypes_in_memory_the_sentence_says_what_mends_it(tmp_path: Path)
         sharded(job, 2, ep=2)
 
 
+@pytest.mark.slow(why="test_sft.py stays")
 def test_precision_says_more_than_args(tmp_path: Path) -> None:
     precision = em.PrecisionConfig(params="float32", compute="float32")
     job = Job(tmp_path, changes=ONE_LAYER, args={"bf16": True, "max_steps": 2}, given={"precision": precision})

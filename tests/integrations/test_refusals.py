@@ -247,6 +247,7 @@ em.trainer(SFTTrainer)(model="nowhere", args=args, parallel=em.ParallelConfig(ep
 """
 
 
+@pytest.mark.slow(why="a launch of three processes; test_a_refusal_ends_a_script has it without one")
 def test_under_torchrun_a_refusal_is_one_sentence_of_one_rank(tmp_path: Path) -> None:
     """Beside what torchrun says itself, whose summary has it as well."""
     (tmp_path / "script.py").write_text(SCRIPT)

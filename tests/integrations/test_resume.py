@@ -97,6 +97,7 @@ def test_experts_that_stay_at_the_base_are_seen(
         compare(ours, expected)
 
 
+@pytest.mark.slow(why="the resumed run, its planted bug and the best model stay")
 def test_weights_lie_in_a_checkpoint_once(stopped: tuple[Job, Result]) -> None:
     checkpoint = stopped[0].output / "checkpoint-2"
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -111,6 +112,7 @@ def _numbers(path: Path) -> int:
     return sum(tensor.numel() for tensor in load_file(path).values())
 
 
+@pytest.mark.slow(why="the resumed run, its planted bug and the best model stay")
 def test_resumed_in_the_same_layout_it_is_the_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     job = Job(tmp_path / "stopped", args=SAVED, given={"callbacks": [_StopAfter(3)]}, changes=ONE_LAYER)
     sharded(job, 2, ep=2)
@@ -129,6 +131,7 @@ def _and_best(trainer: Any) -> Any:
     return best.name, len(list(there.parameters())), differing, names
 
 
+@pytest.mark.slow_cases(r"all", why="the resumed run, its planted bug and the best model stay")
 @pytest.mark.parametrize("only_model", [False, True], ids=["all", "save_only_model"])
 def test_the_best_model_comes_back_bit_for_bit(only_model: bool, tmp_path: Path) -> None:
     args = {**SAVED, **BEST, "save_only_model": only_model, "save_total_limit": 1}
@@ -140,6 +143,7 @@ def test_the_best_model_comes_back_bit_for_bit(only_model: bool, tmp_path: Path)
     assert parameters == len(result.weights)
 
 
+@pytest.mark.slow(why="the resumed run, its planted bug and the best model stay")
 def test_adapters_are_resumed_in_another_layout(tmp_path: Path) -> None:
     random_adapter(tiny_model("qwen3_moe", **ONE_LAYER), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     given = {"lora": em.LoraConfig(from_adapter=str(tmp_path / "start"))}
@@ -160,6 +164,7 @@ def _files(trainer: Any) -> dict[str, torch.Tensor]:
     return dict(load_file(Path(trainer.args.output_dir) / "adapter_model.safetensors"))
 
 
+@pytest.mark.slow(why="the resumed run, its planted bug and the best model stay")
 def test_what_cannot_be_resumed_is_refused_before_training(stopped: tuple[Job, Result], tmp_path: Path) -> None:
     job = _on_two(stopped[0], tmp_path / "run")
     with refused_on_ranks("trainer.checkpoint-exists", naming="checkpoint-2"):
@@ -174,6 +179,7 @@ def test_what_cannot_be_resumed_is_refused_before_training(stopped: tuple[Job, R
         sharded(job, 2, ep=2)
 
 
+@pytest.mark.slow(why="the resumed run, its planted bug and the best model stay")
 def test_saved_over_earlier_weights_it_is_the_trained_model(tmp_path: Path) -> None:
     def saved_twice(trainer: Any) -> list[str]:
         trainer.save_model()

@@ -30,6 +30,9 @@ AUX = {"router_aux_loss_coef": 0.05, "gradient_accumulation_steps": 2}
 SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}}
 
 
+@pytest.mark.slow_cases(
+    r"(?!ep 2, accumulated).*", why="pairwise; accumulated and evaluated, with very uneven targets, stays"
+)
 @pytest.mark.parametrize(
     ("world", "parallel", "args"),
     [
@@ -55,12 +58,14 @@ def test_losses_norms_and_weights_equal_the_stock_trainer(
     compare(sharded(job, world, **parallel), stock(expected))
 
 
+@pytest.mark.slow(why="each launches a stock job as well")
 def test_the_routers_auxiliary_loss_is_the_stock_trainers(tmp_path: Path) -> None:
     """Of equally long rows: TRL logs its mean over micro-batches."""
     job = Job(tmp_path, args=AUX, changes=ONE_LAYER, rows=even_rows)
     compare(sharded(job, 2, ep=2), stock(accumulating(job, 2)), keys=("loss", "aux_loss"))
 
 
+@pytest.mark.slow(why="each launches a stock job as well")
 @pytest.mark.parametrize("wraps", [False, True], ids=["lora", "PeftModel"])
 def test_adapters_on_attention_and_experts_equal_stock_peft(wraps: bool, tmp_path: Path) -> None:
     random_adapter(tiny_model("qwen3_moe", **ONE_LAYER), tmp_path / "start", *ATTENTION_AND_EXPERTS)
@@ -80,6 +85,7 @@ def _with_dropout(tmp_path: Path) -> Job:
     return Job(tmp_path / "run", given={"lora": lora}, changes=ONE_LAYER, rows=even_rows)
 
 
+@pytest.mark.slow(why="five launches; the planted bug stays, and adapters/test_dropout.py has every layout")
 def test_dropout_of_adapters_drops_the_same_in_every_layout_and_after_a_resume(tmp_path: Path) -> None:
     job = _with_dropout(tmp_path)
     saved = accumulating(replace(job, args={"save_strategy": "steps", "save_steps": 2}), 2)

@@ -25,6 +25,18 @@ def _case(world: int, layout: dict[str, Any], family: str) -> tuple[int, Callabl
     return world, lambda: train_sharded(expected, em.ParallelConfig(**layout), 2)
 
 
+@pytest.mark.slow_cases(
+    r"4-\{tp: 2, cp: 2, ep: 4\}-deepseek_v3",
+    r"4-\{tp: 2, cp: 2, ep: 2\}-qwen3_moe",
+    r"4-\{tp: 2, cp: 2, ep: 2\}-deepseek_v3",
+    r"4-\{pp: 2, tp: 2, ep: 2\}-qwen3_moe",
+    r"4-\{pp: 2, tp: 2, ep: 2\}-deepseek_v3",
+    r"4-\{pp: 2, cp: 2, ep: 2\}-qwen3_moe",
+    r"8-\{replicate: 2, cp: 2, tp: 2, ep: 4\}-qwen3_moe",
+    r"8-\{replicate: 2, cp: 2, tp: 2, ep: 4\}-deepseek_v3",
+    r"8-\{pp: 2, fsdp: 2, tp: 2, ep: 2\}-deepseek_v3",
+    why="tp with cp, pp with cp, and eight ranks in four axes stay",
+)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=lambda value: str(value).replace("'", ""))
 @one_launch(_case)

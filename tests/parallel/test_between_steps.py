@@ -70,6 +70,7 @@ def _norms_with(between: str, tied: bool) -> list[float]:
     return norms
 
 
+@pytest.mark.slow_cases(r"False", why="the same with adapters stays")
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_between_steps_changes_them(tied: bool) -> None:
     for undisturbed, *others in run_ranks(lambda: [_norms_with(each, tied) for each in ("nothing", *BETWEEN)], 2):

@@ -95,11 +95,13 @@ def _check(found: list[tuple[float, list[int]]]) -> None:
         assert len(set(graphs)) == 1, "a length or an evaluation has compiled again"
 
 
+@pytest.mark.slow(why="generates and compiles C++; the same graphs are traced by the test beside it")
 def test_compiled_code_gives_the_eager_gradients_for_any_length() -> None:
     for found in run_ranks(lambda: _compare("qwen3_moe", 2, ("selective",), layers=1), 2):
         _check(found)
 
 
+@pytest.mark.slow_cases(r"shared experts and dense MLPs", why="adapters stay")
 @pytest.mark.parametrize(
     ("family", "mode", "options"),
     [("deepseek_v3", "full", {}), ("qwen3_moe", "selective", {"layers": 1, "lora": em.LoraConfig(r=8)})],
@@ -132,6 +134,7 @@ def _eager_and_compiled(
     return _worst(_gradients(initial, parallel, mode, True, rows, lora), expected), _graphs()
 
 
+@pytest.mark.slow_cases(r"(cp|pp|tp.*)", why="beside recurrences stays, and the graphs of all parts")
 @pytest.mark.parametrize(
     ("family", "mode", "axes", "graphs"),
     [

@@ -78,6 +78,10 @@ def _case_of_matrix(
     return _case(family, world, axes, micro_batch, changes, torch.float64 if family == "gpt_oss" else torch.float32)
 
 
+@pytest.mark.slow_cases(
+    r"(qwen3_moe-changes[23]|olmoe|mixtral)-.*", why="pairwise: cp 2 and cp 4, grouped, latent and biased heads stay"
+)
+@pytest.mark.slow_cases(r"qwen3_moe-changes1-.*", why="pairwise, as above")
 @pytest.mark.parametrize(("family", "changes", "world", "axes", "micro_batch"), CASES)
 @one_launch(_case_of_matrix)
 def test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_model(
@@ -96,6 +100,7 @@ def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launc
         distance.check(1e-10)
 
 
+@pytest.mark.slow_cases(r"deepseek_v3", why="a second family")
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 @one_launch(lambda family: _case(family, 2, WITH_EP, 2, activation_checkpointing=True))
 def test_checkpointed_blocks_exchange_again_and_give_the_same(launched: Launched, family: str) -> None:
@@ -132,6 +137,7 @@ def _dropping(adapter: Path, axes: Axes, micro_batch: int, **options: Any) -> di
     return trainables(model)
 
 
+@pytest.mark.slow(why="adapters/test_dropout.py compares layouts")
 def test_dropout_of_adapters_drops_what_it_drops_on_whole_rows(tmp_path: Path) -> None:
     random_adapter(tiny_model("qwen3_moe"), tmp_path, *TARGETS["qwen3_moe"])
     alone = run_ranks(_dropping, 1, tmp_path, {"ep": 1}, 1)[0]

@@ -25,6 +25,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.mark.slow_cases(r"false", why="the packed run stays")
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_run_has_the_losses_and_weights_of_one_without_cp(
     inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], packing: str
@@ -44,6 +45,7 @@ def test_a_run_has_the_losses_and_weights_of_one_without_cp(
     assert said.count(f"{line} of the heads\n") == 1
 
 
+@pytest.mark.slow(why="checkpoint/ tests it without the trainer")
 def test_a_run_goes_on_with_another_cp(inputs: Path, tmp_path: Path) -> None:
     run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *OPTIONS))
     run_ranks(train_steps, 2, run_config(inputs, tmp_path / "broken", *OPTIONS, "parallel.cp=2"), 2)
@@ -52,6 +54,7 @@ def test_a_run_goes_on_with_another_cp(inputs: Path, tmp_path: Path) -> None:
     assert all((broken[name] - whole[name]).norm() <= 1e-5 * whole[name].norm() for name in whole)
 
 
+@pytest.mark.slow(why="checkpoint/test_layouts.py and the tp one stay")
 def test_checkpoints_cross_cp_both_ways(tmp_path: Path) -> None:
     after = {}
     for name, writer, reader in (("split", SPLIT, DATA), ("data", DATA, SPLIT)):

@@ -51,6 +51,16 @@ def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
         distance.check(tolerance)
 
 
+@pytest.mark.slow_cases(
+    r"(world1-ep1-replicate1-micro1|world2-ep2-replicate1-micro1|world4-ep2-replicate2-micro1)-(mixtral|deepseek_v3)",
+    why="pairwise over families and layouts",
+)
+@pytest.mark.slow_cases(
+    r"(world2-ep1-replicate1-micro2|world4-ep2-replicate1-micro2|world4-ep1-replicate2-micro2)-(qwen3_moe|deepseek_v3)",
+    why="pairwise over families and layouts",
+)
+@pytest.mark.slow_cases(r"(world4-ep4-replicate1-micro1)-(qwen3_moe|mixtral)", why="pairwise over families and layouts")
+@pytest.mark.slow_cases(r"world4-ep1-replicate2-micro2-mixtral", why="pairwise over families and layouts")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda n: "world{}-ep{}-replicate{}-micro{}".format(*n))
 @one_launch(lambda family, layout: _case(family, layout))
@@ -60,10 +70,12 @@ def test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_mode
     _check(launched())
 
 
+@pytest.mark.slow(why="test_axes.py has eight ranks")
 def test_eight_ranks_in_two_expert_groups_equal_the_unsharded_model() -> None:
     _check(_run("qwen3_moe", (8, 4, 1, 1)))
 
 
+@pytest.mark.slow_cases(r"layout1", why="two ranks stay")
 @pytest.mark.parametrize("layout", [(2, 2, 1, 2), (4, 2, 1, 1)])
 @one_launch(lambda layout: _case("qwen3_moe", layout, torch.float64))
 def test_in_double_precision_nothing_is_left_but_the_last_digits(
@@ -77,6 +89,7 @@ def test_one_expert_after_the_other_gives_the_same_result(launched: Launched) ->
     _check(launched())
 
 
+@pytest.mark.slow_cases(r"qwen3_moe-none", why="the checkpointed one stays")
 @pytest.mark.parametrize(("family", "mode"), [("qwen3_moe", "none"), ("deepseek_v3", "full")])
 def test_rows_that_travel_node_by_node_give_the_same_result(
     family: str, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +98,7 @@ def test_rows_that_travel_node_by_node_give_the_same_result(
     _check(_run(family, (4, 4, 1, 1), moe=em.MoeConfig(dispatch="hierarchical"), activation_checkpointing=mode))
 
 
+@pytest.mark.slow_cases(r"(layout1-full|layout2-selective)", why="each mode once")
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [((2, 1, 1, 1), "full"), ((4, 2, 1, 1), "full"), ((4, 1, 2, 1), "selective"), ((4, 4, 1, 2), "selective")],
@@ -101,6 +115,7 @@ def test_experts_that_efsdp_does_not_divide_are_sharded_on_a_later_dim(launched:
     _check(launched())
 
 
+@pytest.mark.slow_cases(r"layout1", why="two ranks stay")
 @pytest.mark.parametrize("layout", [(2, 2, 1, 1), (4, 2, 2, 1)])
 @one_launch(lambda layout: _case("qwen3_moe", layout, changes={"tie_word_embeddings": True}))
 def test_tied_embeddings_get_both_gradients(launched: Launched, layout: tuple[int, int, int, int]) -> None:

@@ -83,12 +83,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(
+    r"interleaved",
+    r"three stages",
+    r"two interleaved replicas",
+    r"tied embeddings",
+    r"two replicas",
+    r"uneven blocks",
+    r"stages of fsdp 2",
+    why="their harder neighbours stay",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @one_launch(lambda layout: _case("qwen3_moe", *LAYOUTS[layout]))
 def test_every_layout_equals_the_unsharded_model(launched: Launched, layout: str) -> None:
     _check(launched())
 
 
+@pytest.mark.slow_cases(r"(olmoe|mixtral)", why="one other family stays")
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "olmoe"])
 @one_launch(lambda family: _case(family, 4, {"pp": 2, "ep": 2}))
 def test_other_families_with_ep_inside_stages(launched: Launched, family: str) -> None:
@@ -100,6 +111,8 @@ def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launc
     _check(launched(), 1e-10)
 
 
+@pytest.mark.slow_cases(r"(full-one block|selective-all blocks)", why="pairwise")
+@pytest.mark.slow_cases(r"full-all blocks", why="selective stays")
 @pytest.mark.parametrize("options", [{}, {"checkpoint_layers": (1,)}], ids=["all blocks", "one block"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @one_launch(lambda mode, options: _case("deepseek_v3", 4, {"pp": 2, "ep": 2}, activation_checkpointing=mode, **options))
@@ -107,6 +120,7 @@ def test_checkpointed_blocks_give_the_same_result(launched: Launched, mode: str,
     _check(launched())
 
 
+@pytest.mark.slow(why="training/test_pipeline_run.py has adapters on stages")
 def test_adapters_equal_stock_peft(tmp_path_factory: pytest.TempPathFactory) -> None:
     for family, parallel in (("qwen3_moe", {"pp": 2}), ("deepseek_v3", {"pp": 2, "ep": 2})):
         run = tiny_peft_run(family, tmp_path_factory.mktemp(family))
@@ -249,6 +263,8 @@ AXES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(r"tp, tied", why="test_axes.py has tp inside stages")
+@pytest.mark.slow_cases(r"cp, interleaved", why="test_axes.py has cp inside stages")
 @pytest.mark.parametrize("axes", AXES)
 @one_launch(lambda axes: _case("qwen3_moe", *AXES[axes]))
 def test_stages_of_other_axes_equal_the_unsharded_model(launched: Launched, axes: str) -> None:

@@ -44,6 +44,10 @@ def _sharded(model: nn.Module, ep: int, router: Any) -> tuple[dict[str, torch.Te
     return {name: gradient.full_tensor() for name, gradient in gradients.items()}, dtypes, grad_dtypes
 
 
+@pytest.mark.slow_cases(
+    r"(2-float32-(?!deepseek).*|4-compute-(mixtral|deepseek_v3))",
+    why="pairwise over families, layouts and dtypes of routers",
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("ep", "router"), [(4, "compute"), (2, "float32")])
 def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family: str, ep: int, router: Any) -> None:

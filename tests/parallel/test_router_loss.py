@@ -164,6 +164,9 @@ def _prove(want: Expected, layout: tuple[int, int, int, int], tolerance: float =
         assert each.load == 2 * 2 * sum(len(ids) for ids, _ in want.rows)
 
 
+@pytest.mark.slow_cases(
+    r"(qwen3_moe-layout[0345]|mixtral-layout8|olmoe-layout9)", why="pairwise over families and layouts"
+)
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_values_and_every_gradient_equal_the_unsharded_models_own_losses(
     family: str, layout: tuple[int, int, int, int]
@@ -171,6 +174,7 @@ def test_values_and_every_gradient_equal_the_unsharded_models_own_losses(
     _prove(expected(family), layout)
 
 
+@pytest.mark.slow_cases(r"layout1-selective", why="full stays")
 @pytest.mark.parametrize(("layout", "mode"), [((2, 2, 1, 8), "full"), ((4, 2, 1, 2), "selective")])
 def test_checkpointed_blocks_add_nothing_twice(layout: tuple[int, int, int, int], mode: str) -> None:
     _prove(expected("qwen3_moe"), layout, activation_checkpointing=mode)
@@ -256,6 +260,7 @@ def _communicate(want: Expected, moe: em.MoeConfig, micro_batches: int) -> tuple
     return len(seen.names), seen.reduced
 
 
+@pytest.mark.slow_cases(r"1", why="three micro-batches stay")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_step_costs_one_small_all_reduce_and_nothing_where_the_losses_are_off(micro_batches: int) -> None:
     off, z_only, both = (

@@ -42,6 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, State]
     return (path, *run_ranks(both, TP[0])[0])
 
 
+@pytest.mark.slow_cases(r"(fsdp4|tp4|tp2-replicate2)", why="one rank stays")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts_go_on_from_a_checkpoint_of_tp(
     saved: tuple[Path, State, State], tmp_path: Path, layout: str
@@ -85,6 +86,7 @@ def test_weights_are_read_and_written_as_they_are_in_the_files(tmp_path: Path) -
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
+@pytest.mark.slow_cases(r"(deepseek_v3-2|gpt_oss-2|olmoe-1)", why="one family stays")
 @pytest.mark.parametrize(("family", "ep"), [("deepseek_v3", 2), ("qwen3_moe", 4), ("olmoe", 1), ("gpt_oss", 2)])
 def test_adapters_on_attention_and_experts_equal_stock_peft(family: str, ep: int, tmp_path: Path) -> None:
     run = tiny_peft_run(family, tmp_path)
@@ -98,6 +100,7 @@ def test_adapters_on_a_split_vocabulary_equal_stock_peft(tmp_path: Path) -> None
         distance.check(1e-5)
 
 
+@pytest.mark.slow(why="adapters/test_dropout.py compares layouts")
 def test_dropout_drops_the_same_as_without_tp(tmp_path: Path) -> None:
     random_adapter(tiny_model(FAMILY), tmp_path, *TARGETS[FAMILY])
 
@@ -128,6 +131,7 @@ def _sharded_in_bf16(model: Any) -> State:
     }
 
 
+@pytest.mark.slow_cases(r"(deepseek_v3|ernie4_5_moe)", why="one family stays")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "ernie4_5_moe"])
 def test_bf16_compute_is_no_further_off_than_the_unsharded_bf16_model(family: str) -> None:
     """ERNIE keeps its router in fp32, inside blocks that tp splits."""
@@ -142,6 +146,7 @@ def test_bf16_compute_is_no_further_off_than_the_unsharded_bf16_model(family: st
     assert 0 < _joint(got, exact) <= 1.5 * _joint(unsharded, exact)
 
 
+@pytest.mark.slow(why="test_tensor.py and the checkpoint across tp stay")
 def test_a_run_with_tp_equals_the_run_without_it_and_goes_on_without_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def test_the_table_knows_this_machine() -> None:
 SIZED = ("train.global_batch_size=8", "data.max_length=4096", "parallel.ep=8")
 
 
+@pytest.mark.slow(why="a run of each kind; what the forecast counts stays")
 def test_every_run_is_told_what_a_step_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(tmp_path, *SIZED)
     tiny = _checked(config, tiny_config("qwen3_moe", max_position_embeddings=4096), 8)

@@ -18,6 +18,7 @@ def _check(found: Honesty) -> None:
     assert abs(found.traffic) <= TRAFFIC, found
 
 
+@pytest.mark.slow_cases(r"(?!qwen3 cp2 ep2 of 4).*", why="honesty of the planner: ten layouts on real ranks; one stays")
 @pytest.mark.parametrize(
     "name",
     [
@@ -36,6 +37,7 @@ def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
     _check(measure(BY_NAME[name]))
 
 
+@pytest.mark.slow(why="a layout's prediction, what AdamW keeps included, and the planted bugs stay")
 @pytest.mark.parametrize(
     "name",
     [

@@ -87,6 +87,7 @@ def test_what_each_optimizer_keeps_of_a_published_model_by_hand(qwen: ModelFigur
     assert bytes_a_parameter["sgd"] == 0
 
 
+@pytest.mark.slow(why="reads a model twice, once under a collector that runs all the time")
 def test_figures_do_not_depend_on_when_garbage_is_collected() -> None:
     """DeepSeek-V4's indexer makes a graph that nobody goes back through: it is free once the indexer returns."""
     config, found = tiny_config("DeepseekV4ForCausalLM", "deepseek_v4"), []
@@ -101,6 +102,7 @@ def test_figures_do_not_depend_on_when_garbage_is_collected() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow(why="searches twice; planning/test_honest.py counts it on ranks")
 def test_a_second_run_has_no_down_projection_unless_something_is_saved_behind_it(qwen: ModelFigures) -> None:
     deepseek = figures_of(deepseek_v3(), length=4096, precision=PrecisionConfig(), packed=False)
     assert {(block.figures.behind, block.figures.behind_shared > 0) for block in qwen.blocks} == {(0, False)}
@@ -186,6 +188,8 @@ def test_other_axes_lower_what_they_are_for(qwen: ModelFigures, layout: Layout) 
     assert sum(_blocks(qwen, layout.pp)) == len(qwen.blocks)
 
 
+@pytest.mark.slow_cases(r"gpipe-1", why="1f1b stays")
+@pytest.mark.slow_cases(r"interleaved_1f1b-2", why="1f1b stays")
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
 def test_the_slowest_and_the_fullest_stage_count(schedule: str, virtual: int, deepseek: ModelFigures) -> None:
     """DeepSeek-V3 begins with dense blocks, so that its first stage neither works nor holds what the others do."""
@@ -203,6 +207,7 @@ def test_the_slowest_and_the_fullest_stage_count(schedule: str, virtual: int, de
     assert 4 / 58 <= speed.experts / alone.experts <= 5 / 58
 
 
+@pytest.mark.slow(why="builds 48 layers; that adapters need a fraction stays")
 @pytest.mark.parametrize(
     ("frozen", "bits", "linear_bits", "most"),
     [("nf4", 4.5, 4.5, 20), ("mxfp4", 4.25, 4.25, 20), ("float8", 8.002, 8.25, 32.1)],

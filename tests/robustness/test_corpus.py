@@ -13,6 +13,9 @@ from tests.robustness.readers import READERS
 from tests.robustness.test_fuzz import judged
 
 
+@pytest.mark.slow_cases(
+    r"(?!links|adapter).*", why="thousands of cases; links and adapters stay, and test_fuzz.py's of most kinds"
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process by what only Linux has")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_case_is_read_or_refused_by_name_in_bounds(kind: str, tmp_path: Path) -> None:

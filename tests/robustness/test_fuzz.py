@@ -79,6 +79,7 @@ def _limits(where: str) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+@pytest.mark.slow_cases(r"(checkpoint|data)", why="the costliest of the kinds; the others stay")
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process by what only Linux has")
 @pytest.mark.timeout(max(600.0, 3 * SECONDS))
 @pytest.mark.parametrize("name", READERS)

@@ -113,6 +113,7 @@ def _save_with_faults(directory: Path, fault: Fault, victim: int, stride: int) -
     return points, lost, keys
 
 
+@pytest.mark.slow(why="150 saves")
 def test_a_kill_before_any_file_operation_of_a_save_loses_nothing(tmp_path: Path) -> None:
     ((points, lost, _),) = run_ranks(_save_with_faults, 1, tmp_path, "kill", 0, 1)
     assert points > 40
@@ -120,6 +121,7 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_nothing(tmp_path: Path
     print(f"{points} points, {lost} saves that came to nothing")
 
 
+@pytest.mark.slow(why="dozens of saves")
 @pytest.mark.parametrize(
     ("fault", "world", "victim", "stride", "key"),
     [

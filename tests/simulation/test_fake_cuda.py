@@ -71,6 +71,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return dict(zip(VARIANTS, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.slow(why="one process of 30 s for all")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_stays_on_the_device_and_waits_once_a_layer(name: str, steps: dict[str, dict[str, Any]]) -> None:
     (variant, waits, all_to_alls), step = VARIANTS[name], steps[name]

@@ -18,6 +18,7 @@ from tests.support.errors import refused
 LENGTH = 1024
 
 
+@pytest.mark.slow(why="one of thirteen stays")
 @pytest.mark.parametrize(
     ("shape", "parallel", "mode", "lora", "micro_batches", "layers", "stage"),
     [

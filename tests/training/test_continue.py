@@ -323,6 +323,7 @@ def test_a_run_goes_on_with_another_learning_rate_and_its_moments(
         preflight(run_config(inputs, tmp_path / "changed", *RUN, triple[0], five), 2)
 
 
+@pytest.mark.slow(why="three launches")
 def test_another_run_starts_from_the_weights_of_a_checkpoint_alone(
     inputs: Path, four: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,6 +346,7 @@ def test_another_run_starts_from_the_weights_of_a_checkpoint_alone(
         preflight(run_config(inputs, tmp_path / "run", *other), 2)
 
 
+@pytest.mark.slow(why="checkpoint/test_layouts.py without the trainer, and test_lora_run.py across one change with it")
 def test_four_ranks_then_two_then_one_then_eight_equal_two_all_the_way(inputs: Path, tmp_path: Path) -> None:
     base = ["train.global_batch_size=8", "train.max_steps=8", "train.num_epochs=4", "data.shuffle=true"]
     run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *base, "parallel.ep=2"))
@@ -427,6 +429,7 @@ def _train_and_count(config: Config, steps: int | None) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow(why="seven launches")
 def test_counters_of_an_unfinished_report_continue(inputs: Path, tmp_path: Path) -> None:
     reports = ["train.max_steps=8", "log.every_steps=3"]
     counted = run_ranks(_train_and_count, 2, run_config(inputs, tmp_path / "whole", *RUN, *reports), None)[0]

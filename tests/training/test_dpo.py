@@ -106,6 +106,7 @@ def test_planted_bugs_show(inputs: Path, tmp_path: Path, bug: str) -> None:
     assert float((torch.tensor(sound) - torch.tensor(wrong)).abs().max()) > 1e-3
 
 
+@pytest.mark.slow(why="five launches; what is refused on resume stays, and every planted bug of the loss")
 def test_a_resumed_run_keeps_the_reference_it_began_with(inputs: Path, tmp_path: Path) -> None:
     options = [f"data.eval=[{{path: {inputs / 'pairs.jsonl'}}}]", "train.eval_every_steps=2", "parallel.ep=2"]
     run_ranks(train, 2, preference_config(inputs, tmp_path / "whole", *options))
@@ -120,6 +121,7 @@ def test_a_resumed_run_keeps_the_reference_it_began_with(inputs: Path, tmp_path:
     assert abs(steps[0][2] - steps[1][2]) > 1e-3
 
 
+@pytest.mark.slow(why="checkpoint/ tests it; the resume on the same layout stays")
 def test_a_run_goes_on_in_another_layout(inputs: Path, tmp_path: Path) -> None:
     run_ranks(train, 2, preference_config(inputs, tmp_path / "whole", "parallel.ep=2"))
     run_ranks(train_steps, 2, preference_config(inputs, tmp_path / "broken", "parallel.ep=2"), 2)

@@ -83,6 +83,7 @@ def check(output: Path, gradients: dict[str, Tensor], trained: dict[str, Tensor]
     assert worst(trained, expected.weights)[0] <= TOLERANCE, worst(trained, expected.weights)
 
 
+@pytest.mark.slow_cases(r"(one rank|fsdp|replicate|replicas of ep|all)", why="ep, tp, cp and pp stay")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_norm_gradients_and_weights_equal_trls(inputs: Path, tmp_path: Path, expected: ByTrl, layout: str) -> None:
     world, options = LAYOUTS[layout]
@@ -92,6 +93,7 @@ def test_loss_norm_gradients_and_weights_equal_trls(inputs: Path, tmp_path: Path
     check(tmp_path / "run", gradients, trained, expected)
 
 
+@pytest.mark.slow(why="one family stays")
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_other_families_equal_trls(tmp_path: Path, family: str) -> None:
     inputs = write_inputs(tmp_path, family)
@@ -112,6 +114,7 @@ def test_evaluation_equals_trls(inputs: Path, tmp_path: Path, expected: ByTrl) -
         assert row[f"eval_{name}"] == pytest.approx(expected.evaluation[f"eval_{name}"], rel=TOLERANCE), name
 
 
+@pytest.mark.slow(why="another run of TRL")
 def test_the_routers_loss_is_taken_over_both_responses_as_trls_is(inputs: Path, tmp_path: Path) -> None:
     config = preference_config(inputs, tmp_path / "run", "moe.aux_loss_coef=0.02", "parallel.ep=2")
     by_trl = train_by_trl(config, tmp_path / "trl", router_aux_loss_coef=0.02)
@@ -172,6 +175,9 @@ def _check_adapted(output: Path, gradients: dict[str, Tensor], expected: ByTrl) 
     check(output, gradients, saved, replace(expected, gradients=by_key[0], weights=by_key[1]))
 
 
+@pytest.mark.slow_cases(
+    r"(one rank|ep|replicate|tp|cp|all)", why="the whole model's layouts and adapters on stages stay"
+)
 @pytest.mark.parametrize("layout", ADAPTED)
 def test_adapters_equal_stock_pefts_under_trl(
     inputs: Path, tmp_path: Path, expected_adapted: ByTrl, layout: str
@@ -182,6 +188,7 @@ def test_adapters_equal_stock_pefts_under_trl(
     _check_adapted(tmp_path / "run", gradients, expected_adapted)
 
 
+@pytest.mark.slow(why="another run of TRL")
 def test_an_adapter_that_is_continued_is_its_own_reference(inputs: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
     run_ranks(_start_adapter, 1, preference_config(inputs, tmp_path / "first", LORA), start, True)

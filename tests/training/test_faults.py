@@ -72,6 +72,7 @@ def _break_the_data_of_rank_1(config: Config) -> None:
         train(config)
 
 
+@pytest.mark.slow_cases(r"synchronous", why="the asynchronous save stays")
 @pytest.mark.parametrize("mode", [[], [SYNCHRONOUS]], ids=["asynchronous", "synchronous"])
 def test_bad_data_on_one_rank_ends_all_with_its_traceback_first_and_loses_nothing(
     inputs: Path, whole: Path, tmp_path: Path, mode: list[str]
@@ -140,6 +141,9 @@ FULL_DISKS = {
 }
 
 
+@pytest.mark.slow_cases(
+    r"(?!a shard-True|the manifest-False).*", why="each place where a save can stop, both ways of saving"
+)
 @pytest.mark.parametrize(
     ("file", "asynchronous"), [*((file, True) for file in FULL_DISKS), ("a shard", False), ("the manifest", False)]
 )
@@ -170,6 +174,7 @@ def _refused_to_remove(config: Config) -> str:
         return _refused(config)
 
 
+@pytest.mark.slow(why="twelve steps of a real run")
 def test_an_old_checkpoint_that_cannot_be_removed_ends_the_run_before_the_disk_is_full(
     inputs: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -188,6 +193,7 @@ def _refused_while_writing(config: Config) -> str:
         return _refused(config)
 
 
+@pytest.mark.slow_cases(r"_refused", why="the disk that fills while writing stays")
 @pytest.mark.parametrize("refused", [_refused, _refused_while_writing])
 def test_a_real_disk_that_is_full(inputs: Path, whole: Path, tmp_path: Path, refused: Callable[[Config], str]) -> None:
     size = sum(path.stat().st_size for path in (whole / "checkpoints" / "step-00000002").rglob("*"))

@@ -143,6 +143,11 @@ KILLS = {
 
 
 # Where the mode makes a difference, both.
+@pytest.mark.slow_cases(
+    r"(before pruning-True|before publishing-False|in a step-True|while writing a part-.*|while removing.*)",
+    why="the moments around publishing stay",
+)
+@pytest.mark.slow_cases(r"while writing rank 0's note-True", why="the moment before publishing stays")
 @pytest.mark.parametrize(
     ("moment", "asynchronous"),
     [*((moment, True) for moment in KILLS), ("while writing a part", False), ("before publishing", False)],
@@ -169,6 +174,7 @@ FIRST_START = {
 }
 
 
+@pytest.mark.slow_cases(r"(opening the metrics|writing a row)", why="one place stays")
 @pytest.mark.parametrize("moment", FIRST_START)
 def test_a_run_killed_before_its_first_checkpoint_starts_again(
     inputs: Path, whole: Path, tmp_path: Path, moment: str
@@ -179,6 +185,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
 
 
+@pytest.mark.slow(why="six launches")
 def test_restarts_that_are_killed_too_lose_nothing(
     inputs: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +262,7 @@ def _train_until(config: Config, step: int) -> None:
     return train_steps(config, step - _newest(Path(config.output_dir)))
 
 
+@pytest.mark.slow(why="forty launches")
 @pytest.mark.timeout(max(600, 10 * KILLED_TIMES))
 def test_random_kills_in_layouts_that_change_end_in_the_bits_of_the_run_without_them(
     inputs: Path, tmp_path: Path

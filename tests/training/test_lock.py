@@ -199,6 +199,7 @@ def contend(directory: Path, seed: int) -> None:
             time.sleep(rng.random() * 0.003)
 
 
+@pytest.mark.slow(why="hundreds of processes")
 def test_of_many_who_start_together_and_die_at_random_one_holds_the_lock(tmp_path: Path) -> None:
     deaths = 0
     children = {in_another_process(lambda n=n: contend(tmp_path, n)): n for n in range(CONTENDERS)}  # type: ignore[misc]

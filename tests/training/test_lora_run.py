@@ -36,6 +36,7 @@ def _worst(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
     return max(float((one[name] - other[name]).norm() / one[name].norm().clamp_min(1e-12)) for name in one)
 
 
+@pytest.mark.slow(why="adapters/test_save.py has every layout without the trainer")
 def test_every_layout_trains_the_same_adapter_and_peft_reads_it(inputs: Path, tmp_path: Path) -> None:
     layouts = [(1, "ep=1", "replicate=1"), (2, "ep=2", "replicate=1"), (4, "ep=2", "replicate=2")]
     for number, (world, ep, replicate) in enumerate(layouts):
@@ -55,6 +56,7 @@ def test_every_layout_trains_the_same_adapter_and_peft_reads_it(inputs: Path, tm
     assert not (tmp_path / "1" / "model").exists()
 
 
+@pytest.mark.slow_cases(r"0.0", why="with dropout stays")
 @pytest.mark.parametrize("dropout", ["0.0", "0.3"])
 def test_two_and_two_steps_across_a_change_of_layout_are_four(inputs: Path, tmp_path: Path, dropout: str) -> None:
     options = [*LORA, f"lora.dropout={dropout}"]
@@ -72,6 +74,7 @@ def test_dropout_changes_what_is_learned(inputs: Path, tmp_path: Path) -> None:
     assert _worst(_adapter(tmp_path / "0.0"), _adapter(tmp_path / "0.3")) > 1e-3
 
 
+@pytest.mark.slow(why="adapters/test_start.py refuses another base")
 def test_another_base_is_refused_when_a_run_is_resumed(inputs: Path, tmp_path: Path) -> None:
     other = write_inputs(tmp_path / "inputs")
     config = run_config(other, tmp_path / "run", *LORA)
@@ -110,6 +113,7 @@ def test_the_adapter_says_which_revision_of_the_base_it_was_trained_on(inputs: P
     assert json.loads((checkpoint / "adapter" / "adapter_config.json").read_text())["revision"] == "v1.2"
 
 
+@pytest.mark.slow(why="adapters/test_start.py reads PEFT's directory")
 @pytest.mark.parametrize("frozen", ["null", "mxfp4"])
 def test_a_run_from_a_peft_directory_is_resumed_from_its_own_config(frozen: str, inputs: Path, tmp_path: Path) -> None:
     run_ranks(train, 1, run_config(inputs, tmp_path / "first", *LORA, f"precision.frozen={frozen}"))

@@ -56,6 +56,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow_cases(r"(1-axes0|2-axes1|4-axes[2346])-.*", why="four ranks with tp stay")
 @pytest.mark.parametrize(("world", "axes", "family", "changes"), LAYOUTS)
 def test_stochastic_rounding_is_the_same_on_every_layout(
     world: int, axes: dict[str, int], family: str, changes: dict[str, Any]
@@ -66,6 +67,7 @@ def test_stochastic_rounding_is_the_same_on_every_layout(
         _equal(state, expected)
 
 
+@pytest.mark.slow_cases(r"(2-axes0|4-axes[124])-.*", why="tp stays, which cuts rows")
 @pytest.mark.parametrize(
     ("world", "axes", "changes", "params"),
     [
@@ -135,6 +137,7 @@ def test_muon_is_torch_s_muon_on_each_matrix_by_itself(family: str, monkeypatch:
     assert _far(whole_steps(case, 3, compute=torch.float64), expected) > 1e-3  # stacks as one matrix
 
 
+@pytest.mark.slow_cases(r"(2-axes0|4-axes[23456])-.*", why="tp with pp stays, and uneven parts")
 @pytest.mark.parametrize(
     ("world", "axes", "family", "changes"),
     [*LAYOUTS, (4, {"ep": 1}, "qwen3_moe", ODD_EXPERTS), (4, {"ep": 2, "tp": 2, "pp": 2}, "qwen3_moe", {})][1:],
@@ -200,6 +203,7 @@ def test_adapters_are_updated_alike_on_every_layout(optim: OptimConfig, params: 
     assert _far(state, expected) <= (1e-10 if optim is MUON else 0)
 
 
+@pytest.mark.slow_cases(r"case[01]", why="Muon stays; every layout has the same steps of the others")
 @pytest.mark.parametrize("case", [Case(ROUNDED), Case(EIGHT_BIT, "float32", changes=WIDE), Case(MUON, "float64")])
 def test_steps_go_on_alike_at_another_layout(tmp_path: Path, case: Case) -> None:
     expected = whole_steps(case, 4, compute=torch.float64)
@@ -291,6 +295,7 @@ def test_codes_without_scales_and_scales_without_codes_are_found(tmp_path: Path,
     assert said in [finding.text for finding in verify(path).findings]
 
 
+@pytest.mark.slow(why="test_resume.py has it for AdamW")
 def test_a_stopped_run_with_stochastic_rounding_continues_bit_for_bit(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
     options = ["parallel.ep=2", "precision={params: bfloat16, compute: bfloat16}", "optim.stochastic_rounding=true"]

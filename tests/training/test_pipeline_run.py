@@ -61,6 +61,7 @@ def _check_equal(one: Path, other: Path) -> None:
         assert (ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
 
 
+@pytest.mark.slow_cases(r"4-parallel2", why="pairwise")
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [(2, ["pp=2"]), (2, ["pp=2", "pp_schedule=gpipe"]), (4, ["pp=2", "ep=2"]), (4, ["pp=2", "replicate=2"])],
@@ -76,6 +77,7 @@ def test_a_run_with_stages_gives_the_metrics_and_the_model_of_one_without(
     assert f"stages     1: block 1, final norm and head on {stage}" in printed
 
 
+@pytest.mark.slow(why="checkpoint/test_stages.py without the trainer")
 def test_a_run_goes_on_with_and_without_stages(inputs: Path, whole: Path, tmp_path: Path) -> None:
     options, output = _options(inputs), tmp_path / "run"
     run_ranks(train_steps, 2, run_config(inputs, output, *options, "parallel.pp=2"), 1)

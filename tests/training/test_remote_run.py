@@ -44,6 +44,7 @@ def _wait_for_uploads() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow(why="two launches; checkpoint/test_remote.py ends uploads at every operation")
 def test_a_run_goes_on_where_its_directory_is_empty_with_the_same_bits(tmp_path: Path) -> None:
     inputs, remote = write_inputs(tmp_path / "inputs"), tmp_path / "remote"
     common = ("checkpoint.every_steps=1", "checkpoint.keep_last=1", "parallel.ep=2")

@@ -21,6 +21,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.mark.slow_cases(r"(4-overrides1|2-overrides2)", why="other optimizers and accumulation; one stays")
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
@@ -46,6 +47,7 @@ def test_a_stopped_run_continues_bit_for_bit(inputs: Path, tmp_path: Path, world
     assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
 
 
+@pytest.mark.slow(why="three launches; data/test_stream.py resumes without ranks")
 def test_a_stream_goes_on_at_the_same_rows_on_other_ranks(inputs: Path, tmp_path: Path) -> None:
     options = ["data.stream=true", "data.stream_rows=7", "data.packing=true", "data.shuffle=true", "train.max_steps=5"]
     options += [f"data.eval=[{{path: {inputs / 'train.jsonl'}, max_rows: 3}}]", "checkpoint.every_steps=1"]

@@ -93,6 +93,7 @@ def _on_another_machine(first: Config, second: Config) -> list[str]:
     return uploaded
 
 
+@pytest.mark.slow(why="starts an S3 server, where one is installed; checkpoint/test_remote.py has a store as weak")
 @pytest.mark.parametrize("stream", [(), ("data.stream=true", "data.stream_rows=16")], ids=["prepared", "streamed"])
 def test_model_data_checkpoints_and_result_on_s3_are_those_of_a_run_on_a_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: str, stream: tuple[str, ...]
@@ -127,6 +128,7 @@ def test_model_data_checkpoints_and_result_on_s3_are_those_of_a_run_on_a_disk(
     assert all(torch.equal(tensor, exported[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.slow(why="starts an S3 server, where one is installed; checkpoint/test_remote.py has a store as weak")
 def test_large_files_go_in_parts_and_those_of_a_killed_upload_do_not_stay(tmp_path: Path, bucket: str) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate(101 << 20)  # s3fs divides what is larger than 100 MiB

@@ -96,6 +96,10 @@ JOBS = {
 }
 
 
+@pytest.mark.slow_cases(
+    r"(adapters.*|tp|bfloat16, biases|hybrid, recomputed|float64|cp|dpo.*)",
+    why="packed rows and pp stay, and every planted bug of test_mutations.py",
+)
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]
@@ -158,6 +162,7 @@ def test_a_model_too_large_for_one_process_is_read_back_block_by_block(
     assert "are free" in checks["float32: trajectory of the unsharded model"].note
 
 
+@pytest.mark.slow(why="weights/test_resident.py has the codes, adapters/test_frozen.py the gradients")
 def test_a_job_whose_experts_stay_as_published_passes(tmp_path: Path) -> None:
     """NVFP4, which transformers reads wrongly for experts: stock PEFT is on what the codes stand for."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}

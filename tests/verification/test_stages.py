@@ -94,6 +94,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow_cases(
+    r"with ep, router losses, tied weights",
+    r"interleaved, adapters, recomputed",
+    r"three stages of uneven blocks, packed, bfloat16",
+    r"with tp, two rows",
+    r"with replicas",
+    why="cp stays",
+)
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_sound_job_passes_and_its_bugs_are_caught(inputs: Path, kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]

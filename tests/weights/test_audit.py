@@ -64,6 +64,7 @@ def _hashes_by_hand(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     }  # fmt: skip
 
 
+@pytest.mark.slow_cases(r"(deepseek_v3|mixtral)", why="a second and third family")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loaded_weights_pass_and_hashes_depend_on_neither_layout_nor_dtype(family: str, tmp_path: Path) -> None:
     reference = random_model(FAMILIES[family]())

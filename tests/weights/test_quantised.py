@@ -66,6 +66,48 @@ def test_values_are_those_of_public_tools(name: str, tmp_path: Path) -> None:
     assert differing(target, form.dtype, 1, 1) == []
 
 
+@pytest.mark.slow_cases(
+    r"2-2-fp8 blocks",
+    r"2-2-fp8 partial blocks",
+    r"2-2-fp8 blocks, e8m0",
+    r"2-2-fp8 blocks, e8m0 named scale",
+    r"2-2-mxfp8",
+    r"2-2-fp8, one scale",
+    r"2-2-fp8, a scale a row",
+    r"2-2-fp4 experts",
+    r"2-2-int4",
+    r"2-2-int4 with zero points",
+    r"2-2-mxfp4",
+    r"2-2-nvfp4",
+    r"2-2-fp8 of compressed-tensors, a scale a row",
+    r"2-2-nvfp4 of modelopt",
+    r"4-2-fp8 blocks",
+    r"4-2-fp8 blocks, e8m0",
+    r"4-2-fp8 blocks, e8m0 named scale",
+    r"4-2-mxfp8",
+    r"4-2-fp8, one scale",
+    r"4-2-fp8, a scale a row",
+    r"4-2-fp4 experts",
+    r"4-2-int4",
+    r"4-2-mxfp4",
+    r"4-2-nvfp4",
+    r"4-2-fp8 of compressed-tensors, a scale a row",
+    r"4-2-nvfp4 of modelopt",
+    r"4-4-fp8 blocks",
+    r"4-4-fp8 partial blocks",
+    r"4-4-fp8 blocks, e8m0",
+    r"4-4-fp8 blocks, e8m0 named scale",
+    r"4-4-mxfp8",
+    r"4-4-fp8, one scale",
+    r"4-4-fp8, a scale a row",
+    r"4-4-fp4 experts",
+    r"4-4-int4",
+    r"4-4-int4 with zero points",
+    r"4-4-mxfp4",
+    r"4-4-fp8 of compressed-tensors, a scale a row",
+    r"4-4-nvfp4 of modelopt",
+    why="pairwise over formats and layouts; every format stays on one rank",
+)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
 def test_every_rank_has_its_part_of_them(name: str, world: int, ep: int, tmp_path: Path) -> None:
@@ -74,12 +116,14 @@ def test_every_rank_has_its_part_of_them(name: str, world: int, ep: int, tmp_pat
     assert run_ranks(differing, world, target, form.dtype, world, ep) == [[]] * world
 
 
+@pytest.mark.slow_cases(r"(1-1|2-2|4-4)", why="the mixed layout stays")
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 2), (4, 4)])
 def test_gpt_oss_experts_are_read_in_their_own_order(world: int, ep: int, tmp_path: Path) -> None:
     target = quantise(_source(gpt_oss_config(), tmp_path / "source"), tmp_path, gpt_oss(), is_expert_matrix)
     assert run_ranks(differing, world, target, torch.float32, world, ep) == [[]] * world
 
 
+@pytest.mark.slow_cases(r"int4", why="partial blocks stay")
 @pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])
 def test_latent_attention_and_dense_layers_are_read_too(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()

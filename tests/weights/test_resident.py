@@ -67,6 +67,18 @@ def _load(target: Path, frozen: str, ep: int, dtype: torch.dtype) -> tuple[list[
 KEPT = [name for name in FORMATS if "zero" not in name and "asym" not in name]
 
 
+@pytest.mark.slow_cases(r"int4", why="nvfp4, fp8 blocks and fp4 experts stay")
+@pytest.mark.slow_cases(r"(mxfp4|fp8 blocks, e8m0)", why="nvfp4, fp4 experts and fp8 blocks stay")
+@pytest.mark.slow_cases(
+    r"fp8 blocks, e8m0 named scale",
+    r"fp8 partial blocks",
+    r"fp8, one scale",
+    r"fp8, a scale a row",
+    r"mxfp8",
+    r"nvfp4 of modelopt",
+    r"fp8 of compressed-tensors.*",
+    why="one format of each kind stays; test_quantised.py reads every format",
+)
 @pytest.mark.parametrize("name", KEPT)
 def test_published_codes_stay_and_stand_for_what_public_tools_say(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
@@ -76,6 +88,7 @@ def test_published_codes_stay_and_stand_for_what_public_tools_say(name: str, tmp
             assert (wrong, packed > 0) == ([], True)
 
 
+@pytest.mark.slow_cases(r"\(4, 4\)", why="four ranks in two groups stay")
 @pytest.mark.parametrize("layout", [(1, 1), (4, 4), (4, 2)], ids=str)
 def test_gpt_oss_codes_stay_in_the_transposed_layout(layout: tuple[int, int], tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
@@ -86,6 +99,7 @@ def test_gpt_oss_codes_stay_in_the_transposed_layout(layout: tuple[int, int], tm
         assert found == ([], 4, {"e2m1"})  # attention is plain in the files
 
 
+@pytest.mark.slow_cases(r"(mxfp4|float8)", why="nvfp4 stays, which has two scales, and nf4")
 @pytest.mark.parametrize("frozen", ["nf4", "mxfp4", "nvfp4", "float8"])
 def test_plain_weights_are_quantised_expert_by_expert(frozen: str, tmp_path: Path) -> None:
     directory = _source(qwen3_moe(**SIZES), tmp_path / "source")

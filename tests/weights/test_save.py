@@ -79,6 +79,7 @@ def _assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
         assert state[name].dtype == tensor.dtype
 
 
+@pytest.mark.slow_cases(r".*(mixtral|qwen3_moe)", why="deepseek_v3 stays, which has dense blocks and buffers as well")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_transformers_reads_back_equal_tensors_from_the_same_file_layout(

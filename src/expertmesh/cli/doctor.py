@@ -164,7 +164,7 @@ def limits() -> Finding:
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> Finding:
-    """The variables that decide how a job runs."""
+    """Return the variables that decide how a job runs."""
     names = sorted(name for name in variables if _TELLING.fullmatch(name))
     return Finding("variables", "\n".join(f"{name}={shown(name, variables[name])}" for name in names) or "none")
 
@@ -256,7 +256,7 @@ def _written_now(scratch: Path) -> str | None:
 
 
 def _file_system(directory: Path) -> str:
-    """Its kind, as Linux tells it: the mount point that is the longest beginning of the path."""
+    """Return its kind as Linux reports it: that of the mount point that is the longest prefix of the path."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:

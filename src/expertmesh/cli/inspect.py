@@ -39,8 +39,10 @@ activations come on top"""
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What `inspect` counts in a model. `blocks` are the language model's. Sizes are parameters; tied parameters count
-    once. `router`: how tokens choose experts, in words.
+    """The counts of a model that `inspect` prints.
+
+    `blocks` are the language model's. Sizes are parameters; tied parameters count once. `router`: how tokens choose
+    experts, in words.
     """
 
     blocks: int
@@ -93,7 +95,7 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
 
 
 def examine(model: nn.Module) -> Facts:
-    """The facts of a model on meta. Raises `InputError`, naming the module, when it cannot be sharded."""
+    """Return the facts of a model on meta. Raises `InputError`, naming the module, when it cannot be sharded."""
     anatomy = describe(model)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     expert = {name: size for name, size in sizes.items() if anatomy.is_expert_parameter(name)}
@@ -118,7 +120,7 @@ def _inside(sizes: dict[str, int], module: str) -> int:
 
 
 def describe_router(model: nn.Module, anatomy: Anatomy) -> str:
-    """How the first MoE layer routes: score function from the operations it runs, the rest from names."""
+    """Describe how the first MoE layer routes: the score function from the operations it runs, the rest from names."""
     spec, config = anatomy.experts[0], model.config.get_text_config()  # type: ignore[union-attr, operator]
     called = spec.name if spec.router is None else spec.holders[0]
     parent = model.get_submodule(called.rpartition(".")[0])
@@ -179,7 +181,7 @@ def _score_function(layer: nn.Module, experts: nn.Module, spec: ExpertsSpec) -> 
 
 
 def layouts(facts: Facts, world_size: int) -> list[Layout]:
-    """Every ep that divides both ranks and experts and leaves a slice that efsdp can shard; no other axes."""
+    """Return every ep that divides both ranks and experts and leaves a slice that efsdp can shard; no other axes."""
     experts = facts.experts.num_experts
     sizes = [ep for ep in divisors(experts) if world_size % ep == 0]
     found = [resolve_layout(ParallelConfig(ep=ep), world_size, experts) for ep in sizes]
@@ -187,7 +189,7 @@ def layouts(facts: Facts, world_size: int) -> list[Layout]:
 
 
 def _shard_text(experts: ExpertsSpec, layout: Layout) -> str:
-    """How efsdp shards a rank's experts; empty when their sizes do not allow it."""
+    """Describe how efsdp shards a rank's experts; empty when their sizes do not allow it."""
     if layout.efsdp == 1:
         return "all"
     try:
@@ -201,14 +203,14 @@ LAYOUT_COLUMNS = ("ep", "efsdp", "experts here", "of these kept", "one block")
 
 
 def layout_row(facts: Facts, layout: Layout) -> tuple[str, ...]:
-    """One layout as text, in the order of `LAYOUT_COLUMNS`; figures of one rank."""
+    """Return one layout as text, in the order of `LAYOUT_COLUMNS`; figures of one rank."""
     block = COMPUTE_BYTES * (facts.largest_block_dense + facts.largest_block_expert // layout.ep)
     here = facts.experts.num_experts // layout.ep
     return str(layout.ep), str(layout.efsdp), str(here), _shard_text(facts.experts, layout), bytes_text(block)
 
 
 def rank_text(facts: Facts, world_size: int) -> str:
-    """What each of `world_size` ranks keeps, whatever the layout: parameters are sharded over all of them."""
+    """Describe what each of `world_size` ranks keeps in every layout: parameters are sharded over all of them."""
     dense, expert = -(-facts.dense // world_size), -(-facts.expert // world_size)
     state = [bytes_text(STATE_BYTES * count) for count in (dense, expert, dense + expert)]
     return (
@@ -218,7 +220,7 @@ def rank_text(facts: Facts, world_size: int) -> str:
 
 
 def describe_rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
-    """The model's facts as (label, text)."""
+    """Yield the model's facts as (label, text)."""
     config: Any = model.config
     spec, vocabulary = facts.experts, int(config.get_text_config().vocab_size)
     targets = listed(by_gradient(model, describe(model))[0])

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def entry_point() -> NoReturn:
-    """What the `expertmesh` script calls."""
+    """Run the `expertmesh` script."""
     prepare_output()
     try:
         code = main(sys.argv[1:])
@@ -64,14 +64,14 @@ def entry_point() -> NoReturn:
 
 
 def _nobody_reads(descriptor: int) -> bool:
-    """Whether this is a pipe whose other end is closed, not some other pipe that broke."""
+    """Return whether this is a pipe whose other end is closed, not some other pipe that broke."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _usage_error(error: typer.TyperException) -> InputError:
-    """What typer says of a wrong command line, as one sentence."""
+    """Return typer's complaint about a wrong command line as one sentence."""
     context = getattr(error, "ctx", None)
     command = "expertmesh" if context is None else context.command_path
     message = error.format_message().removesuffix(".").replace("Value error, ", "")

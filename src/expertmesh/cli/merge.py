@@ -46,7 +46,7 @@ def run(path: str, output: str, base: str | None, dtype: str, max_shard_bytes: i
 
 
 def _adapter_at(path: Path, output: Path, stack: contextlib.ExitStack, trust_remote_code: bool) -> Path:
-    """The PEFT directory that is meant; one of a checkpoint is written beside `output` until `stack` is closed."""
+    """Return the PEFT directory at `path`; one of a checkpoint is written beside `output` until `stack` is closed."""
     is_checkpoint = (path / MANIFEST).exists()
     for adapter in (path, path / ADAPTER):
         if (adapter / CONFIG_FILE).exists() and not is_checkpoint:

@@ -27,7 +27,7 @@ def duration(text: str) -> float:
 
 
 def step_range(text: str) -> tuple[int, int]:
-    """The first and the last step in `text`: `3:5`, or `3` for one."""
+    """Return the first and the last step in `text`: `3:5`, or `3` for one."""
     matched = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
     first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched is not None else (0, 0)
     if not 1 <= first <= last:
@@ -36,7 +36,7 @@ def step_range(text: str) -> tuple[int, int]:
 
 
 def rank_range(text: str) -> tuple[int, int]:
-    """The fewest and the most ranks in `text`: `8:32`."""
+    """Return the fewest and the most ranks in `text`: `8:32`."""
     matched = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text.strip())
     fewest, most = (int(matched[1]), int(matched[2])) if matched is not None else (0, 0)
     if not 1 <= fewest <= most:
@@ -56,7 +56,7 @@ def size(text: str) -> int:
 
 
 def token_count(text: str) -> float:
-    """A number of tokens: `10B`, `500M`, `1e9`."""
+    """Return a number of tokens: `10B`, `500M`, `1e9`."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     if matched is None or float(matched[1]) == 0:
         raise ValueError(f"{text!r} is not a number of tokens; write 10B, 500M, 1e9 or a number")
@@ -89,7 +89,7 @@ TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="let the mo
 
 @dataclass(frozen=True, slots=True)
 class TrainArguments:
-    """Of `expertmesh train`."""
+    """The arguments of `expertmesh train`."""
 
     config: ConfigFile
     overrides: Overrides = None
@@ -125,7 +125,7 @@ class TrainArguments:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Of `expertmesh plan`."""
+    """The options of `expertmesh plan`."""
 
     model: Model
     devices: Annotated[str, Option(metavar="DEVICES", help="nodes x devices and kind: '2x8 h200', '8 h100'")]
@@ -158,7 +158,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class InitOptions:
-    """Of `expertmesh init`; `lora` None takes full fine-tuning if it fits."""
+    """The options of `expertmesh init`; `lora` None takes full fine-tuning if it fits."""
 
     model: Model
     data: Annotated[str, Option(metavar="PATH", help="file, directory or hub id of the data to train on")]
@@ -176,7 +176,10 @@ class InitOptions:
 
 @dataclass(frozen=True, slots=True)
 class VerifyArguments:
-    """Of `expertmesh verify`: `what` is a configuration, a checkpoint or a run; all else but `json` is of a proof."""
+    """The arguments of `expertmesh verify`.
+
+    `what` is a configuration, a checkpoint or a run; all others but `json` are for a proof.
+    """
 
     what: Annotated[
         str | None,

@@ -17,7 +17,7 @@ from expertmesh.io.terminal import printable
 
 
 def count_text(count: int) -> str:
-    """A number of parameters, to four digits: `30.53 B`, `212.1 M`, `1,024`."""
+    """Format a number of parameters to four digits: `30.53 B`, `212.1 M`, `1,024`."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
         if count >= size:
             return f"{count / size:.4g} {unit}"
@@ -25,7 +25,7 @@ def count_text(count: int) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes: `57.0 GiB`."""
+    """Format a number of bytes: `57.0 GiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -45,7 +45,7 @@ class Terminal(Console):
 
 
 def print_rows(console: Console, title: str, header: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> None:
-    """A table under a title: drawn on a terminal, aligned text otherwise. No header: label and value."""
+    """Print a table under a title: drawn on a terminal, aligned text otherwise. No header: label and value."""
     numeric = header is not None
     if console.is_terminal:
         table = Table(title=Text(printable(title)), title_justify="left", show_header=numeric)
@@ -65,13 +65,13 @@ def print_rows(console: Console, title: str, header: Sequence[str] | None, rows:
 
 
 def located_text(checkpoint: Path, found: int | None) -> str:
-    """Which checkpoint is meant, and that it was chosen from several."""
+    """Say which checkpoint is meant, and that it was chosen from several."""
     chosen = "" if found is None else f", the newest of {found}" if found > 1 else ", the only one"
     return f"{checkpoint}{chosen}"
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """Return the most memory that this process has held so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

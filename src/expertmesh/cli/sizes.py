@@ -22,7 +22,10 @@ COMPUTE_BYTES = 2
 
 
 def frozen_rows(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """What `precision.frozen` would hold of the whole base: experts and linear layers packed, all else in bfloat16."""
+    """Yield what `precision.frozen` would hold of the whole base.
+
+    Experts and linear layers are packed, all else is in bfloat16.
+    """
     anatomy, sizes = describe(model), {name: parameter.numel() for name, parameter in model.named_parameters()}
     plain = COMPUTE_BYTES * sum(sizes.values())
     found = [f"bfloat16 {bytes_text(plain)}"]

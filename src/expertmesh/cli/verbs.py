@@ -115,7 +115,7 @@ def root(
         bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """What stands before the verb."""
+    """Take what stands before the verb."""
 
 
 @verb
@@ -140,7 +140,7 @@ def train(arguments: TrainArguments) -> int:
 
 
 def _preflight(config: Config, ranks: int, ranks_per_node: int) -> None:
-    """What ranks would refuse, before they are started; under torchrun each rank calls it itself."""
+    """Refuse what ranks would refuse, before they are started; under torchrun each rank calls it itself."""
     with lazy_imports():
         from expertmesh.training.startup.preflight import preflight, refuse_weights
 

@@ -85,7 +85,7 @@ _MAX_TEXT, _MAX_PART = 4096, 255  # of a path, and of a name in it, in bytes
 
 
 def _plain(text: str) -> str:
-    """A name or path as an operating system can have it."""
+    """Return a name or path as an operating system can have it."""
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise ValueError("a name has no control characters; remove them")
     if len(text.encode()) > _MAX_TEXT or any(len(part.encode()) > _MAX_PART for part in text.split("/")):
@@ -117,7 +117,7 @@ def pattern_problem(pattern: str) -> str | None:
 
 
 def is_named(name: str, pattern: str) -> bool:
-    """Whether the end of `name`, from a dot on, is what a pattern of PEFT's says."""
+    """Return whether the end of `name`, from a dot on, is what a pattern of PEFT's says."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 

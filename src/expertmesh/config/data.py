@@ -49,7 +49,9 @@ class DataSource(Section):
     """In data.eval, the set that the source belongs to: figures are reported of each, as eval_NAME_loss."""
 
     def unmatched(self, format_name: str) -> Iterator[str]:
-        """What columns and roles say to no effect about rows of a format (auto: any), as sentences about their keys."""
+        """Yield what columns and roles say to no effect about rows of a format (auto: any), as sentences about their
+        keys.
+        """
         known = COLUMNS.get(format_name) or tuple(dict.fromkeys(itertools.chain(*COLUMNS.values())))
         of = "any format" if format_name == "auto" else f"format {format_name}"
         for ours, theirs in self.columns.items():
@@ -132,7 +134,7 @@ class DataConfig(Section):
         return self
 
     def eval_sets(self) -> dict[str, tuple[DataSource, ...]]:
-        """The sources of data.eval by the name of their set, which is empty for those without."""
+        """Return the sources of data.eval by the name of their set, which is empty for those without."""
         names = dict.fromkeys(source.name or "" for source in self.eval)
         return {name: tuple(source for source in self.eval if (source.name or "") == name) for name in names}
 
@@ -172,7 +174,7 @@ class DataConfig(Section):
         return self.configured(source)[0]
 
     def format_of(self, source: DataSource) -> DataFormat:
-        """The configured one."""
+        """Return the configured one."""
         return self.format if source.format == "auto" else source.format
 
 

@@ -26,7 +26,7 @@ _LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of
 def explain(
     error: ValidationError, root: type[BaseModel], prefix: Path = (), where: Callable[[Path], str] = lambda path: ""
 ) -> InputError:
-    """The error to raise instead, with one line per problem of `error`, which arose in validating `root`.
+    """Return the error to raise instead, with one line per problem of `error`, which arose in validating `root`.
 
     `prefix` stands before every key; `where` gives the text before a problem ("file:line: ") by its path. The first
     problem gives the error its key.
@@ -61,7 +61,7 @@ class _Schema:
         self._prefix = prefix
 
     def path_of(self, loc: Path) -> Path:
-        """The path of the value that pydantic's `loc` is about.
+        """Return the path of the value that pydantic's `loc` is about.
 
         A location goes on behind the value with the names of the union members that were tried.
         """
@@ -78,7 +78,7 @@ class _Schema:
         return "config.wrong-value"
 
     def sentences(self, problem: ErrorDetails, path: Path) -> Iterator[tuple[Path, str]]:
-        """The path and the sentence of every problem that one of pydantic's errors, about `path`, stands for."""
+        """Yield the path and the sentence of every problem that one of pydantic's errors, about `path`, stands for."""
         key = dotted((*self._prefix, *path)) or "the configuration"
         value, node = problem["input"], self._at(path)
         match problem["type"]:
@@ -113,7 +113,7 @@ class _Schema:
         return self._schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
     def _inside(self, node: dict[str, Any]) -> dict[str | int, Any]:
-        """The nodes inside a section (by key) or a list (by position; only 0 where all items are alike)."""
+        """Return the nodes inside a section (by key) or a list (by position; only 0 where all items are alike)."""
         if "properties" in node:
             return dict(node["properties"])
         return dict(enumerate(node.get("prefixItems", [node["items"]] if "items" in node else [])))
@@ -127,8 +127,8 @@ class _Schema:
         return node
 
     def _accepts(self, node: dict[str, Any], too_large: bool = False) -> str:
-        """What a node accepts, in words: "an integer of at least 1 or null". The most that is let through, far beyond
-        what makes sense, is said where it is exceeded.
+        """Return what a node accepts, in words: "an integer of at least 1 or null". The most that is let through, far
+        beyond what makes sense, is said where it is exceeded.
         """
         match node:
             case {"anyOf": options}:
@@ -155,7 +155,7 @@ class _Schema:
         return f"{_TYPES[node['type']]} {limits}".rstrip()
 
     def _advice(self, path: Path) -> str:
-        """What to do about the unknown key at `path`."""
+        """Return what to do about the unknown key at `path`."""
         key = str(path[-1])[:_LONGEST_KEY]
         theirs = key.replace("-", "_")
         if theirs in DERIVED:
@@ -184,7 +184,7 @@ class _Schema:
 
 
 def close_to(name: str, known: Sequence[str]) -> str:
-    """What to do about a name that is none of those known."""
+    """Return what to do about a name that is none of those known."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
 
@@ -194,7 +194,7 @@ def _number(value: float) -> str:
 
 
 def show(value: object) -> str:
-    """A value as its author knows it from YAML; text in quotes, so that '10' and 10 look different."""
+    """Return a value as its author knows it from YAML; text in quotes, so that '10' and 10 look different."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict | BaseModel):

@@ -28,7 +28,7 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
 
 
 def config_from(text: str, source: str, overrides: Sequence[str] = ()) -> Config:
-    """The same of the `text` of a file that `source` names."""
+    """Return the same of the `text` of a file that `source` names."""
     document = parse_yaml(text, source)
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
@@ -67,7 +67,7 @@ def make_config(
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration, defaults included, as YAML that `load_config` reads back as its equal."""
+    """Return the resolved configuration, defaults included, as YAML that `load_config` reads back as its equal."""
     return dump_yaml(config.model_dump(mode="json"))
 
 

@@ -34,7 +34,7 @@ class ObjectiveConfig(Section):
 
 
 def eval_figures(objective: ObjectiveConfig, data: DataConfig) -> list[str]:
-    """What an evaluation reports: keys of metrics.jsonl."""
+    """Return what an evaluation reports: keys of metrics.jsonl."""
     of_set = ["loss", "token_accuracy"]
     if objective.name == "dpo":
         of_set = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))]
@@ -43,7 +43,7 @@ def eval_figures(objective: ObjectiveConfig, data: DataConfig) -> list[str]:
 
 
 def objective_conflicts(objective: ObjectiveConfig, data: DataConfig, lora: LoraConfig | None) -> Iterator[str]:
-    """What an objective cannot go with, as sentences that begin with the key to change."""
+    """Yield what an objective cannot go with, as sentences that begin with the key to change."""
     named = [("data.format", data.format)]
     for section, sources in (("train", data.train), ("eval", data.eval)):
         named += [(f"data.{section}.{place}.format", source.format) for place, source in enumerate(sources)]

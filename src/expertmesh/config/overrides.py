@@ -61,7 +61,7 @@ def _key_in(container: Container, part: str, path: Path, override: str) -> str |
 
 
 def _is_place(part: str) -> bool:
-    """Whether it is a position in a list; Python's own digits have many scripts, and powers."""
+    """Return whether it is a position in a list; Python's own digits have many scripts, and powers."""
     return part.isascii() and part.isdigit() and len(part) < 10
 
 

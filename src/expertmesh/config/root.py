@@ -61,7 +61,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _rows_of_pairs(cls, values: Any) -> Any:
-        """The responses of a pair are rows of their own, so that nothing is packed unless that is asked for."""
+        """Turn packing off for pairs, whose responses are rows of their own, unless it is asked for."""
         if not isinstance(values, dict):
             return values
         objective, data = values.get("objective"), values.get("data")

@@ -13,10 +13,10 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema as plain JSON values."""
+    """Return the schema as plain JSON values."""
     return {"$schema": DIALECT, **Config.model_json_schema(mode="validation")}
 
 
 def schema_text() -> str:
-    """The schema as it stands in the file."""
+    """Return the schema as it stands in the file."""
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

@@ -127,11 +127,11 @@ class LoraConfig(Section):
 
     @property
     def scaling(self) -> float:
-        """What the product of the adapter is multiplied by, unless a pattern says otherwise."""
+        """The factor of an adapter's product."""
         return self.scaling_of(self.r, self.alpha)
 
     def scaling_of(self, r: int, alpha: float) -> float:
-        """The same for an adapter of another `r` and `alpha`."""
+        """Return the same for an adapter of another `r` and `alpha`."""
         return alpha / (math.sqrt(r) if self.use_rslora else r)
 
     def of(self, name: str) -> tuple[int, float]:

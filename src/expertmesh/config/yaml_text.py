@@ -41,7 +41,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\
 
 
 def parse_yaml(text: str, source: str) -> Document:
-    """The one document in `text`; `InputError` for text that is not one, with `source` as its name."""
+    """Return the one document in `text`; `InputError` for text that is not one, with `source` as its name."""
     if len(text) > MAX_CHARACTERS:
         raise InputError(
             f"{source}: has more characters than a configuration may have, {MAX_CHARACTERS:,}; name directories "
@@ -123,7 +123,7 @@ def _mapping(node: yaml.MappingNode, path: Path, source: str, lines: dict[Path, 
 
 
 def _scalar(text: str) -> Any:
-    """A plain (unquoted) scalar by the core schema of YAML 1.2, so `010` is ten and `1_000` is text."""
+    """Return a plain (unquoted) scalar by the core schema of YAML 1.2, so `010` is ten and `1_000` is text."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):

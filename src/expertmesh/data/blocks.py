@@ -34,7 +34,7 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
-    """What is known of a block beside its samples, of which there are `samples`."""
+    """The facts of a block beside its samples, of which there are `samples`."""
 
     place: Place
     file: SourceFile
@@ -68,7 +68,7 @@ class BlockEncoder:
         self._sources, self._config, self._encoder, self._vocab_size = sources, config, encoder, vocab_size
 
     def encode(self, place: Place, rows: Sequence[RawRow], format_name: str) -> Block:
-        """The block of these rows, of which there is at least one."""
+        """Return the block of these rows, of which there is at least one."""
         block = Block(place, rows[0].file, DataReport(self._config.max_length, rows=len(rows)))
         usable: list[tuple[RawRow, Record, list[str]]] = []
         roles = self._sources[place[0]].roles
@@ -101,7 +101,7 @@ class BlockEncoder:
         return block
 
     def _encoded(self, records: list[Record]) -> Iterator[Sequence[Encoded] | MalformedRow]:
-        """The samples of each record, one or the two of a pair."""
+        """Yield the samples of each record, one or the two of a pair."""
         pairs = [record for record in records if isinstance(record, Preference)]
         if pairs:  # records of one source are of one format
             yield from self._encoder.encode_pairs(pairs)
@@ -109,7 +109,7 @@ class BlockEncoder:
         yield from self._encoder.encode([record for record in records if not isinstance(record, Preference)])
 
     def _keeps(self, block: Block, raw: RawRow, kinds: Sequence[str]) -> bool:
-        """Whether `data.on_*` keeps a row of these kinds, each of which is counted."""
+        """Return whether `data.on_*` keeps a row of these kinds, each of which is counted."""
         report, decisions = block.report, [getattr(self._config, f"on_{kind}") for kind in kinds]
         for kind, decision in zip(kinds, decisions, strict=True):
             if decision == "stop":
@@ -133,7 +133,7 @@ class BlockEncoder:
         _keep(block.report.skipped_at, message)
 
     def _add_samples(self, block: Block, raw: RawRow, encoded: Sequence[Encoded]) -> None:
-        """Those of one row: all of them, or none."""
+        """Add the samples of one row: all of them, or none."""
         report, limit = block.report, self._config.max_length
         longest = max(len(each.input_ids) for each in encoded)
         for each in encoded:
@@ -176,7 +176,7 @@ def _keep(positions: list[str], position: str) -> None:
 
 
 def _odd_kinds(record: Record) -> list[str]:
-    """Which of ODD_ROWS a record is, as far as it shows before a template has written it."""
+    """Return which of ODD_ROWS a record is, as far as it shows before a template has written it."""
     if isinstance(record, PromptCompletion | PlainText):
         text = record.text if isinstance(record, PlainText) else record.completion
         return [] if text.strip() else ["empty_answer"]

@@ -52,7 +52,7 @@ class Recipe:
         model_vocab_size: int,
         date: datetime.date | None = None,
     ) -> "Recipe":
-        """That of a run for one of its lists of sources."""
+        """Return the recipe of a run for one of its lists of sources."""
         return cls(sources, config.data, tokenizer, model_vocab_size, config.objective.name == "dpo", date)
 
     @property
@@ -61,7 +61,7 @@ class Recipe:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Those that rows may have."""
+        """The formats that rows may have."""
         return tuple(name for name in FORMATS if (name == PREFERENCE) is self.pairs)
 
 
@@ -84,7 +84,7 @@ def build_dataset(
 
 
 def build(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
-    """The data set of `recipe`, in memory; raises as `build_dataset`."""
+    """Return the data set of `recipe`, in memory; raises as `build_dataset`."""
     reader = BlockReader(recipe)
     blocks = list(reader)
     report, files = joined(recipe, reader.sources, [block.facts() for block in blocks])
@@ -124,7 +124,7 @@ class BlockReader:
                 yield self._encoder.encode(self.place, rows, self.sources[-1].format)
 
     def _blocks(self, number: int, source: DataSource) -> Iterator[list[RawRow]]:
-        """The rows of each block of a source that falls to this process."""
+        """Yield the rows of each block of a source that falls to this process."""
         seen = itertools.count()
         for file, location in enumerate(locations(source.path)):
             takes = self._share.of_file(file)
@@ -139,14 +139,14 @@ class BlockReader:
 
 
 def encoder_of(recipe: Recipe) -> BlockEncoder:
-    """What makes blocks of rows."""
+    """Return the encoder of blocks of rows."""
     config = recipe.config
     options = ChatOptions(config.loss_on, config.thinking, config.template_args, recipe.date or datetime.date.today())
     return BlockEncoder(recipe.sources, config, PairEncoder(recipe.tokenizer, options), recipe.model_vocab_size)
 
 
 def source_report(recipe: Recipe, source: DataSource) -> SourceReport:
-    """In which format a source is, before anything is counted.
+    """Find the format of a source, before anything is counted.
 
     Raises `InputError` for rows of no format, and for `columns` and `roles` that do nothing in the rows.
     """
@@ -164,7 +164,7 @@ def source_report(recipe: Recipe, source: DataSource) -> SourceReport:
 
 
 def _refuse_missing_columns(recipe: Recipe, source: DataSource) -> None:
-    """A name in `columns` that no row has is a slip of the pen, also where the format can do without the column."""
+    """Refuse a name in `columns` that no row has: it is a mistake even where the format can do without the column."""
     missing = [theirs or ours for ours, theirs in source.columns.items()]
     first: Mapping[str, Any] = {}
     tried = 0
@@ -186,7 +186,7 @@ def _refuse_missing_columns(recipe: Recipe, source: DataSource) -> None:
 def joined(
     recipe: Recipe, sources: Sequence[SourceReport], blocks: Sequence[BlockFacts]
 ) -> tuple[DataReport, tuple[SourceFile, ...]]:
-    """What all blocks, in their order, count together, and the files that they are from, in theirs."""
+    """Return what all blocks, in their order, count together, and the files that they are from, in theirs."""
     report = DataReport(recipe.config.max_length, sources=list(sources))
     for number, source in enumerate(report.sources):
         own = [block for block in blocks if block.place[0] == number]
@@ -209,7 +209,7 @@ def joined(
 
 
 def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
-    """The format of the first usable row, and what else would fit."""
+    """Return the format of the first usable row, and what else would fit."""
     tried, unreadable, unfit = 0, None, None
     for raw in _first_rows(recipe, source, source.columns):
         tried += 1
@@ -248,7 +248,7 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
 
 
 def _how_to_name(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> str:
-    """What to write so that the row fits a format: the source as it is, and `columns` that were guessed."""
+    """Return what to write so that the row fits a format: the source as it is, and `columns` that were guessed."""
     guesses = suggested_columns(row, pairs=recipe.pairs) or [
         dict.fromkeys(("prompt", "chosen", "rejected") if recipe.pairs else ("prompt", "completion"), "COLUMN")
     ]

@@ -26,7 +26,7 @@ class Origin(BaseModel):
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """All but the rows that the tokens of a recipe depend on."""
+    """Return all but the rows that the tokens of a recipe depend on."""
     return {
         "code": _code_sha256(),
         "versions": {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
@@ -46,7 +46,7 @@ class Origins:
         self._contents: dict[int, str] = {}
 
     def are(self, before: list[Origin]) -> bool:
-        """Whether these are the locations that were read, with the same content."""
+        """Return whether these are the locations that were read, with the same content."""
         if [each.name for each in self._locations] != [origin.name for origin in before]:
             return False
         return all(
@@ -70,12 +70,12 @@ class Origins:
 
 
 def sha256_of(text: str) -> str:
-    """Of the text's UTF-8."""
+    """Return the hash of the text's UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _code_sha256() -> str:
-    """Of the code that makes tokens of rows: what an earlier version of it has made is not taken."""
+    """Return the hash of the code that makes tokens of rows: the results of an earlier version are not taken."""
     here = Path(__file__).parent
     return sha256_of(
         "".join(path.read_text("utf-8") for path in sorted(here.rglob("*.py")) if path.stem not in _READERS)

@@ -141,7 +141,7 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
 
 
 def unused_columns(row: Mapping[str, Any], format_name: str) -> list[str]:
-    """The columns that have something in them which `convert` does not read."""
+    """Return the columns that have something in them which `convert` does not read."""
     read = set(COLUMNS[format_name])
     if turns := _turns(row, "from" if format_name == "sharegpt" else "role"):
         read -= {key for key in _TURNS if row.get(key) is not turns}
@@ -149,7 +149,7 @@ def unused_columns(row: Mapping[str, Any], format_name: str) -> list[str]:
 
 
 def suggested_columns(row: Mapping[str, Any], *, pairs: bool) -> list[dict[str, str]]:
-    """What `data.train.N.columns` could say, by usual names, so that a row of unknown columns fits a format."""
+    """Return what `data.train.N.columns` could say, by usual names, so that a row of unknown columns fits a format."""
     for key, value in row.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, Mapping) and not pairs and ("role" in first or "from" in first):
@@ -165,19 +165,19 @@ def suggested_columns(row: Mapping[str, Any], *, pairs: bool) -> list[dict[str, 
 
 
 def names_of(row: Mapping[str, Any]) -> list[str]:
-    """The names of a row's columns, as a sentence lists them: not more than can be read."""
+    """Return the names of a row's columns, as a sentence lists them: not more than can be read."""
     names = [shortened(str(key)) for key in itertools.islice(row, _KEYS_NAMED + 1)]
     return [*names[:_KEYS_NAMED], *["..."] * (len(names) > _KEYS_NAMED)]
 
 
 def visible(message: Mapping[str, Any]) -> str:
-    """The part of an answer that every template shows: many strip white space and earlier turns' thinking."""
+    """Return the part of an answer that every template shows: many strip white space and earlier turns' thinking."""
     content: str = message.get("content") or ""
     return content.rpartition("</think>")[2].strip()
 
 
 def thoughts(message: Mapping[str, Any]) -> list[str]:
-    """The thinking of an answer, as it has to stand in the text: under a key of its own, or before the answer."""
+    """Return the thinking of an answer as it has to stand in the text: under its own key, or before the answer."""
     found = [message[key] for key in THINKING_KEYS if isinstance(message.get(key), str)]
     if in_content := THOUGHT.match(message.get("content") or ""):
         found.append(in_content[1])
@@ -185,13 +185,13 @@ def thoughts(message: Mapping[str, Any]) -> list[str]:
 
 
 def without_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message without thinking under a key or at the beginning of its content."""
+    """Return the message without thinking under a key or at the beginning of its content."""
     kept = {key: value for key, value in message.items() if key not in THINKING_KEYS}
     return {**kept, "content": THOUGHT.sub("", kept["content"], count=1)} if kept.get("content") else kept
 
 
 def _turns(row: Mapping[str, Any], marker: str) -> list[Any] | None:
-    """The list of turns of a chat row whose first turn has the key `marker`, under either usual name."""
+    """Return the list of turns of a chat row whose first turn has the key `marker`, under either usual name."""
     for key in _TURNS:
         turns = row.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and marker in turns[0]:
@@ -221,7 +221,7 @@ def _parse_turns(row: Mapping[str, Any], role_key: str, text_key: str, roles: Ma
 
 
 def _for_template(row: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any]]:
-    """The row's tools, and its arguments for the template, under the name that TRL gives them."""
+    """Return the row's tools, and its arguments for the template, under the name that TRL gives them."""
     args = row.get("chat_template_kwargs") or {}
     if not isinstance(args, Mapping):
         raise MalformedRow(f"'chat_template_kwargs' is {_kind(args)}, not an object")
@@ -277,7 +277,9 @@ def _calls(value: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def _listed(value: Any, what: str) -> list[Any]:
-    """A list, or one object, that may be written as JSON in a string, as tables keep what has no fixed columns."""
+    """Return a list, or one object, that may be written as JSON in a string, as tables keep what has no fixed
+    columns.
+    """
     value = _json(value, what) if isinstance(value, str) else value
     if not isinstance(value, (list, Mapping)):
         raise MalformedRow(f"{what} is {_kind(value)}, not a list")
@@ -318,7 +320,7 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> PromptCompletion:
 
 
 def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Preference:
-    """As TRL reads them: with a prompt of its own, or with one that both responses begin with."""
+    """Read a pair as TRL does: with a prompt of its own, or with one that both responses begin with."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if isinstance(prompt, str) and not prompt.strip():
         raise MalformedRow("'prompt' is empty")
@@ -389,7 +391,7 @@ def _parse_conversational_preference(
 
 
 def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """How many items both begin with; at least one is left to each."""
+    """Return how many items both begin with; at least one is left to each."""
     most = min(len(chosen), len(rejected)) - 1
     return next((place for place in range(most) if chosen[place] != rejected[place]), most)
 
@@ -407,7 +409,7 @@ def _role(value: Any, where: str, roles: Mapping[str, str]) -> str:
 
 
 def _content(value: Any, where: str, key: str) -> str:
-    """A message's text; a list of text parts is joined, any other part is refused by its type."""
+    """Return a message's text; a list of text parts is joined, any other part is refused by its type."""
     if not isinstance(value, list):
         return _text(value, f"{key!r} of {where}")
     texts = []
@@ -461,7 +463,7 @@ def _its_keys(row: Mapping[str, Any]) -> str:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a column has nothing in it; 0 and false are something."""
+    """Return whether a column has nothing in it; 0 and false are something."""
     return value is None or value in ("", [], {})
 
 

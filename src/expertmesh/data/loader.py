@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """How rows become the micro-batches of one data rank.
+    """The way rows become the micro-batches of one data rank.
 
     Rows are dealt to the `data_ranks` ranks in turn, so that no two ranks differ by more than one row. A row is one
     sample, or with `packing` several that together have at most `max_length` tokens. A row of preferences is a pair,
@@ -66,7 +66,7 @@ class BatchLayout:
         assert self.micro_batch_size > 0
 
     def plan(self, dataset: TokenizedDataset, order: Row) -> PackedRows:
-        """The samples (of preferences, the pairs) `order` in rows."""
+        """Return the samples (of preferences, the pairs) `order` in rows."""
         if self.packing:
             return pack(dataset.lengths, order, self.max_length)
         each = dataset.samples_per_row
@@ -75,10 +75,10 @@ class BatchLayout:
         return PackedRows(Rows(samples, np.arange(len(order) + 1) * each), fill)
 
     def micro_batches(self, dataset: TokenizedDataset, rows: Sequence[Row], first_number: int = 0) -> Iterator[Batch]:
-        """This rank's micro-batches of `rows`, which are numbered from `first_number`.
+        """Yield this rank's micro-batches of `rows`, which are numbered from `first_number`.
 
-        Ranks that run out of rows repeat the first one with every label -100: its loss and its gradients are
-        exactly zero, and the rank still takes part in every collective of its peers.
+        Ranks that run out of rows repeat the first one with every label -100: its loss and its gradients are exactly
+        zero, and the rank still takes part in every collective of its peers.
         """
         assemble = packed_batch if self.packing else padded_batch
         mine = list(range(self.data_rank, len(rows), self.data_ranks))
@@ -152,7 +152,7 @@ class TrainingBatches:
         return sum(self.steps_in_epoch(epoch) for epoch in range(num_epochs))
 
     def plan(self, epoch: int) -> PackedRows:
-        """The rows of one epoch in training order, equal on every rank; `fill` tells how full they are."""
+        """Return the rows of one epoch in training order, equal on every rank; `fill` tells how full they are."""
         if epoch not in self._plans:
             order = self._mixture.order(self._seed, epoch, shuffle=self._shuffle)
             self._plans.clear()  # one epoch is in use at a time, and a plan holds an array per row
@@ -160,14 +160,14 @@ class TrainingBatches:
         return self._plans[epoch]
 
     def steps(self, done: int, position: "StreamPosition | None" = None) -> Iterator[Step]:
-        """The steps after the first `done`, epoch after epoch without end; only a stream has a `position`."""
+        """Yield the steps after the first `done`, epoch after epoch without end; only a stream has a `position`."""
         for epoch in itertools.count():
             start = min(done, self.steps_in_epoch(epoch))
             done -= start
             yield from self.epoch(epoch, start)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
-        """The steps of one epoch from `start_step` (counted from 0) on; earlier rows are not touched."""
+        """Yield the steps of one epoch from `start_step` (counted from 0) on; earlier rows are not touched."""
         rows, size = self.plan(epoch).rows, self._global_batch_size
         for step in range(start_step, self.steps_in_epoch(epoch)):
             part = rows[step * size : (step + 1) * size]
@@ -225,7 +225,7 @@ def accumulation_of(global_batch_size: int, micro_batch_size: int, data_ranks: i
 
 
 def padding_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    """An id to pad with: the pad token, else eos, else 0, skipping those that the model has no embedding for.
+    """Return an id to pad with: the pad token, else eos, else 0, skipping those that the model has no embedding for.
 
     Padding carries no label and no other token attends to it, so the choice changes no result.
     """

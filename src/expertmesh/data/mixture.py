@@ -21,7 +21,7 @@ _OF_A_SOURCE = 1
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How the rows of each source, of which there are `rows`, enter an epoch; `shares` are None without weights."""
+    """The way the rows of each source, of which there are `rows`, enter an epoch; `shares` are None without weights."""
 
     rows: tuple[int, ...]
     repeats: tuple[int, ...]
@@ -29,7 +29,7 @@ class Mixture:
 
     @classmethod
     def of(cls, sources: Sequence[DataSource], report: DataReport, samples_per_row: int) -> "Mixture":
-        """That of `data.train`, whose rows are those of `report`, which gets to know the shares."""
+        """Return the mixture of `data.train`, whose rows are those of `report`; the shares are noted in it."""
         rows = tuple(each.samples // samples_per_row for each in report.sources)
         repeats = tuple(source.repeat for source in sources)
         for each, repeat in zip(report.sources, repeats, strict=True):
@@ -48,7 +48,7 @@ class Mixture:
         return cls(rows, repeats, tuple(shares))
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> Order:
-        """The rows of an epoch; without `shuffle` in the order of the sources."""
+        """Return the rows of an epoch; without `shuffle` in the order of the sources."""
         starts = np.cumsum([0, *self.rows])
         if self.shares is None:
             parts = [
@@ -64,7 +64,9 @@ class Mixture:
         return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))] if shuffle else rows
 
     def _drawn(self, source: int, seed: int, start: int, stop: int) -> Order:
-        """Those of places `start` … `stop`-1 of the endless sequence of a source: all of its rows, again and again."""
+        """Return those of places `start` … `stop`-1 of the endless sequence of a source: all of its rows, again and
+        again.
+        """
         count = self.rows[source]
         parts = [np.empty(0, np.int64)]
         for cycle in range(start // count, -(-stop // count)) if stop > start else ():

@@ -58,7 +58,7 @@ class _Manifest(BaseModel):
 
 
 class _Written(BaseModel):
-    """What one process notes of its share; `stamps` are the locations' from before it read them."""
+    """The notes of one process about its share; `stamps` are the locations' from before it read them."""
 
     stamps: list[str]
     sources: list[SourceReport]
@@ -94,7 +94,7 @@ class Preparation:
 
     @classmethod
     def of(cls, config: Config, recipe: Recipe) -> "Preparation":
-        """Where `data.prepared_path` says, by default in `output_dir`."""
+        """Return where `data.prepared_path` says, by default in `output_dir`."""
         return cls(Path(config.data.prepared_path or Path(config.output_dir) / DIRECTORY).expanduser(), recipe)
 
     @cached_property
@@ -108,7 +108,7 @@ class Preparation:
         return sha256_of(json.dumps(self.settings, sort_keys=True))[:16]
 
     def find(self) -> PreparedData | None:
-        """The tokens, if they have been prepared from the rows as they are now.
+        """Return the tokens, if they have been prepared from the rows as they are now.
 
         Raises `IntegrityError` for files that are not what the manifest says.
         """
@@ -125,7 +125,7 @@ class Preparation:
         return PreparedData(directory, _opened(directory, manifest, self.recipe), manifest.report, manifest.date)
 
     def is_stale(self) -> bool:
-        """Whether rows have been prepared with these settings that are not those of now."""
+        """Return whether rows have been prepared with these settings that are not those of now."""
         there = [path.name for path in self.directory.glob(f"{self.key}-*")]
         if not there:  # before all rows are read for it
             return False
@@ -133,7 +133,7 @@ class Preparation:
         return any(not name.startswith(f"{self.key}-{now}") for name in there)
 
     def building(self, name: str) -> Path:
-        """Where the processes that know this name make the tokens together."""
+        """Return where the processes that know this name make the tokens together."""
         return self.directory / f"{_BUILDING}{self.key}-{name}"
 
     def write_share(self, building: Path, share: Share, told: Callable[[int], None]) -> None:
@@ -235,7 +235,9 @@ def _content_sha256(origins: list[Origin]) -> str:
 
 
 def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
-    """The tokens of `recipe` where they are prepared, else made in memory (of a stream, the first). Writes nothing."""
+    """Return the tokens of `recipe` where they are prepared, else made in memory (of a stream, the first). Writes
+    nothing.
+    """
     if config.data.stream and recipe.sources == config.data.train:
         return first_rows(recipe)
     found = Preparation.of(config, recipe).find()
@@ -245,7 +247,7 @@ def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, Da
 
 
 def _opened(directory: Path, manifest: _Manifest, recipe: Recipe) -> TokenizedDataset:
-    """The data set, mapped."""
+    """Return the data set, mapped."""
     mend = "remove the directory, and they are made anew"
     for name, size in manifest.shard_bytes.items():
         path = directory / name
@@ -290,7 +292,7 @@ def _joined_index(parts: list[SampleIndex]) -> dict[str, Any]:
 
 
 def _in_order(building: Path, order: list[tuple[Place, int, int]], written: list[_Written]) -> dict[str, Any]:
-    """The index of all samples in the order of the data; each process has its blocks in that order already."""
+    """Return the index of all samples in the order of the data; each process has its blocks in that order already."""
     ends = [np.cumsum([0, *(block.samples for block in each.blocks)]).tolist() for each in written]
     number = {place: at for at, place in enumerate(sorted({place[:2] for place, _, _ in order}))}
     loaded = [np.load(building / f"index-{process:05d}.npz") for process in range(len(written))]
@@ -320,8 +322,9 @@ def _failures(building: Path) -> list[_Failure]:
 
 
 def _remove_abandoned(directory: Path, but: Path) -> None:
-    """What preparations that were killed have left, if nobody has written into it for a day. Clocks may jump: never
-    what this one writes.
+    """Remove what killed preparations have left, if nobody has written into it for a day.
+
+    Clocks may jump: `but`, which this preparation writes, stays.
     """
     for path in {*directory.glob(f"{_BUILDING}*")} - {but}:
         try:

@@ -124,7 +124,7 @@ class DataReport:
             self.odd_at[kind] = (self.odd_at.get(kind, []) + positions)[:POSITIONS_KEPT]
 
     def lost(self) -> str:
-        """How many rows are not trained on, and why; empty if all of them are."""
+        """Return how many rows are not trained on, and why; empty if all of them are."""
         counts = {"malformed": self.skipped, "too long": self.dropped, "without a target": self.no_target}
         counts |= {"left out by data.on_*": self.left_out}
         named = ", ".join(f"{count:,} {why}" for why, count in counts.items() if count)
@@ -139,7 +139,7 @@ class DataReport:
         return tuple(HistogramBin(*each) for each in zip(edges, uppers, self.length_counts, strict=True))
 
     def lines(self) -> list[str]:
-        """The report for a terminal or a log, without markup; the histogram is left to `check`."""
+        """Return the report for a terminal or a log, without markup; the histogram is left to `check`."""
         share = self.target_tokens / self.tokens if self.tokens else 0.0
         lines = [line for source in self.sources for line in source.lines(tokens=len(self.sources) > 1)]
         lines.append(f"samples {self.samples:,} of {self.rows:,} rows, tokens {self.tokens:,}")
@@ -173,12 +173,12 @@ class DataReport:
 
 
 def length_edges(max_length: int) -> list[int]:
-    """Where the bins of lengths begin; the last one is that of samples longer than `max_length`."""
+    """Return where the bins of lengths begin; the last one is that of samples longer than `max_length`."""
     return [max_length * i // LENGTH_BINS for i in range(LENGTH_BINS + 1)]
 
 
 def length_counts(lengths: Sequence[int], max_length: int) -> list[int]:
-    """How many of the lengths lie in each bin; one of zero belongs to the first."""
+    """Return how many of the lengths lie in each bin; one of zero belongs to the first."""
     counts, _ = np.histogram(np.maximum(np.array(lengths), 1) - 1, bins=[*length_edges(max_length), np.inf])
     return [int(count) for count in counts]
 

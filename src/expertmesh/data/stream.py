@@ -42,8 +42,8 @@ _OF_FILES, _OF_DRAWS, _OF_WINDOWS = 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where reading stands in a sequence of files: passes that are through, files of this one, and in the next file the
-    number of the last row.
+    """The position of reading in a sequence of files: passes that are through, files of this one, and in the next file
+    the number of the last row.
     """
 
     passes: _Count = 0
@@ -53,8 +53,8 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Where a run stands: `row` rows of window `window` are trained on, which began at `cursors` (one, or that of each
-    source with a weight) and whose tokens have this crc32.
+    """The position of a run: `row` rows of window `window` are trained on, which began at `cursors` (one, or that of
+    each source with a weight) and whose tokens have this crc32.
     """
 
     window: _Count
@@ -161,7 +161,7 @@ class _Reader:
 
 
 class _Ahead:
-    """What a reader gives, window after window, made by a thread while the last one is used."""
+    """The windows of a reader, one after the other, made by a thread while the last one is used."""
 
     def __init__(self, reader: _Reader) -> None:
         self._reader, self._made = reader, queue.Queue[_RawWindow | Exception](maxsize=1)
@@ -201,7 +201,7 @@ class Stream:
     _encoder: BlockEncoder | None = None
 
     def first(self) -> Window:
-        """The first window, for what is to be known before training. Every rank calls it, as `windows`."""
+        """Return the first window, for what is to be known before training. Every rank calls it, as `windows`."""
         reader = self._open(None)
         raw: _RawWindow | None = None
         with self.ranks.together("reading the stream of data"):
@@ -210,8 +210,8 @@ class Stream:
         return self._tokenized(self.ranks.from_first(raw), _one_by_one)
 
     def windows(self, plan: Plan, start: StreamPosition | None = None) -> Iterator[Window]:
-        """The windows from `start` on, without end; `plan` makes rows of samples. Every rank calls it, and goes on
-        together with the others: one broadcast and one gathering of objects for each window.
+        """Yield the windows from `start` on, without end; `plan` makes rows of samples. Every rank calls it, and goes
+        on together with the others: one broadcast and one gathering of objects for each window.
 
         Raises `InputError` for rows as `build_dataset`, and for data that have changed since `start`.
         """
@@ -242,7 +242,7 @@ class Stream:
                 ahead.close()
 
     def _open(self, start: StreamPosition | None) -> _Reader | None:
-        """The reader, on rank 0; all ranks know the sources' formats afterwards."""
+        """Return the reader, on rank 0; all ranks know the sources' formats afterwards."""
         reader = None
         with self.ranks.together("opening the stream of data"):
             self._encoder = self._encoder or encoder_of(self.recipe)
@@ -285,7 +285,7 @@ class Stream:
                 yield self._encoder.encode((source, 0, at), together[at : at + BLOCK_ROWS], self.sources[source].format)
 
     def _report(self, blocks: Sequence[Block], window: int) -> DataReport:
-        """Of the first window as of a whole data set; later ones only count."""
+        """Report the first window as a full data set; later ones only count."""
         if not window:
             report, _ = joined(self.recipe, [replace(each) for each in self.sources], [b.facts() for b in blocks])
             rows = self.recipe.config.stream_rows
@@ -305,7 +305,7 @@ class StreamBatches:
         self._stream, self._layout, self._size = stream, layout, global_batch_size
 
     def steps(self, done: int, position: StreamPosition | None) -> Iterator[Step]:
-        """The steps after the first `done`, which ended at `position`."""
+        """Yield the steps after the first `done`, which ended at `position`."""
         windows = self._stream.windows(self._layout.plan, position)
         ready: deque[tuple[Window, int]] = deque()
         skip = 0 if position is None else position.row
@@ -341,6 +341,6 @@ def _one_by_one(dataset: TokenizedDataset, order: Row) -> PackedRows:
 
 
 def first_rows(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
-    """What a run that streams `recipe` begins with, in file order."""
+    """Return what a run that streams `recipe` begins with, in file order."""
     window = Stream(recipe, 0, Ranks()).first()
     return window.dataset, window.report

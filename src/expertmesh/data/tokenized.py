@@ -39,8 +39,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleIndex:
-    """Of each sample `[samples]`: how many tokens and targets it has, in which shard it begins where, from which row of
-    which file it came, and the crc32 of its tokens.
+    """An index of samples `[samples]`: how many tokens and targets it has, in which shard it begins where, from which
+    row of which file it came, and the crc32 of its tokens.
     """
 
     lengths: npt.NDArray[np.int32]
@@ -87,14 +87,14 @@ class TokenizedDataset:
     def of_samples(
         cls, input_ids: Sequence[npt.NDArray[Any]], targets: Sequence[npt.NDArray[np.bool_]], **facts: Any
     ) -> "TokenizedDataset":
-        """In memory, of the ids and targets of each sample; `facts` as for the class."""
+        """Return a data set in memory, of the ids and targets of each sample; `facts` as for the class."""
         return cls.in_memory([coded(*each) for each in zip(input_ids, targets, strict=True)], **facts)
 
     @classmethod
     def in_memory(
         cls, samples: Sequence[Tokens], file_of: Sequence[int] = (), rows: Sequence[int] = (), **facts: Any
     ) -> "TokenizedDataset":
-        """Of coded samples; `file_of` and `rows` say where each came from."""
+        """Return a data set of coded samples; `file_of` and `rows` are the origin of each."""
         origin = np.zeros(len(samples), np.int64)
         index = index_of(samples, 0, 0, file_of if len(file_of) else origin, rows if len(rows) else origin)
         return cls([np.concatenate([np.empty(0, np.int32), *samples])], index, **facts)
@@ -121,11 +121,11 @@ class TokenizedDataset:
         return Sample(input_ids, np.where(is_target, input_ids, IGNORE))
 
     def position(self, index: int) -> str:
-        """Where sample `index` came from: `train.jsonl:12`."""
+        """Return where sample `index` came from: `train.jsonl:12`."""
         return self.files[int(self._index.files[index])].position(int(self._index.rows[index]))
 
     def sha256(self) -> str:
-        """A hash of every sample's ids and targets, in order: the same for data that trains the same."""
+        """Return a hash of every sample's ids and targets, in order: the same for data that trains the same."""
         if self._sha256 is None:
             digest = hashlib.sha256(np.ascontiguousarray(self.lengths, dtype=np.int64).data)
             for tokens in self._in_order():
@@ -136,7 +136,7 @@ class TokenizedDataset:
         return self._sha256
 
     def _in_order(self) -> Iterator[Tokens]:
-        """All tokens, in stretches that lie together."""
+        """Yield all tokens, in stretches that lie together."""
         starts, shards = self._index.starts, self._index.shards
         ends = starts + self.lengths
         breaks = np.flatnonzero((starts[1:] != ends[:-1]) | (shards[1:] != shards[:-1])) + 1
@@ -148,7 +148,7 @@ class TokenizedDataset:
 
 
 def coded(input_ids: npt.NDArray[Any], targets: npt.NDArray[np.bool_]) -> Tokens:
-    """A sample as one number for each token.
+    """Return a sample as one number for each token.
 
     Nothing predicts a document's first token, so it is no target. That also keeps a packed document from being
     predicted by its neighbour's last token.
@@ -161,7 +161,7 @@ def coded(input_ids: npt.NDArray[Any], targets: npt.NDArray[np.bool_]) -> Tokens
 def index_of(
     samples: Sequence[Tokens], shard: int, start: int, file_of: Sequence[int] | npt.NDArray[Any], rows: Any
 ) -> SampleIndex:
-    """The index of samples that lie in `shard`, one after the other from token `start` on."""
+    """Return the index of samples that lie in `shard`, one after the other from token `start` on."""
     lengths = np.array([len(each) for each in samples], dtype=np.int32)
     return SampleIndex(
         lengths=lengths,

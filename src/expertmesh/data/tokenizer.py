@@ -94,8 +94,8 @@ def _refuse_hostile_files(directory: Path) -> None:
 
 
 def _is_deepseek_v4(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether conversations are for DeepSeek-V4, whose checkpoints have an encoder in Python and no template. Another
-    encoder beside the weights, as that of V4.1, is none of ours.
+    """Return whether conversations are for DeepSeek-V4, whose checkpoints have an encoder in Python and no template.
+    Another encoder beside the weights, as that of V4.1, is none of ours.
     """
     directory = Path(model.name_or_path)
     path = directory / "config.json" if directory.is_dir() else _cached(model, "config.json")
@@ -109,7 +109,9 @@ def _is_deepseek_v4(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> b
 
 
 def _has_its_encoder(model: ModelConfig) -> bool:
-    """Whether the encoder beside the weights is that of DeepSeek-V4. A directory may have been copied without any."""
+    """Return whether the encoder beside the weights is that of DeepSeek-V4. A directory may have been copied without
+    any.
+    """
     encoder, directory = "encoding/encoding_dsv4.py", Path(model.name_or_path)
     if directory.is_dir():
         return not (directory / "encoding").is_dir() or (directory / encoder).exists()
@@ -122,7 +124,7 @@ def _has_its_encoder(model: ModelConfig) -> bool:
 
 
 def _cached(model: ModelConfig, name: str = "tokenizer.json") -> Path | None:
-    """A file of a model of the hub, which has been downloaded by now."""
+    """Return a file of a model of the hub, which has been downloaded by now."""
     found = try_to_load_from_cache(model.name_or_path, name, revision=model.revision)
     return Path(found) if isinstance(found, str) else None
 
@@ -148,7 +150,7 @@ def _refuse_growth(path: Path) -> None:
 
 
 def _replacements(step: Any) -> Iterator[str]:
-    """What the replacing steps of a part of a tokenizer put in the place of something."""
+    """Yield what the replacing steps of a part of a tokenizer put in the place of something."""
     if isinstance(step, dict):
         if step.get("type") == "Replace" and isinstance(step.get("content"), str):
             yield step["content"]

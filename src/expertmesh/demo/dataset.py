@@ -39,7 +39,7 @@ class Sample:
     answer: str
 
     def to_json(self) -> str:
-        """One line of `messages` JSONL."""
+        """Return one line of `messages` JSONL."""
         user = {"role": "user", "content": self.question}
         assistant = {"role": "assistant", "content": self.answer}
         return json.dumps({"messages": [user, assistant]}, ensure_ascii=False)
@@ -79,7 +79,7 @@ def write_dataset(samples: Sequence[Sample], train: Path, evaluation: Path) -> t
 
 
 def _module_name(relative: Path) -> str | None:
-    """The dotted name of a public module's file, None for private and excluded ones."""
+    """Return the dotted name of a public module's file, None for private and excluded ones."""
     parts = [*relative.parts[:-1], relative.stem]
     if parts[-1] == "__init__":
         parts.pop()
@@ -103,7 +103,7 @@ def _module_samples(path: Path, module: str) -> Iterator[Sample]:
 
 
 def _exported(tree: ast.Module) -> set[str]:
-    """The names in a literal `__all__`; empty when the module has none."""
+    """Return the names in a literal `__all__`; empty when the module has none."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AugAssign):
@@ -126,7 +126,7 @@ def _definition_samples(node: Definition, name: str) -> Iterator[Sample]:
 
 
 def clean_docstring(docstring: str) -> str:
-    """The leading prose of a docstring, at most 400 characters cut at a sentence; empty if too little.
+    """Return the leading prose of a docstring, at most 400 characters cut at a sentence; empty if too little.
 
     Prose ends at the first doctest, list, indented block or section heading.
     """

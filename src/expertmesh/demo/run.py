@@ -113,7 +113,7 @@ def _build_model(samples: Sequence[Sample], directory: Path) -> tuple[int, int]:
 
 
 def _hide_progress_bars() -> None:
-    """transformers draws one for every file that it reads or writes; here those take milliseconds."""
+    """Hide the bars that transformers draws for every file; here those take milliseconds."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

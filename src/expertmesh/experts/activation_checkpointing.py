@@ -181,7 +181,7 @@ class Rest:
     _gradient: torch.Tensor | None = None
 
     def edge(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor without values that autograd follows from the result to the function."""
+        """Return a tensor without values that autograd follows from the result to the function."""
         return like.new_empty(0)
 
     def gradient(self) -> torch.Tensor:

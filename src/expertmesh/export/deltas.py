@@ -43,7 +43,7 @@ class Deltas:
         add_delta(values, box, self.targets[weight], self._factors(weight))
 
     def _read_factors(self, weight: str) -> tuple[Tensor, Tensor]:
-        """A `[E, r, in]` and B `[E, out, r]` in the file's dtype, without E for a matrix."""
+        """Return A `[E, r, in]` and B `[E, out, r]` in the file's dtype, without E for a matrix."""
         target = self.targets[weight]
         a_ErK, b_ENr = (self._read(f"{target.module}.{leaf}") for leaf in target.leaves)
         if target.experts is not None:

@@ -34,7 +34,7 @@ _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def base_model(adapter: Path, base: str | None, trust_remote_code: bool) -> tuple[PreTrainedModel, Path]:
-    """The base of an adapter with weights, on meta, and its directory."""
+    """Return the base of an adapter with weights, on meta, and its directory."""
     content = read_config(adapter)
     if not (adapter / WEIGHTS_FILE).exists():
         raise InputError(f"{adapter}: has no {WEIGHTS_FILE}", key="adapter.no-weights")
@@ -61,8 +61,8 @@ def base_model(adapter: Path, base: str | None, trust_remote_code: bool) -> tupl
 
 
 def trained_base(adapter: Path, model: PreTrainedModel, load: LoadPlan) -> tuple[LoadPlan, str | None]:
-    """The values that the adapter was trained on: those of `load`, with experts rounded to the format in which they
-    were frozen, if the adapter says one.
+    """Return the values that the adapter was trained on: those of `load`, with experts rounded to the format in which
+    they were frozen, if the adapter names one.
     """
     path = adapter / BASE_FILE
     frozen = read_base(path).frozen if path.exists() else None
@@ -74,7 +74,11 @@ def trained_base(adapter: Path, model: PreTrainedModel, load: LoadPlan) -> tuple
 def check_base(
     adapter: Path, model: PreTrainedModel, load: LoadPlan, files: WeightFiles, trust_remote_code: bool
 ) -> bool:
-    """Whether the adapter says which weights it was trained on. `IntegrityError` unless they are those in `files`."""
+    """Return whether the adapter names the weights it was trained on.
+
+    Raises:
+        IntegrityError: They are not those in `files`.
+    """
     path = adapter / BASE_FILE
     if not path.exists():
         return False
@@ -103,7 +107,9 @@ def take_layout(model: PreTrainedModel, load: LoadPlan, files: WeightFiles) -> N
 
 
 def companions(base: Path, adapter: Path, code: bool) -> CopiedFiles:
-    """What belongs beside the weights: the base's small files, and the tokenizer that the adapter was trained with."""
+    """Return the files that belong beside the weights: the base's small files, and the tokenizer that the adapter was
+    trained with.
+    """
     patterns = [pattern for pattern in DATA_FILES if pattern != "*.safetensors"] + ["*.py"] * code
     found = {path.name: path for pattern in patterns for path in base.glob(pattern)}
     files = {name: path for name, path in found.items() if name not in _NOT_COPIED and not name.endswith(".index.json")}

@@ -128,14 +128,14 @@ def _read_in_blocks(lazy: LazyTensor, files: WeightFiles, dtype: torch.dtype) ->
 
 
 def _read(lazy: LazyTensor, box: Box, library: LibraryFiles) -> Tensor:
-    """The box as a matrix, in the files' dtype."""
+    """Return the box as a matrix, in the files' dtype."""
     values = torch.empty(extents(box), dtype=lazy.dtype)
     read_box(lazy, box, values, library)
     return values.view(values.shape[-2:])
 
 
 def _as_peft_does(factors: WeightFiles, keys: tuple[str, str], experts: int) -> tuple[Tensor, Tensor]:
-    """A `[E, r, in]` and B `[E, out, r]`; E is 1 for a matrix."""
+    """Return A `[E, r, in]` and B `[E, out, r]`; E is 1 for a matrix."""
     path = factors.tensors[keys[0]].path
     with safe_open(path, framework="pt") as file:
         a, b = (file.get_tensor(key) for key in keys)
@@ -145,7 +145,9 @@ def _as_peft_does(factors: WeightFiles, keys: tuple[str, str], experts: int) -> 
 def _of_parts(
     factors: WeightFiles, parts: Sequence[Part], shapes: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[Tensor, Tensor]:
-    """The same of adapters on published matrices, each with columns of its own. `shapes`: those of the target."""
+    """Return the same of adapters on published matrices, each with columns of its own. `shapes`: those of the
+    target.
+    """
     a_ErK, b_ENr = (torch.zeros(shape if len(shape) == 3 else (1, *shape)) for shape in shapes)
     width = a_ErK.shape[1] * a_ErK.shape[0] // len(parts)
     with safe_open(factors.tensors[parts[0].keys[0]].path, framework="pt") as file:
@@ -158,7 +160,7 @@ def _of_parts(
 
 
 def _some_expert(weight: str, b_ENr: Tensor) -> int:
-    """An expert to which something was added, if there is one; another one in each layer."""
+    """Return an expert to which something was added, if there is one; a different one in each layer."""
     used = b_ENr.flatten(1).any(1).nonzero().flatten().tolist() or [0]
     chosen: int = used[_number_of(weight) % len(used)]
     return chosen

@@ -31,7 +31,7 @@ class PerExpertAdapter:
     modules: tuple[str, ...]
 
     def config(self, content: Mapping[str, Any], plan: AdapterPlan) -> bytes:
-        """adapter_config.json, made of PEFT's own `content`.
+        """Return adapter_config.json, made of PEFT's own `content`.
 
         Dense MLPs and shared experts stay parameters: PEFT takes modules of these names for routed experts.
         """

@@ -23,12 +23,15 @@ from expertmesh.weights.source import remember
 
 
 def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The checkpoint's model on meta, in its stored dtypes, ready to be saved in the layout that training began with.
+    """Return the checkpoint's model on meta, in its stored dtypes, ready to be saved in the layout that training began
+    with.
 
-    With its adapters if the checkpoint is of a LoRA run: then these are what it holds, and files have the family's
-    published layout. Reads config and layout, whose hashes the caller has compared. Raises `InputError` for what
-    transformers cannot build, and for remote code without the flag; `IntegrityError` when the checkpoint is not one of
-    this model.
+    A checkpoint of a LoRA run holds the adapters alone; files then have the family's published layout. Reads config and
+    layout, whose hashes the caller has compared.
+
+    Raises:
+        InputError: transformers cannot build it, or it needs remote code without the flag.
+        IntegrityError: The checkpoint is not one of this model.
     """
     config, directory = read_model_config(str(state.directory / HUGGINGFACE), trust_remote_code=trust_remote_code)
     model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
@@ -45,12 +48,13 @@ def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTr
 
 
 def holds_adapters(state: SavedState) -> bool:
-    """Whether the checkpoint holds the adapters of a LoRA run, without the model under them."""
+    """Return whether the checkpoint holds the adapters of a LoRA run, without the model under them."""
     return f"{ADAPTER}/{CONFIG_FILE}" in state.manifest.by_name
 
 
 def companion_files(state: SavedState) -> dict[str, Path]:
-    """What belongs beside the weights of the model, by its path there: config, tokenizer, chat template, code.
+    """Return the files that belong beside the weights of the model, by their path there: config, tokenizer, chat
+    template, code.
 
     Raises `SecurityError` for a link that leads out of the checkpoint, and for a pickle.
     """

@@ -23,9 +23,9 @@ _LOOKED_UP = 0.5 + 2 + 4
 
 @dataclass(frozen=True, slots=True)
 class BlockSharding:
-    """What a block's bytes depend on beside the model: `ranks` of fsdp and cp, tp, cp, ep, whether there are replicas,
-    `rows` sequences of a micro-batch, `imbalance`, whether devices are CPUs and gloo is at work, whether experts live
-    in host memory, and whether shared ones run while rows travel.
+    """The figures that a block's bytes depend on beside the model: `ranks` of fsdp and cp, tp, cp, ep, whether there
+    are replicas, `rows` sequences of a micro-batch, `imbalance`, whether devices are CPUs and gloo is at work, whether
+    experts live in host memory, and whether shared ones run while rows travel.
     """
 
     ranks: int
@@ -74,7 +74,7 @@ class BlockSharding:
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
-    """Of `blocks` blocks that are alike, the first of them number `first`: bytes that one saves of a micro-batch for
+    """Activations of `blocks` equal blocks, the first of them number `first`: bytes that one saves of a micro-batch for
     backward, by checkpointing mode.
     """
 
@@ -86,7 +86,7 @@ class SavedActivations:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMemory:
-    """Of the routed experts of one block. `saved`: what their backward reads; they are `gathered`, out of what is
+    """The memory of one block's routed experts. `saved`: what their backward reads; they are `gathered`, out of what is
     `buffered`; `forward`, `again` (a second run) and `backward` come on top while they run; `reduced` is the most while
     their gradients are, and `reducing` what is left of that afterwards.
     """
@@ -103,11 +103,11 @@ class ExpertsMemory:
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """Of one block in one mode. `reads`: everything that its backward reads; `saved`: what stays between forward and
-    backward. `dense`: its dense parameters gathered; `flats`: everything of it prefetched as flat buffers; `reducing`:
-    the buffer its dense gradients are reduced from, which lives until the next one. `gradients`: its dense parameters',
-    and `copied`, gloo's copy. `working`: what its own code needs in backward on top of them, `growing` the parameters'
-    gradients among it.
+    """The memory of one block in one mode. `reads`: everything that its backward reads; `saved`: what stays between
+    forward and backward. `dense`: its dense parameters gathered; `flats`: everything of it prefetched as flat buffers;
+    `reducing`: the buffer its dense gradients are reduced from, which lives until the next one. `gradients`: its dense
+    parameters', and `copied`, gloo's copy. `working`: what its own code needs in backward on top of them, `growing` the
+    parameters' gradients among it.
     """
 
     reads: float
@@ -124,7 +124,7 @@ class BlockMemory:
 
 @cache
 def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sharding: BlockSharding) -> BlockMemory:
-    """All of it; `model` is that of which `block` is."""
+    """Return the memory of `block`, a block of `model`."""
     groups = (block.own, block.split, block.uncast)
     own, split, uncast = (group_bytes(group, sharding.ranks, sharding.tp) for group in groups)
     reducing = reduced_bytes(model, own) + reduced_bytes(model, split)
@@ -148,8 +148,8 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
 
 
 def _dequantised(block: Block, width: int, sharding: BlockSharding) -> float:
-    """The largest packed linear layer's values (`_Linear` of state/packed.py), and what a few rows of it become on the
-    way.
+    """Return the largest packed linear layer's values (`_Linear` of state/packed.py), and what a few rows of it become
+    on the way.
     """
     own = [size for group in (block.own, block.uncast) if group is not None for size in group.packed]
     split = [] if block.split is None else [size / sharding.tp for size in block.split.packed]
@@ -172,17 +172,17 @@ def saved_by_kind(workload: Workload, modes: Sequence[CheckpointingMode]) -> lis
 
 
 def hidden_bytes(model: ModelFigures, sharding: BlockSharding) -> float:
-    """Of the hidden states of a rank's own positions."""
+    """Return the bytes of the hidden states of a rank's own positions."""
     return sharding.part * model.length * model.hidden * model.compute_bytes
 
 
 def reduced_bytes(model: ModelFigures, sizes: GroupBytes) -> float:
-    """The buffer that a dense group's gradients are reduced from."""
+    """Return the buffer that a dense group's gradients are reduced from."""
     return sizes.reduced * model.reduce_bytes
 
 
 def _read_by_backward(model: ModelFigures, block: Block, sharding: BlockSharding) -> float:
-    """What backward of the block reads, routed experts left out, when nothing is recomputed."""
+    """Return what backward of the block reads, routed experts left out, when nothing is recomputed."""
     figures, parts = block.figures, block.parts
     gathered = (parts.split + parts.whole) * hidden_bytes(model, sharding) * (sharding.tp - 1)
     mask = figures.mask * sharding.rows
@@ -197,7 +197,7 @@ def _read_by_backward(model: ModelFigures, block: Block, sharding: BlockSharding
 def _checkpointed(
     model: ModelFigures, block: Block, mode: CheckpointingMode, sharding: BlockSharding, by_experts: float
 ) -> float:
-    """What stays of the block between forward and backward where it is recomputed."""
+    """Return what stays of the block between forward and backward where it is recomputed."""
     figures, hidden = block.figures, hidden_bytes(model, sharding)
     saved = hidden + figures.choices * sharding.part
     if mode == "selective":
@@ -242,15 +242,15 @@ class _Experts:
         )
 
     def here(self, width: int, *, trains: bool | None = None) -> float:
-        """A rank's experts with `width` bytes per element."""
+        """Return a rank's experts with `width` bytes per element."""
         return self.experts.elements(trains) * self.spec.num_experts / self.sharding.ep * width
 
     def gathered(self) -> float:
-        """A rank's experts as FSDP2 gathers them."""
+        """Return a rank's experts as FSDP2 gathers them."""
         return self.experts.gathered(self.compute) * self.spec.num_experts / self.sharding.ep
 
     def dequantised(self) -> float:
-        """What a few packed experts are while their values are looked up."""
+        """Return what a few packed experts are while their values are looked up."""
         packed = [matrix.elements for matrix in self.experts.matrices if matrix.packed]
         if not packed:
             return 0.0
@@ -259,7 +259,9 @@ class _Experts:
         return min(here, together) * max(packed) * _LOOKED_UP
 
     def saved(self) -> float:
-        """expert_mlp.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""
+        """Return what is saved: rows, pre-activations and indices (expert_mlp.py), and the indices of combine
+        (dispatch.py).
+        """
         routed, experts = self.routed, self.experts
         pairs = routed.pairs * (experts.width * self.compute + 4 + 2 * INDEX)
         if experts.rank:
@@ -279,11 +281,13 @@ class _Experts:
         return self.pairs_PI + self.pairs_PH + max(self.rows_RH, self.dequantised())
 
     def again(self) -> float:
-        """In a second run that ends with what is saved: gathered rows, and gradients that have come back already."""
+        """Return the bytes of a second run that ends with what is saved: gathered rows, and gradients that came back
+        already.
+        """
         return self.rows_RH + (self.dequantised() if self.experts.looped else max(self.pairs_PH, self.dequantised()))
 
     def backward(self) -> float:
-        """The largest of three moments, on top of what is saved."""
+        """Return the largest of three moments, on top of what is saved."""
         routed, experts, spec = self.routed, self.experts, self.spec
         part = min(routed.pairs, max(routed.pairs / 8, (1 << 20) / experts.width))
         parts = part * spec.intermediate_size * (4 * self.compute + 4)

@@ -22,7 +22,7 @@ _SMALL = (2, 3, 5, 7)
 
 
 class Feasibility:
-    """Which layouts one model on meta can have. Nothing communicates, the model stays as it is."""
+    """The layouts that one model on meta can have. Nothing communicates, the model stays as it is."""
 
     def __init__(
         self, model: Any, anatomy: Anatomy, heads: int, kept_in_fp32: KeptInFp32, cut: Cut | None = None
@@ -47,19 +47,21 @@ class Feasibility:
         return next((str(found) for found in map(self._plan, one_axis) if isinstance(found, InputError)), None)
 
     def any_tensor_plan(self) -> TensorPlan:
-        """Of the fewest ranks that can share this model; of one rank (nothing is split) where none can."""
+        """Return the plan of the fewest ranks that can share this model; of one rank (nothing is split) where
+        none can.
+        """
         plans = (self._plan(Layout(tp=tp)) for tp in (*_SMALL, 1))
         return next(plan[0] for plan in plans if not isinstance(plan, InputError))
 
     def any_context_plan(self) -> ContextPlan:
-        """Of the fewest ranks that can share rows; of one rank where none can."""
+        """Return the plan of the fewest ranks that can share rows; of one rank where none can."""
         plans = (self._plan(Layout(cp=cp)) for cp in (*_SMALL, 1))
         return next(plan[1] for plan in plans if not isinstance(plan, InputError))
 
     @cache  # noqa: B019
     def stages(self, pp: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
-        """The numbers, among all of the model's blocks, of those of each stage; `virtual` stages on each of `pp` ranks.
-        Raises `InputError` if there are too few blocks, or places to cut.
+        """Return the numbers, among all of the model's blocks, of those of each stage; `virtual` stages on each of `pp`
+        ranks. Raises `InputError` if there are too few blocks, or places to cut.
         """
         layout = Layout(pp=pp, pp_virtual_stages=virtual)
         refuse_few_blocks(len(self._blocks), layout)
@@ -75,7 +77,7 @@ class Feasibility:
 
     @cache  # noqa: B019
     def _plan(self, layout: Layout) -> tuple[TensorPlan, ContextPlan] | InputError:
-        """What tp and cp split, or why the axes of `layout` are refused."""
+        """Return what tp and cp split, or why the axes of `layout` are refused."""
         try:
             return plan_axes(self._model, self._anatomy, layout, self._view, kept_in_fp32=self._kept)[:2]
         except InputError as error:

@@ -33,8 +33,8 @@ def train_with_forecast(config: Config, control: Control | None = None) -> None:
 
 
 def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], Checked]) -> Arrangement:
-    """How a start of an elastic job lays out `world_size` ranks: as `config` says if it can, else what is planned to be
-    fastest. `preflight` refuses what cannot be. No communication. `InputError` where nothing fits.
+    """Return how a start of an elastic job lays out `world_size` ranks: as `config` says if it can, else what is
+    planned to be fastest. `preflight` refuses what cannot be. No communication. `InputError` where nothing fits.
     """
     mode = config.train.activation_checkpointing
     try:
@@ -111,7 +111,7 @@ def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
 
 
 def devices_here(world_size: int) -> Devices | None:
-    """The devices of this job, by this rank's own, or None if the table does not know them."""
+    """Return the devices of this job, by this rank's own, or None if the table does not know them."""
     table = hardware_table()
     # The launcher's ranks are all here, and they are told so.
     per_node = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
@@ -144,7 +144,7 @@ def _figures(found: Candidate) -> str:
 
 
 def _memory_warning(job: Job, found: Candidate) -> str | None:
-    """Where a rank needs more than it has. A prediction refuses nothing."""
+    """Return a warning where a rank needs more than it has. A prediction refuses nothing."""
     if found.fits(job):
         return None
     has, ranks = f"has {job.budget / GIB:.1f} GiB for", job.devices.per_node
@@ -153,7 +153,9 @@ def _memory_warning(job: Job, found: Candidate) -> str | None:
 
 
 def _fitting_ep(config: Config, job: Job, auto: Layout) -> list[str]:
-    """Where `ep: auto` is predicted not to fit (it asks no device, distributed/layout.py), another ep that is."""
+    """Return another ep that is predicted to fit where `ep: auto` (which asks no device, distributed/layout.py)
+    is not.
+    """
     free, node = explicit(auto).model_copy(update={"ep": "auto"}), job.devices.per_node
     others = (layout for layout in layouts(job, free) if node % layout.ep == 0 or layout.ep % node == 0)
     found = (_candidate(config, job, layout) for layout in others if job.model.traffic.can_have(layout))
@@ -171,7 +173,7 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
-    """With the micro-batch and the checkpointing that the run will have."""
+    """Return the candidate with the micro-batch and the checkpointing that the run will have."""
     rows = config.train.micro_batch_size
     accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
     sequences = 2 * rows if config.objective.name == "dpo" else rows

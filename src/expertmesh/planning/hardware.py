@@ -20,7 +20,7 @@ from expertmesh.config.yaml_text import parse_yaml
 
 
 class Efficiency(Section):
-    """What share of a peak is reached."""
+    """The share of each peak that is reached."""
 
     products: float = Field(default=0.65, gt=0, le=1)
     """Dense matrix products in bf16: large ones of the published H100 runs reach 0.6 to 0.75."""
@@ -98,7 +98,7 @@ class Hardware(Section):
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What a job runs on: `nodes` of `per_node` devices each."""
+    """The devices of a job: `nodes` of `per_node` devices each."""
 
     name: str
     nodes: int
@@ -114,7 +114,9 @@ class Devices:
 
 
 def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
-    """Every known device by name; those of the file `extra` replace or join ours. `InputError` for a bad file."""
+    """Return every known device by name; those of the file `extra` replace or join ours. `InputError` for a bad
+    file.
+    """
     text = files("expertmesh.planning").joinpath("hardware.yaml").read_text(encoding="utf-8")
     table = _read(text, "hardware.yaml")
     if extra is not None:
@@ -126,7 +128,7 @@ def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
 
 
 def name_of(called: str, table: Mapping[str, Hardware]) -> str | None:
-    """The entry for a device that the driver calls so, or None; the first that matches counts."""
+    """Return the entry for a device that the driver calls so, or None; the first that matches counts."""
     return next((name for name, each in table.items() if any(p.lower() in called.lower() for p in each.matches)), None)
 
 

@@ -49,7 +49,7 @@ class Memory:
 
 
 def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
-    """The peak of the worst rank."""
+    """Return the peak of the worst rank."""
     memory = _RankMemory(workload)
     found = [(memory.peak(stage), stage) for stage in workload.distinct_stages()]
     (_, worst), stage = max(found, key=lambda each: each[0][0])
@@ -70,12 +70,12 @@ def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
 
 
 def peak_of(workload: Workload, stage: int) -> float:
-    """The peak of one pp rank, without what the device takes for itself."""
+    """Return the peak of one pp rank, without what the device takes for itself."""
     return _RankMemory(workload).peak(stage)[0]
 
 
 def fullest_stage(workload: Workload) -> int:
-    """The pp rank whose peak is the highest."""
+    """Return the pp rank whose peak is the highest."""
     return max(workload.distinct_stages(), key=lambda stage: peak_of(workload, stage))
 
 
@@ -89,7 +89,7 @@ def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
 
 
 class _Moment(NamedTuple):
-    """What is held at one moment beside state; the share of gradients that is `accumulated` by then."""
+    """The memory at one moment beside state; the share of gradients that is `accumulated` by then."""
 
     name: str
     accumulated: float
@@ -101,7 +101,7 @@ class _Moment(NamedTuple):
 
 
 class _RankMemory:
-    """What ranks of one layout hold, named as docs/formulas.md names it; bytes of one rank."""
+    """The memory of ranks of one layout, named as docs/formulas.md names it; bytes of one rank."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.model = workload, workload.model
@@ -125,7 +125,7 @@ class _RankMemory:
         return stage == self.layout.pp - 1 and chunk == self.layout.pp_virtual_stages - 1
 
     def saved(self, stage: int, chunk: int) -> list[float]:
-        """What stays after each block's forward, those before it included."""
+        """Return what stays after each block's forward, those before it included."""
         pieces = self.workload.rank(stage).chunks[chunk]
         saved = [self.block(piece).saved for piece in pieces]
         if stage == chunk == 0 and pieces[0][1] == "none":
@@ -133,8 +133,8 @@ class _RankMemory:
         return list(accumulate(saved))
 
     def at_borders(self, stage: int, chunk: int) -> float:
-        """What a stage saves of a micro-batch beside what its blocks save: what it sends; and where inputs of blocks
-        are saved, the first block's is among what it has `received`.
+        """Return what a stage saves of a micro-batch beside what its blocks save: what it sends; and where inputs of
+        blocks are saved, the first block's is among what it has `received`.
         """
         is_first, is_last = stage == chunk == 0, self.is_last(stage, chunk)
         mode = self.workload.rank(stage).chunks[chunk][0][1]
@@ -148,7 +148,9 @@ class _RankMemory:
         return ends * self.batch.accumulation * self.hidden
 
     def loss(self) -> float:
-        """The loss in chunks (step/loss.py): hidden states, sums of the head's gradient, one chunk's logits."""
+        """Return the bytes of the loss in chunks (step/loss.py): hidden states, sums of the head's gradient, one
+        chunk's logits.
+        """
         model, targets, head, compute = self.model, self.targets, self.head, self.model.compute_bytes
         vocabulary = model.vocabulary / self.layout.tp
         rows = targets * model.hidden * compute
@@ -165,7 +167,7 @@ class _RankMemory:
         return 3 * rows - self.head_input + head * wide + max(logits + again, product + again, rounding)
 
     def peak(self, stage: int) -> tuple[float, _Moment]:
-        """The most bytes of everything that one pp rank holds, and when."""
+        """Return the most bytes of everything that one pp rank holds, and when."""
         state = resident_state(self.model, self.layout, stage, self.workload.optimizer)
         chunks = range(self.layout.pp_virtual_stages)
         saved = [self.saved(stage, chunk) for chunk in chunks]
@@ -207,7 +209,7 @@ class _Backward:
             self.before += count * (whole[-1] + memory.tables + sent)
 
     def moments(self) -> Iterator[_Moment]:
-        """Every moment at which the peak can be."""
+        """Yield every moment at which the peak can be."""
         memory, before = self.memory, self.before
         if self.is_first and self.rank.embedding is not None:
             # Forward begins with what is around the blocks, and FSDP2 keeps both flat buffers for a while.

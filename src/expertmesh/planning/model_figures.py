@@ -19,7 +19,8 @@ from expertmesh.training.optimizers.build import moment_bytes
 
 @dataclass(slots=True)
 class BlockFigures:
-    """Of one block without its routed experts, for one sequence on one rank (no tp, no cp); bytes and FLOPs.
+    """The figures of one block without its routed experts, for one sequence on one rank (no tp, no cp); bytes and
+    FLOPs.
 
     `saved` stays from forward to backward, `backward` comes on top while that runs; `gradients` is the part of it that
     is parameters' gradients and does not grow with the micro-batch. `choices` is what checkpointing keeps of the
@@ -74,12 +75,12 @@ class Weight:
 
     @property
     def is_muons(self) -> bool:
-        """Whether Muon updates it, if that is the optimizer."""
+        """True if Muon updates it, if that is the optimizer."""
         return self.trains and self.is_matrix
 
     @property
     def is_split_on_last(self) -> bool:
-        """Whether tp cuts its rows."""
+        """True if tp cuts its rows."""
         return self.split is not None and self.split == len(self.shape) - 1
 
 
@@ -105,8 +106,9 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    """Of a group on one rank: shards that do not train and that do, what the optimizer keeps; then, in the compute
-    dtype, gathered parameters, their flat buffer and gradients. `reduced`: elements of the buffer that is reduced.
+    """The bytes of a group on one rank: shards that do not train and that do, what the optimizer keeps; then, in the
+    compute dtype, gathered parameters, their flat buffer and gradients. `reduced`: elements of the buffer that is
+    reduced.
     """
 
     frozen: float
@@ -120,7 +122,7 @@ class GroupBytes:
 
 @cache
 def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: OptimizerName = "adamw") -> GroupBytes:
-    """For `ranks` of fsdp and cp together."""
+    """Return the bytes of a group for `ranks` of fsdp and cp together."""
     totals = [0.0] * 7
     for weight in () if group is None else group.weights:
         # FSDP2 pads dim 0, of which tp may have taken its part, over the ranks; what tp does not split is over its too.
@@ -157,7 +159,7 @@ class ExpertWeight(NamedTuple):
 
     @property
     def is_muons(self) -> bool:
-        """Whether Muon updates it, if that is the optimizer."""
+        """True if Muon updates it, if that is the optimizer."""
         return self.trains and self.is_matrix
 
     @property
@@ -180,7 +182,7 @@ class Experts:
     last: int
 
     def elements(self, trains: bool | None = None) -> int:
-        """Of one expert; of what trains or does not, if asked so."""
+        """Return the elements of one expert; if `trains` is given, of those that train or do not."""
         return sum(each.elements for each in self.matrices if trains in (None, each.trains))
 
     def gathered(self, compute: int) -> float:
@@ -200,10 +202,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelParts:
-    """How many parts of a block gather positions under tp: `split` ones, the last of which may be the block's `last`
-    module, and those that each rank computes `whole`, counted once for each hidden states that it gets. `features`: of
-    outputs that are put together again. Under cp those that gather whole rows, and are computed by heads, or whole on
-    each rank.
+    """The number of parts of a block that gather positions under tp: `split` ones, the last of which may be the block's
+    `last` module, and those that each rank computes `whole`, counted once for each hidden states that it gets.
+    `features`: of outputs that are put together again. Under cp those that gather whole rows, and are computed by
+    heads, or whole on each rank.
     """
 
     split: int = 0
@@ -232,7 +234,7 @@ class Block:
         return tuple(group for group in (self.own, self.split, self.uncast) if group is not None)
 
     def ends_in_experts(self, mode: str, *, shared_beside: bool) -> bool:
-        """Whether a second run ends before the experts' down projection, as nothing is saved behind it.
+        """Return whether a second run ends before the experts' down projection, as nothing is saved behind it.
         `shared_beside`: a shared expert is not behind it either.
         """
         if mode != "full" or self.experts is None or self.experts.spec.call == "dense":
@@ -268,12 +270,12 @@ class ModelFigures:
 
     @property
     def experts(self) -> Experts:
-        """Of the first block that has any."""
+        """The experts of the first block that has any."""
         return next(block.experts for block in self.blocks if block.experts is not None)
 
     @property
     def embeds_trained(self) -> bool:
-        """Whether the embedding trains, so that the first block's input has a gradient."""
+        """True if the embedding trains, so that the first block's input has a gradient."""
         return any(weight.trains for weight in (self.root if self.embedding is None else self.embedding).weights)
 
     @property
@@ -296,5 +298,5 @@ class ModelFigures:
 
     @property
     def reduce_bytes(self) -> int:
-        """Of an element of the buffers that gradients are reduced from."""
+        """The bytes of an element of the buffers that gradients are reduced from."""
         return max(BYTES_OF[self.precision.reduce], self.compute_bytes)

@@ -93,7 +93,7 @@ def probe(
 
 
 def kept_apart(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtype) -> Packed:
-    """How `train` keeps the samples of packed rows apart. Nothing of it is counted where transformers does."""
+    """Return how `train` keeps the samples of packed rows apart. Nothing of it is counted where transformers does."""
     if varlen.varlen_refusal(model, anatomy, device_type, dtype) is None:
         return "by samples"
     return "no" if attention_of(model.config) == "flash_attention_2" else "by masks"
@@ -125,7 +125,7 @@ class _Attention(TorchFunctionMode):
         return result
 
     def _attend(self, query: Any, key: Any, value: Any, mask: Any, length: int, value_size: int) -> torch.Tensor:
-        """Each query with `length` positions; `value_size` is that of values before they were padded."""
+        """Attend each query to `length` positions; `value_size` is that of values before they were padded."""
         batch, heads, rows, width = query.shape
         products, element = 2 * batch * heads * rows * length, query.element_size()
         out: torch.Tensor = FusedAttention.apply(query, key, value, mask)
@@ -183,7 +183,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _stand_in(experts: nn.Module) -> Callable[..., Any]:
-    """For the forward of routed experts; what comes out has a gradient if they train."""
+    """Return a replacement of routed experts' forward; its result has a gradient if they train."""
     trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
     return partial(_NoExperts.apply, trained[0] if trained else None)
 
@@ -216,7 +216,7 @@ def _run(
     whole: Collection[str],
     embeds: bool = False,
 ) -> "_BlockWatch":
-    """One forward and backward of the base model under the tracker. `embeds`: as the embedding is, frozen.
+    """Run one forward and backward of the base model under the tracker. `embeds`: as the embedding is, frozen.
 
     Every block that is not `measured` hands on the hidden state that it gets, so that those that are get the arguments
     of their place.
@@ -281,7 +281,7 @@ class _BlockWatch:
         self._tuples = self._is_behind = self._is_shared = False
 
     def twice(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What stands for the `forward` of a block of this name."""
+        """Return what stands for the `forward` of a block of this name."""
         start = self.tracker.live
         self.attention.current = BlockFigures()  # the first run is not counted
         if not self.seen:
@@ -312,17 +312,17 @@ class _BlockWatch:
         return out
 
     def latent(self, sign: int, *_: Any) -> None:
-        """A hook before (-1) or behind (+1) a module whose results count as latents."""
+        """Count the results of a module as latents: a hook before (-1) or behind (+1) it."""
         self.attention.current.latents += sign * self.tracker.live
 
     def of_whole_rows(self, sign: int, *_: Any) -> None:
-        """A hook before (-1) or behind (+1) a module that every rank of cp computes for whole rows."""
+        """Count a module that every rank of cp computes for whole rows: a hook before (-1) or behind (+1) it."""
         seen = self.attention.current
         now = self.tracker.products, seen.attention // 2 + seen.hidden, self.tracker.moved
         seen.whole = [count + sign * each for count, each in zip(seen.whole, now, strict=True)]
 
     def experts_end(self, *_: Any) -> None:
-        """A hook behind routed experts; `shared`: one before and behind a shared expert."""
+        """Note the end of routed experts: a hook behind them; `shared`: one before and behind a shared expert."""
         self._is_behind = True
 
     def shared(self, begins: bool, *_: Any) -> None:
@@ -334,8 +334,8 @@ class _BlockWatch:
         return tensor.detach()
 
     def pass_through(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What stands for the `forward` of a block that is not measured. What else it returns, or leaves for others
-        (chosen positions, keys), a measured block may read.
+        """Return what stands for the `forward` of a block that is not measured. What else it returns, or leaves for
+        others (chosen positions, keys), a measured block may read.
         """
         hidden = args[0] if args else kwargs["hidden_states"]
         if not self._tuples:
@@ -367,5 +367,5 @@ class _BlockWatch:
 
 
 def _with_hidden(args: Any, kwargs: Any, hidden: Any) -> tuple[Any, Any]:
-    """The arguments of a block with other hidden states."""
+    """Return the arguments of a block with other hidden states."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})

@@ -62,7 +62,9 @@ def figures_of(
 def figures_of_plan(
     plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool, device: str
 ) -> ModelFigures:
-    """The same for a model whose shards are planned, in any layout, on its meta copy, which is left as it was."""
+    """Return the same for a model whose shards are planned, in any layout, on its meta copy, which is left as
+    it was.
+    """
     meta_model: Any = plan.view.meta
     compute = plan.dtypes[1]
     fp32 = kept_in_fp32(meta_model, compute)
@@ -80,7 +82,7 @@ def figures_of_plan(
 def _figures(
     model: Any, plan: ShardPlan, fp32: KeptInFp32, *, length: int, lora: LoraConfig | None, packed: Packed
 ) -> ModelFigures:
-    """Of a model on meta in the compute dtype."""
+    """Return the figures of a model on meta in the compute dtype."""
     anatomy, precision = plan.anatomy, plan.options.precision
     text = model.config.get_text_config()
     sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
@@ -128,8 +130,8 @@ def _figures(
 
 
 def computed_whole(model: nn.Module, plan: "ContextPlan") -> list[str]:
-    """The modules that every rank of cp computes for whole rows: layers that it does not cut, and of those that it cuts
-    by heads the parts with products before the heads (latents, indices).
+    """Return the modules that every rank of cp computes for whole rows: layers that it does not cut, and of those that
+    it cuts by heads the parts with products before the heads (latents, indices).
     """
     found = [part.name for part in plan.whole if not part.is_split]
     for part in plan.whole:
@@ -202,7 +204,7 @@ class _Reader:
         return TensorParallelParts(len(split), last, whole, features, by_heads, rows_whole)
 
     def _hidden_states(self, mixer: str) -> int:
-        """How many a module that mixes positions is called with, each of which it gathers."""
+        """Return how many hidden states a module that mixes positions is called with; it gathers each of them."""
         taken = inspect.signature(self.model.get_submodule(mixer).forward).parameters
         return 1 + len(HIDDEN_OF_KEYS & taken.keys())
 
@@ -252,7 +254,7 @@ class _Reader:
         )
 
     def _stored(self, name: str) -> torch.dtype:
-        """A base that adapters have frozen is stored in the compute dtype."""
+        """Return the stored dtype; a base that adapters have frozen is in the compute dtype."""
         return self.width if self.lora is not None and not is_adapter(name) else self.master
 
     def _is_expert(self, name: str) -> bool:

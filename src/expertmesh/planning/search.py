@@ -35,8 +35,9 @@ RESTART_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be trained on what: everything that is the same for all layouts. `layers`: train.checkpoint_layers,
-    `dispatch`: moe.dispatch."""
+    """The model and the devices of a plan: everything that is the same for all layouts. `layers`:
+    train.checkpoint_layers, `dispatch`: moe.dispatch.
+    """
 
     model: ModelFigures
     devices: Devices
@@ -67,7 +68,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Input tokens of the full job in a second."""
         return self.speed.tokens / self.speed.seconds
 
     def fits(self, job: Job) -> bool:
@@ -123,7 +124,9 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
 
 
 def _least_moved(job: Job, candidates: Sequence[Candidate]) -> Candidate:
-    """Of candidates that differ in ep, the one that `ep: auto` is, where its groups have no parts of nodes."""
+    """Return that of the candidates, which differ in ep, that `ep: auto` takes, where its groups have no parts of
+    nodes.
+    """
     workload, model = candidates[0].workload, job.model
     trips, tokens = 5 if workload.mode == "full" else 4, workload.batch.rows * model.length
     traffic = replace(model.traffic, tokens=tokens, trips=trips, can_have=lambda layout: True)
@@ -132,7 +135,7 @@ def _least_moved(job: Job, candidates: Sequence[Candidate]) -> Candidate:
 
 
 def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
-    """Every layout that the mesh accepts; equal splits come once."""
+    """Yield every layout that the mesh accepts; equal splits come once."""
     world, model = job.devices.count, job.model
     limits = {"pp": len(model.blocks), "tp": job.devices.per_node, "cp": model.length, "replicate": world}
     sizes = [
@@ -161,7 +164,7 @@ def cards_that_fit(job: Job) -> tuple[float, list[int]]:
 
 
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
-    """What one choice will take."""
+    """Return the memory and time of one choice."""
     on_cpu = job.devices.name == "cpu"
     nodes = nodes_of_ep(layout, job.devices.per_node) if job.dispatch == "hierarchical" else 1
     workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, on_cpu, job.optimizer, nodes)
@@ -171,7 +174,7 @@ def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) ->
 
 
 def modes(model: ModelFigures) -> tuple[CheckpointingMode, ...]:
-    """The checkpointing modes that this model has, the one that recomputes most last."""
+    """Return the checkpointing modes that this model has, the one that recomputes most last."""
     return get_args(CheckpointingMode) if model.checkpointable else ("none",)
 
 
@@ -182,7 +185,7 @@ def supported_mode(model: ModelFigures, wanted: str) -> CheckpointingMode:
 
 @dataclass(frozen=True, slots=True)
 class RunCosts:
-    """What a candidate means in hours, money and lost work. `checkpoint_bytes` is the whole job's; `interval_seconds`
+    """The hours, money and lost work of a candidate. `checkpoint_bytes` is the whole job's; `interval_seconds`
     the best time between checkpoints (Young's rule), `lost` the share of time that failures and checkpoints then cost.
     `hours` and `cost` are for the token budget, with what is lost; None without a budget or a price.
     """
@@ -228,7 +231,9 @@ def _order(goal: Goal) -> Callable[[Candidate], tuple[float, float]]:
 
 
 def _schedule(pp: int, fixed: ParallelConfig | None) -> tuple[str, int]:
-    """The schedule and the stages of a rank; what a user has set stays, and more than one stage are never proposed."""
+    """Return the schedule and the stages of a rank; what a user has set stays, and more than one stage are never
+    proposed.
+    """
     if fixed is None or pp == 1:
         return "1f1b", 1
     virtual = fixed.pp_virtual_stages
@@ -258,8 +263,8 @@ def _refusal(job: Job, layout: Layout) -> str | None:
 
 
 def variants(job: Job, layouts: Sequence[Layout]) -> Iterator[Candidate]:
-    """Each mode with every micro-batch size from one sequence up to the first that does not fit; of `layouts`, which
-    differ in ep, the one that moves least of those that fit.
+    """Yield each mode with every micro-batch size from one sequence up to the first that does not fit; of `layouts`,
+    which differ in ep, the one that moves least of those that fit.
     """
     each = job.global_batch_size // layouts[0].data_ranks
     for mode in modes(job.model):
@@ -272,7 +277,7 @@ def variants(job: Job, layouts: Sequence[Layout]) -> Iterator[Candidate]:
 
 
 def _too_large(job: Job, least: Candidate) -> str:
-    """By how much the most frugal form does not fit, what of it is largest, and what to try."""
+    """Describe by how much the most frugal form does not fit, its largest part, and what to try."""
     memory, mode = least.memory, least.workload.mode
     state, held = memory.state / GIB, memory.activations / GIB
     text = f"does not fit: {memory.total / GIB:.0f} GiB of {job.budget / GIB:.0f}; state {state:.0f}"

@@ -54,7 +54,7 @@ class Speed:
 
     @property
     def compute(self) -> float:
-        """Of the device, with what it waits for the host."""
+        """Seconds of the device, with its waits for the host."""
         return self.products + self.experts + self.attention + self.memory + self.host + self.head + self.optimizer
 
     @property
@@ -72,7 +72,7 @@ class Speed:
 
 
 def speed_of(workload: Workload, devices: Devices) -> Speed:
-    """The step on `devices`."""
+    """Return the time of a step on `devices`."""
     model, layout, batch = workload.model, workload.layout, workload.batch
     rates, times, shares = _Rates.of(model, devices), batch.accumulation, (layout.cp, layout.tp)
     routing = layout.ep, workload.imbalance, runs_shared_beside(layout, workload.ep_nodes)
@@ -161,7 +161,9 @@ def model_flops(model: ModelFigures) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """What a device reaches: FLOP/s of each kind of product, bytes per second of everything else, seconds a launch."""
+    """The rates that a device reaches: FLOP/s of each kind of product, bytes per second of everything else, seconds a
+    launch.
+    """
 
     products: float
     experts: float
@@ -199,7 +201,7 @@ class _MicroBatch:
     def add(
         self, count: int, products: float, experts: float, attention: float, memory: float, launches: float
     ) -> None:
-        """One direction of `count` blocks."""
+        """Add one direction of `count` blocks."""
         self.products += count * products
         self.experts += count * experts
         self.attention += count * attention
@@ -216,8 +218,10 @@ def _micro_batch(
     routing: tuple[int, float, bool],
     rates: _Rates,
 ) -> _MicroBatch:
-    """Of `rows` sequences, `shares` ranks of cp and of tp, on one pp rank. `routing`: ep, imbalance, and whether shared
-    experts run while rows travel.
+    """Return the seconds of `rows` sequences, `shares` ranks of cp and of tp, on one pp rank.
+
+    Args:
+        routing: ep, imbalance, and whether shared experts run while rows are in flight.
     """
     (ep, imbalance, beside), (cp, tp) = routing, shares
     share, tokens = rows / (cp * tp), rows * model.length / (cp * tp)
@@ -327,8 +331,8 @@ def _transfer_seconds(transfer: Transfer, in_node: int, devices: Devices) -> flo
 
 
 def _ranks_in_node(layout: Layout, per_node: int) -> dict[str, int]:
-    """How many ranks of a group along each axis share a node; ranks are contiguous, the last axis fastest. Where groups
-    cross a node's border, the fewest.
+    """Return how many ranks of a group along each axis share a node; ranks are contiguous, the last axis fastest. Where
+    groups cross a node's border, the fewest.
     """
     found: dict[str, int] = {}
     for axes in (EXPERT_AXES, DENSE_AXES):  # those of both views are those of the dense one

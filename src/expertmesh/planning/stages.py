@@ -31,7 +31,7 @@ Piece = tuple[Block, CheckpointingMode]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How an optimizer step is cut: `accumulation` micro-batches of `rows` sequences."""
+    """The division of an optimizer step: `accumulation` micro-batches of `rows` sequences."""
 
     rows: int
     accumulation: int
@@ -39,7 +39,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineRank:
-    """What one pp rank holds: `chunks` are the blocks of each of its stages with their modes, `pieces` and `blocks`
+    """The blocks of one pp rank: `chunks` are the blocks of each of its stages with their modes, `pieces` and `blocks`
     the different ones among them and their number, `groups` the same for dense FSDP2 groups. The embedding is on the
     first rank; `has_root`: what is behind the blocks is here (tied: what is before them as well).
     """
@@ -63,7 +63,7 @@ def pipeline_rank(
     mode: CheckpointingMode = "none",
     layers: CheckpointedLayers = "all",
 ) -> PipelineRank:
-    """Of `pp` ranks with `virtual` stages each."""
+    """Return the pp rank of number `stage`, of `pp` ranks with `virtual` stages each."""
     number = len(model.blocks)
     numbers = (range(number),) if pp * virtual == 1 else model.feasibility.stages(pp, virtual)[stage::pp]
     chosen = frozenset(checkpointed_layers(layers, number))
@@ -101,15 +101,15 @@ class Workload:
         return pipeline_rank(self.model, layout.pp, layout.pp_virtual_stages, stage, self.mode, self.layers)
 
     def distinct_stages(self) -> tuple[int, ...]:
-        """The pp ranks that can be the slowest or the fullest: the first, the last, and of those between that hold the
-        same the first, which has most micro-batches in flight.
+        """Return the pp ranks that can be the slowest or the fullest: the first, the last, and of those between that
+        hold the same the first, which has most micro-batches in flight.
         """
         layout = self.layout
         return _distinct(self.model, layout.pp, layout.pp_virtual_stages, self.mode, self.layers)
 
 
 def runs_shared_beside(layout: Layout, ep_nodes: int) -> bool:
-    """Whether shared experts run while rows travel, where a family lets them (`parallel.refusals`)."""
+    """Return whether shared experts run while rows travel, where a family lets them (`parallel.refusals`)."""
     return layout.ep > 1 and layout.tp == 1 and ep_nodes == 1
 
 
@@ -137,7 +137,9 @@ class ResidentState:
 def resident_state(
     model: ModelFigures, layout: Layout, stage: int = 0, optimizer: OptimizerName = "adamw"
 ) -> ResidentState:
-    """What rank 0 of a stage keeps of parameters; the largest shard of each, as FSDP2 gives the first ranks more."""
+    """Return what rank 0 of a stage keeps of parameters; the largest shard of each, as FSDP2 gives the first ranks
+    more.
+    """
     ranks, rank = layout.fsdp * layout.cp, pipeline_rank(model, layout.pp, layout.pp_virtual_stages, stage)
     return _state(rank, ranks, layout.tp, layout.ep, optimizer, layout.offload)
 
@@ -202,7 +204,7 @@ class Prefetches(NamedTuple):
 
 @cache
 def in_flight(layout: Layout, count: int, stage: int) -> tuple[InFlight, ...]:
-    """Every different situation of the backwards of a step's `count` micro-batches, on one pp rank."""
+    """Return every different situation of the backwards of a step's `count` micro-batches, on one pp rank."""
     pp, chunks = layout.pp, layout.pp_virtual_stages
     if chunks == 1:
         first = min(pp - stage, count) if layout.pp_schedule != "gpipe" and count >= pp else count

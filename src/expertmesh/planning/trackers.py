@@ -139,7 +139,7 @@ class UsageTracker(TorchDispatchMode):
 
 
 def _group_of(args: Any) -> str:
-    """The name of the process group among a c10d operation's arguments."""
+    """Return the name of the process group among a c10d operation's arguments."""
     for arg in args:
         if group_of(arg):
             return str(dist.ProcessGroup.unbox(arg).group_name)

@@ -48,13 +48,15 @@ class Transfer:
         return Transfer(self.axis, self.kind, factor * self.calls, factor * self.bytes, self.ranks, self.prefetched)
 
     def plus(self, other: "Transfer") -> "Transfer":
-        """Both together. Groups of one axis may differ in their ranks (what tp splits): the second's are given."""
+        """Return both together. Groups of one axis may differ in their ranks (what tp splits): the second's are
+        given.
+        """
         calls, size = self.calls + other.calls, self.bytes + other.bytes
         return Transfer(self.axis, self.kind, calls, size, other.ranks, self.prefetched)
 
 
 def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
-    """All transfers of one rank of pp rank `stage` in an optimizer step; axes of one rank have none."""
+    """Return all transfers of one rank of pp rank `stage` in an optimizer step; axes of one rank have none."""
     model, layout, rank, times = workload.model, workload.layout, workload.rank(stage), workload.batch.accumulation
     ranks, virtual = layout.fsdp * layout.cp, layout.pp_virtual_stages
     # What layouts have in common is added up once: a plan of a large job asks for thousands.
@@ -73,7 +75,9 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
 
 
 def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> float:
-    """Of `transfer`, what a rank sends to ranks on other nodes of `per_node` ranks in an optimizer step, in the mean.
+    """Return the bytes of `transfer` that a rank sends to ranks on other nodes of `per_node` ranks in a step, in the
+    mean.
+
     An all-to-all sends each of its ranks an equal part; all else goes around a ring in the order of ranks.
     """
     world, ranks = layout.world_size, transfer.ranks
@@ -103,7 +107,7 @@ def _stride(transfer: Transfer, layout: Layout) -> int:
 
 
 def host_copies(workload: Workload, stage: int) -> Transfer:
-    """Of a rank in an optimizer step: its packed experts from host memory, before forward and again before backward."""
+    """Return a rank's copies of packed experts from host memory in a step, before forward and again before backward."""
     layers = size = 0.0
     for block, times in workload.rank(stage).blocks:
         if block.experts is not None:
@@ -115,7 +119,7 @@ def host_copies(workload: Workload, stage: int) -> Transfer:
 
 
 def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
-    """One for each axis and kind, in the order of the first; those of one rank or no bytes left out."""
+    """Return one for each axis and kind, in the order of the first; those of one rank or no bytes left out."""
     found: dict[tuple[str, CollectiveKind, bool], Transfer] = {}
     for each in transfers:
         if each.ranks > 1 and each.bytes:
@@ -166,9 +170,9 @@ def _of_matrices(model: ModelFigures, rank: PipelineRank, layout: Layout) -> Ite
 def _dense(
     model: ModelFigures, rank: PipelineRank, virtual: int, ranks: int, tp: int
 ) -> tuple[tuple[Transfer, ...], int, float]:
-    """A micro-batch's, over fsdp: FSDP2 gathers a dense group before forward and again before backward (the root only
-    once), and reduces once; `_extra_gathers` has what else it gathers. Then calls and bytes of a step's all-reduce of
-    this rank's shards over replicas.
+    """Return a micro-batch's, over fsdp: FSDP2 gathers a dense group before forward and again before backward (the root
+    only once), and reduces once; `_extra_gathers` has what else it gathers. Then calls and bytes of a step's all-
+    reduce of this rank's shards over replicas.
     """
     found, calls_over_replicas, over_replicas = [], 0, 0.0
     parts = {block.split: block.parts.split for block, _ in rank.blocks}
@@ -189,8 +193,8 @@ def _dense(
 
 
 def _extra_gathers(model: ModelFigures, rank: PipelineRank, layout: Layout, accumulation: int) -> Iterator[Transfer]:
-    """What FSDP2 gathers over fsdp beside each group's forward and backward. The embedding runs in the forward of every
-    chunk; a backward prefetches what ran before its chunk's last forward: the embedding, or a block of another
+    """Yield what FSDP2 gathers over fsdp beside each group's forward and backward. The embedding runs in the forward of
+    every chunk; a backward prefetches what ran before its chunk's last forward: the embedding, or a block of another
     micro-batch, which nothing uses.
     """
     tp, ranks = layout.tp, layout.fsdp * layout.cp
@@ -213,7 +217,7 @@ def _extra_gathers(model: ModelFigures, rank: PipelineRank, layout: Layout, accu
 def _of_tokens(
     model: ModelFigures, rank: PipelineRank, layout: Layout, rows: int, imbalance: float, ep_nodes: int
 ) -> tuple[Transfer, ...]:
-    """A micro-batch's, over ep, tp, cp and pp. Of `layout` these axes alone count."""
+    """Return a micro-batch's, over ep, tp, cp and pp. Of `layout` these axes alone count."""
     found: list[Transfer] = []
     for (block, mode), times in rank.pieces:
         if block.experts is not None:
@@ -236,7 +240,7 @@ def _of_tokens(
 
 
 def _of_experts(model: ModelFigures, rank: PipelineRank, layout: Layout, accumulation: int) -> Iterator[Transfer]:
-    """A rank's experts over efsdp, and over replicas."""
+    """Yield a rank's experts over efsdp, and over replicas."""
     layers, gathered, reduced = _experts(model, rank)
     gathered, reduced, times = gathered / layout.ep, reduced / layout.ep, accumulation
     yield Transfer("efsdp", "all_gather", 2 * times * layers, 2 * times * gathered, layout.efsdp, True)
@@ -281,8 +285,10 @@ def _of_dispatch(
 def _of_sequence(
     block: Block, model: ModelFigures, layout: Layout, rows: int, mode: CheckpointingMode
 ) -> Iterator[Transfer]:
-    """tp gathers the sequence before each split part and scatters its sums; cp exchanges heads for positions, or
-    gathers rows for what needs them whole, and where ranks share its heads scatters the sums.
+    """Yield the transfers of positions.
+
+    tp gathers the sequence before each split part and scatters its sums; cp exchanges heads for positions, or gathers
+    rows for what needs them whole, and where ranks share its heads scatters the sums.
     """
     forwards, parts = 1 if mode == "none" else 2, block.parts
     whole = _whole_bytes(model, layout, rows)
@@ -307,7 +313,9 @@ def _of_sequence(
 
 
 def _of_vocabulary(model: ModelFigures, layout: Layout, rows: int) -> tuple[Transfer, ...]:
-    """tp gathers positions before the head and sums their gradients; three numbers per target (vocabulary.py)."""
+    """Return the head's: tp gathers positions before it and sums their gradients; three numbers per target
+    (vocabulary.py).
+    """
     whole = _whole_bytes(model, layout, rows)
     targets = rows * (model.length - 1) / layout.cp
     numbers = 3 * targets * max(4, model.compute_bytes)
@@ -319,5 +327,5 @@ def _of_vocabulary(model: ModelFigures, layout: Layout, rows: int) -> tuple[Tran
 
 
 def _whole_bytes(model: ModelFigures, layout: Layout, rows: int) -> float:
-    """Of the hidden states of all positions that a tp group holds together."""
+    """Return the bytes of the hidden states of all positions that a tp group holds together."""
     return rows * model.length / layout.cp * model.hidden * model.compute_bytes

@@ -1,4 +1,4 @@
-"""What in a run's figures asks for attention, and what to do about each of it: a sentence an anomaly."""
+"""Find in a run's figures what asks for attention: one sentence for each, with what to do about it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ _END = 10
 
 
 def advice(run: Run) -> Iterator[str]:
-    """For the page, the gravest first."""
+    """Yield sentences for the page, the gravest first."""
     metrics = run.metrics
     if skipped := len(metrics.skipped):
         yield (

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all its starts, from run.json and metrics.jsonl alone."""
+"""Account for the wall time of a run over all its starts, from run.json and metrics.jsonl alone."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -39,11 +39,11 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Of the wall time, that of training: the goodput."""
+        """The share of wall time that was training: the goodput."""
         return self.training / self.wall if self.wall else 0.0
 
     def parts(self) -> dict[str, float]:
-        """By name, in the order above."""
+        """Return the seconds of each part by name, in the order above."""
         return asdict(self)
 
 
@@ -69,7 +69,7 @@ def goodput(starts: Sequence[Start], metrics: Metrics) -> Goodput | None:
 
 
 def _time(text: str) -> float | None:
-    """In seconds; None for text that is no time."""
+    """Return seconds since the epoch; None for text that is no time."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):

@@ -69,7 +69,7 @@ class Metrics:
         return self.numbers[name]
 
     def has(self, name: str) -> bool:
-        """Whether any row says something finite of it."""
+        """Return whether any row has a finite value of it."""
         return bool(np.isfinite(self.numbers[name]).any())
 
     @property
@@ -87,7 +87,7 @@ class Metrics:
 
 @dataclass(slots=True)
 class _Rows:
-    """What has been read so far; a later row of a step takes the place of an earlier one."""
+    """The rows that were read so far; a later row of a step replaces an earlier one."""
 
     steps: dict[int, list[float]] = field(default_factory=dict)
     loads: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class _Rows:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The rows of `path`; no rows if there is no such file. `InputError` if it cannot be read."""
+    """Return the rows of `path`; no rows if there is no such file. Raises `InputError` if it cannot be read."""
     rows = _Rows()
     try:
         with opened(path, MAX_METRICS_BYTES) as file:
@@ -174,7 +174,7 @@ def _columns(rows: _Rows) -> Metrics:
 
 
 def _evaluated(rows: _Rows, prefix: str) -> dict[str, Column]:
-    """The columns of one set; NaN where an evaluation did not have it."""
+    """Return the columns of one set; NaN where an evaluation lacked it."""
     found = [rows.evaluations[step] for step in sorted(rows.evaluations)]
     return {key: np.array([each.get(f"{prefix}{key}", math.nan) for each in found], np.float64) for key in EVALUATED}
 
@@ -221,7 +221,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> float:
-    """A finite number, or NaN for everything else: null, text, true, and what no float can hold."""
+    """Return a finite number, or NaN for everything else: null, text, true, and what no float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

@@ -40,7 +40,7 @@ _LATELY = 10
 
 
 def render(run: Run) -> str:
-    """The page as HTML text. The same run gives the same page but for the time in its footer."""
+    """Return the page as HTML text. The same run gives the same page except for the time in its footer."""
     metrics = run.metrics
     return _filled(
         "page.html.j2",
@@ -57,7 +57,7 @@ def render(run: Run) -> str:
 
 
 def _title(run: Run) -> str:
-    """The model's name and the day of the first start; the run's directory where these are not known."""
+    """Return the model's name and the day of the first start; the run's directory where these are unknown."""
     if run.config is None:
         return run.directory.resolve().name or str(run.directory)
     model = Path(run.config.model.name_or_path).name or run.config.model.name_or_path
@@ -65,7 +65,7 @@ def _title(run: Run) -> str:
 
 
 def render_together(runs: Sequence[Run]) -> str:
-    """One page that compares several runs, each called by a letter."""
+    """Return one page that compares several runs, each named by a letter."""
     configs = [flat(run.config.model_dump(mode="json")) if run.config is not None else {} for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config if key != "output_dir")
     values = {key: [_text(config.get(key)) if config else NOTHING for config in configs] for key in keys}
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    """What fills the templates; it keeps them compiled."""
+    """Return the environment that fills the templates; it keeps them compiled."""
     environment = Environment(
         loader=PackageLoader("expertmesh", "report"), autoescape=True, undefined=StrictUndefined, finalize=_visible,
         trim_blocks=True, lstrip_blocks=True,
@@ -125,14 +125,14 @@ def write(path: Path, page: str) -> None:
 
 
 def _visible(value: object) -> object:
-    """Control characters, bidirectional overrides and what is no Unicode character as escapes: no string can hide."""
+    """Escape control characters, bidirectional overrides and what is no Unicode character: no string can hide."""
     if isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in str(value))
 
 
 def _experts(run: Run) -> dict[str, Any] | None:
-    """What the template says of the experts' load; None if no row tells about it."""
+    """Return the figures of the experts' load for the template; None if no row has any."""
     metrics = run.metrics
     load_SL = metrics.load_SL
     if not metrics.layers or not np.isfinite(load_SL["max_over_mean"]).any():
@@ -155,7 +155,7 @@ def _experts(run: Run) -> dict[str, Any] | None:
 
 
 def _worst(run: Run, key: str) -> tuple[float, int, int]:
-    """The worst value of all, with its block and step."""
+    """Return the worst value of all, with its block and step."""
     values_SL = run.metrics.load_SL[key]
     value = WORST[key](values_SL)
     row, layer = np.argwhere(values_SL == value)[0]
@@ -163,7 +163,7 @@ def _worst(run: Run, key: str) -> tuple[float, int, int]:
 
 
 def _earlier(starts: Sequence[Start], name: str) -> list[str]:
-    """Other versions of `name` than the last start's, in the order of their starts."""
+    """Return other versions of `name` than the last start's, in the order of their starts."""
     versions = dict.fromkeys(start.versions.get(name, "none") for start in starts)
     return [each for each in versions if each != starts[-1].versions[name]]
 
@@ -173,7 +173,7 @@ def _ratio(measured: float, planned: float | None) -> str:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """`digits` significant ones, thousands apart; a dash for what is not known."""
+    """Format `digits` significant digits, with thousands separated; a dash for an unknown value."""
     if not math.isfinite(value):
         return NOTHING
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
@@ -184,7 +184,7 @@ def whole(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes."""
+    """Format bytes."""
     if not math.isfinite(value):
         return NOTHING
     for unit, limit, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):

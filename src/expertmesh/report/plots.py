@@ -73,7 +73,7 @@ _RUNS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e37
 
 
 class Hover(Protocol):
-    """What hover.js shows under the pointer."""
+    """The data that hover.js shows under the pointer."""
 
     def data(self, axes: Axes) -> dict[str, Any]: ...
 
@@ -141,7 +141,9 @@ def draw(run: Run) -> dict[str, Markup]:
 
 
 def draw_together(runs: Sequence[Run]) -> dict[str, Markup]:
-    """The same figures of several runs in one picture each, named by letters; what only one of them has, too."""
+    """Return the same figures of several runs in one picture each, named by letters; also figures that only one run
+    has.
+    """
     figures = {}
     for key in ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second"):
         lines = {}
@@ -193,7 +195,7 @@ def _draw_tokens(run: Run, tokens_LE: npt.NDArray[np.float64], figure: Figure, a
 
 
 def _draw_lengths(lengths: Sequence[Bin], figure: Figure, axes: Axes) -> None:
-    """How many samples have how many tokens; the last bar is of those beyond all others."""
+    """Draw how many samples have how many tokens; the last bar holds all longer ones."""
     edges = [each.above for each in lengths]
     width = edges[1] - edges[0] if len(edges) > 1 else 1
     axes.bar(edges, [each.samples for each in lengths], width=0.92 * width, align="edge", color=FIRST)
@@ -244,7 +246,7 @@ def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> Hover:
 
 
 def _draw_line(axes: Axes, line: Line, noisy: bool, label: str, colour: str) -> None:
-    """The rows pale, what they tend to strong."""
+    """Draw the rows pale and their tendency strong."""
     smooth = line.smooth if noisy else None
     pale: dict[str, Any] = {"color": colour, "label": None}
     if colour == FIRST:  # the legend says it once
@@ -305,7 +307,7 @@ def _block_axis(axes: Axes, blocks: Sequence[int]) -> None:
 
 
 def _draw_steps(run: Run, axes: Axes, line_colour: str) -> None:
-    """The axis of steps; skipped steps as triangles at the upper edge, resumed runs as dashed lines."""
+    """Draw the axis of steps; skipped steps as triangles at the upper edge, resumed runs as dashed lines."""
     for step in run.resumed:
         axes.axvline(step + 0.5, color=line_colour, linewidth=1, linestyle=(0, (2, 2)), zorder=4)
     skipped = [step for step, _ in run.metrics.skipped]
@@ -322,7 +324,7 @@ def _step_axis(axes: Axes) -> None:
 
 
 def short(value: float, place: float = 0) -> str:
-    """A number for an axis or a card: three digits, thousands as k and M. `place` is what matplotlib passes."""
+    """Format a number for an axis or a card: three digits, thousands as k and M. matplotlib passes `place`."""
     for limit, unit, sign in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / unit:.3g}{sign}"
@@ -330,7 +332,9 @@ def short(value: float, place: float = 0) -> str:
 
 
 def _svg(name: str, draw_on: Callable[[Figure, Axes], Hover | None]) -> Markup:
-    """A figure in our style, whatever the user's matplotlibrc says, as an `<svg>` whose ids begin with `name`."""
+    """Return a figure in our style, whatever the user's matplotlibrc says, as an `<svg>` whose ids begin with
+    `name`.
+    """
     written = io.StringIO()
     with matplotlib.style.context(_STYLE, after_reset=True):
         figure = Figure()

@@ -71,7 +71,7 @@ class PlantedBug(_Frozen):
 
 
 class Verification(_Frozen):
-    """What `expertmesh verify` wrote to verification.json (docs/verify.md), as far as the report shows it."""
+    """The part of verification.json (docs/verify.md) that the report shows."""
 
     format: Literal["expertmesh-proof"]
     version: Literal[1]
@@ -89,7 +89,7 @@ class Verification(_Frozen):
 
 
 class Audit(_Frozen):
-    """What `train --audit full` wrote to audit.json, without the hashes."""
+    """The content of audit.json, written by `train --audit full`, without the hashes."""
 
     source: str
     tensors: int
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the run was to have, if it is known."""
+        """The number of steps that the run was to have, if it is known."""
         if self.record is not None:
             return self.record.starts[-1].total_steps
         return self.config.train.max_steps if self.config is not None else None
@@ -137,7 +137,7 @@ class Run:
 
     @property
     def goodput(self) -> Goodput | None:
-        """Where its time went; None where it is not known."""
+        """The parts of its wall time; None where they are unknown."""
         return goodput(self.record.starts, self.metrics) if self.record is not None else None
 
     @property
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def moe_blocks(self) -> list[int]:
-        """Which block each MoE layer is in; counted from 0 where the record does not tell."""
+        """The block of each MoE layer; counted from 0 where the record lacks it."""
         names = [layer.name for layer in self.record.moe_layers] if self.record is not None else []
         found = [int(match[1]) for name in names if (match := _BLOCK.search(name))]
         layers = self.metrics.layers
@@ -209,7 +209,7 @@ def _record(directory: Path, notes: list[str]) -> RunRecord | None:
 
 
 def _json_file(path: Path, kind: type[Content], notes: list[str]) -> Content | None:
-    """The file as `kind`; None if it is not there, and with a note if it is something else."""
+    """Return the file as `kind`; None if it is absent, and with a note if it is something else."""
     try:
         return kind.model_validate(read_json(path))
     except FileNotFoundError:

@@ -19,7 +19,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Summary(NamedTuple):
-    """Of the finite values of a column, all NaN where there are none; `gaps` counts the others."""
+    """A summary of a column's finite values, all NaN where there are none; `gaps` counts the others."""
 
     first: float
     last: float
@@ -83,7 +83,7 @@ def thin_line(step: npt.NDArray[np.int64], values: Numbers) -> Line:
 
 
 def _smoothed(values: Numbers) -> Numbers | None:
-    """The median of each point's neighbourhood, a twentieth of all points wide; a gap stays one."""
+    """Return the median of each point's neighbourhood, a twentieth of all points wide; a gap stays one."""
     half = len(values) // 40
     if half < 1:
         return None
@@ -107,7 +107,7 @@ def thin_grid(step: npt.NDArray[np.int64], values_SL: npt.NDArray[np.float32], w
 
 
 def ignoring_nan(function: Callable[..., Any], table: npt.NDArray[Any], axis: int = -1) -> Any:
-    """numpy warns about groups without a value; here they are gaps."""
+    """Call `function` without numpy's warnings about groups that have no value; here they are gaps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return function(table, axis=axis)

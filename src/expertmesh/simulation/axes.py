@@ -39,7 +39,7 @@ def sent_by_axis(sent: Mapping[str, Mapping[str, CollectiveCount]], mesh: Mesh) 
 
 
 def planned_by_axis(transfers: Iterable[Transfer], counted: Iterable[AxisKind]) -> dict[AxisKind, Transfer]:
-    """The planner's, under the same keys as `counted`, what `sent_by_axis` has found."""
+    """Return the planner's transfers under the same keys as `counted`, which `sent_by_axis` has found."""
     names = list(counted)
     found: dict[AxisKind, Transfer] = {}
     for transfer in transfers:
@@ -50,7 +50,7 @@ def planned_by_axis(transfers: Iterable[Transfer], counted: Iterable[AxisKind]) 
 
 
 def _axes(mesh: Mesh) -> dict[str, set[str]]:
-    """The axes that a process group, by its name, is of; groups of one rank left out."""
+    """Return the axes of each process group by its name; groups of one rank are left out."""
     found: dict[str, set[str]] = {}
     for view in (mesh.dense, mesh.expert, mesh.dense_mesh, mesh.dense_tp_mesh):
         for axis in view.mesh_dim_names or ():

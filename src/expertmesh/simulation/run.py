@@ -30,7 +30,9 @@ from expertmesh.weights.meta_model import materialize
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What one rank held and sent in an optimizer step. `sent` is by axis (or axes that share their ranks) and kind."""
+    """The holdings and traffic of one rank in an optimizer step. `sent` is by axis (or axes that share their ranks) and
+    kind.
+    """
 
     world_size: int
     rank: int
@@ -46,9 +48,11 @@ class Simulated:
 def simulate(
     config: PreTrainedConfig, workload: Workload, *, lora: LoraConfig | None = None, stage: int = 0
 ) -> Simulated:
-    """A step of `workload`, whose figures are those of `config` with `lora`, on the first rank of pp rank `stage`, with
-    balanced routing. Needs a process without a process group. Experts have to compute in bfloat16: torch's grouped
-    product knows no other dtype on fake tensors.
+    """Run a step of `workload`, whose figures are those of `config` with `lora`, on the first rank of pp rank `stage`,
+    with balanced routing.
+
+    Needs a process without a process group. Experts have to compute in bfloat16: torch's grouped product knows no other
+    dtype on fake tensors.
     """
     figures, layout, batch = workload.model, workload.layout, workload.batch
     if dist.is_initialized():

@@ -51,7 +51,7 @@ def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]
 
 
 def _counted(stage: Any, received: torch.Tensor, number: torch.Tensor) -> Any:
-    """A stage is told the number of its micro-batch in a tensor; they come in order."""
+    """Give a stage the number of its micro-batch, which a tensor cannot tell; they come in order."""
     stage.seen = getattr(stage, "seen", -1) + 1
     return stage.run_stage.forward(stage.stage, stage.seen, received)
 

@@ -13,8 +13,10 @@ from expertmesh.step.objective import CrossEntropy
 
 
 def counted_steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> tuple[UsageTracker, int]:
-    """A first step, in which FSDP2 and the optimizer allocate what stays, and one that is counted: its tracker, and the
-    bytes of parameters and optimizer before it. `model` has fake tensors.
+    """Run a first step, in which FSDP2 and the optimizer allocate what stays, and a second one that is counted.
+
+    Returns:
+        The tracker of the second step, and the bytes of parameters and optimizer before it. `model` has fake tensors.
     """
     fake_buffers(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)

@@ -1,10 +1,10 @@
 """Let other libraries' code work correctly on a sharded model, or stop with one sentence that names the right call.
 
-`guard` puts `_OtherCode` in front of the model's class and adds hooks to its forward and its state dict, and makes
-`fully_shard` of its modules raise an error. Each refusal is at the first attribute or method that a library uses, so
-that every rank raises the same error before anything has been wrapped, written or sent. Only torch's gradient clipping
-is extended globally (compat.py), because it never sees the model. `BeforeSharding` covers objects, above all an
-optimizer, that were made from a model in memory before it was sharded.
+`guard` puts `_OtherCode` in front of the model's class and adds hooks to its forward and its state dict. Each refusal
+is at the first attribute or method that a library uses, so that every rank raises the same error before anything has
+been wrapped, written or sent. Only torch's gradient clipping is extended globally (compat.py), because it never sees
+the model. `BeforeSharding` covers objects, above all an optimizer, that were made from a model in memory before it was
+sharded.
 """
 
 import inspect
@@ -26,7 +26,6 @@ from expertmesh.compat import (
     is_compiled,
     is_sharded_by_transformers,
     pytree,
-    refuse_fully_shard,
     tree_leaves,
     wrap_clipping,
 )
@@ -49,8 +48,6 @@ def guard(model: nn.Module) -> None:
     model.register_forward_pre_hook(_refuse_labels, with_kwargs=True, prepend=True)
     model.register_forward_hook(_refuse_backward_of_loss, with_kwargs=True)
     model.register_state_dict_post_hook(_refuse_pickling)
-    for module in model.modules():
-        refuse_fully_shard(module, _fully_shard)
     layout = mesh_of(model).layout
     if layout.pp > 1:
         first = dist.get_rank() // layout.ranks_per_stage * layout.ranks_per_stage
@@ -288,14 +285,6 @@ def _adapters_first() -> InputError:
         "PEFT cannot put adapters on a sharded model: every rank would train its own; give load_model or parallelize "
         "lora=em.LoraConfig(...) (em.lora_from_peft makes one of PEFT's), or parallelize the PeftModel",
         key="model.sharded-peft",
-    )
-
-
-def _fully_shard() -> NoReturn:
-    raise InputError(
-        "the model is sharded already, so fully_shard cannot be applied to it or to a part of it; em.parallelize and "
-        "em.load_model do all of it, over the ranks of em.init_mesh(em.ParallelConfig(...))",
-        key="model.sharded-fully-shard",
     )
 
 

@@ -133,7 +133,7 @@ def audit_weights(
 def write_audit(path: Path, report: AuditReport, source: Path) -> None:
     """Write a full audit of weights from `source` as JSON. Call it on rank 0.
 
-    docs/weights.md describes the format.
+    docs/how-it-works.md describes the format.
     """
     content = {
         "format": FORMAT,

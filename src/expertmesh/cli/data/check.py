@@ -103,7 +103,7 @@ def _print_all(console: Console, config: Config, samples: int, found: Checked | 
 
 
 def checked_here(config: Config, nproc: int | None = None, notes: list[ExpertmeshError] | None = None) -> Checked:
-    """What preflight says of `nproc` ranks, by default those that `train` would start here."""
+    """Return the result of preflight for `nproc` ranks, by default those that `train` would start here."""
     here, per_node = _here(nproc)
     ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
     return preflight(config, ranks, per_node if ranks == here else None, weights=False, notes=notes)
@@ -117,7 +117,10 @@ def _here(nproc: int | None) -> tuple[int, int | None]:
 
 
 def _fewest_ranks(parallel: ParallelConfig) -> int:
-    """Of a job with these axes: every such job has a multiple of them, or exactly these if fsdp is a number."""
+    """Return the fewest ranks of a job with these axes.
+
+    Every such job has a multiple of them, or exactly these if fsdp is a number.
+    """
     shared = parallel.cp * parallel.tp
     ep = 1 if parallel.ep == "auto" else parallel.ep
     fsdp = ep // math.gcd(ep, shared) if parallel.fsdp == "auto" else parallel.fsdp
@@ -171,7 +174,7 @@ def _print_report(console: Console, name: str, config: Config, report: DataRepor
 
 
 def _share_warning(config: Config, report: DataReport) -> str | None:
-    """A target share of nothing or everything is what a broken mask looks like."""
+    """Warn of a target share of nothing or everything, which is how a broken mask looks."""
     if config.data.loss_on != "assistant" or all(source.format == "text" for source in report.sources):
         return None
     share = f"{report.target_tokens / report.tokens:.0%}"

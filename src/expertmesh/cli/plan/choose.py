@@ -85,7 +85,7 @@ def enough_rows(devices: Devices, length: int) -> int:
 
 
 def sizes_of(found: FirstRows, wishes: Wishes, devices: Devices, length: int) -> Sizes:
-    """A step of `_SEQUENCES`, or of fewer where the data would make less than `FEW_STEPS` steps of them.
+    """Return the sizes of a step: `_SEQUENCES` rows, or fewer where the data would make less than `FEW_STEPS` steps.
 
     The fewest are one for each device. Where that is not enough, rows are made no longer than the data, then each gets
     a sequence of its own, and then the data are gone through again.
@@ -113,7 +113,7 @@ def sizes_of(found: FirstRows, wishes: Wishes, devices: Devices, length: int) ->
 
 
 def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devices: Devices, sizes: Sizes) -> Choice:
-    """The first way that fits; `InputError` where none does."""
+    """Return the first way that fits; raises `InputError` where none does."""
     passed_over: list[str] = []
     refusals: list[InputError] = []
     ways = list(_ways(options.lora, wishes, quantised=quantisation(config) is not None))
@@ -147,7 +147,7 @@ def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devic
 
 
 def _of_pairs(found: Plan) -> Iterator[Candidate]:
-    """The candidates whose micro-batch is a number of pairs, each of which is two rows."""
+    """Yield the candidates whose micro-batch is a number of pairs, each of which is two rows."""
     job = found.job
     for each in found.candidates:
         if job.global_batch_size // 2 % each.layout.data_ranks == 0:
@@ -156,7 +156,7 @@ def _of_pairs(found: Plan) -> Iterator[Candidate]:
 
 
 def _ways(lora: bool | None, wishes: Wishes, *, quantised: bool) -> Iterator[Way]:
-    """The most wanted first: what trains most, then what keeps most digits of what is frozen."""
+    """Yield the most wanted first: the one that trains most, then the one that keeps most digits of what is frozen."""
     given = wishes.config.lora
     if "lora" in wishes.given:
         lora = given is not None
@@ -175,7 +175,7 @@ def _ways(lora: bool | None, wishes: Wishes, *, quantised: bool) -> Iterator[Way
 
 
 def devices_of(options: InitOptions) -> Devices:
-    """Those that are named, or those of this machine."""
+    """Return the named devices, or those of this machine."""
     if options.devices is not None:
         return parse_devices(options.devices, hardware_table())
     here = devices_here(local_ranks(None))
@@ -188,7 +188,7 @@ def devices_of(options: InitOptions) -> Devices:
 
 
 def _job(options: InitOptions, wishes: Wishes, way: Way, devices: Devices, sizes: Sizes) -> tuple[Job, str | None]:
-    """In bfloat16, where devices and the model can; in float32 else."""
+    """Return the job in bfloat16, where devices and the model can; in float32 else."""
     config = wishes.config
     computes = ("float32",) if devices.name == "cpu" else ("bfloat16", "float32")
     if wishes.has("precision", "compute"):

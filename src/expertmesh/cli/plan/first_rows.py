@@ -18,7 +18,7 @@ ROWS = 500
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """What the data are, by their first rows."""
+    """The kind of the data, by their first rows."""
 
     pairs: bool
     """Whether they are preferences."""
@@ -37,7 +37,7 @@ class FirstRows:
 
 
 def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, enough: int) -> FirstRows:
-    """The first rows of `data.train`; no more than `enough` are counted.
+    """Read the first rows of `data.train` and count no more than `enough`.
 
     Rows of preferences are taken as such unless `objective` says sft. Raises `InputError` for what training would
     refuse about them, template included.

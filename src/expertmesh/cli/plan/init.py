@@ -91,7 +91,7 @@ def _refuse_existing(path: Path) -> InputError:
 
 
 def _wishes(options: InitOptions, path: Path, overrides: list[str]) -> Wishes:
-    """What the command line says, as far as a configuration can: the rest of it is chosen."""
+    """Return what the command line asks for, as far as a configuration can; the rest of it is chosen."""
     given: dict[str, Any] = {}
     for override in overrides:
         apply_override(given, override)
@@ -110,7 +110,7 @@ def _wishes(options: InitOptions, path: Path, overrides: list[str]) -> Wishes:
 
 
 def _values(wishes: Wishes, path: Path, choice: Choice, sizes: Sizes) -> dict[str, Any]:
-    """The keys that are written, before KEY=VALUE."""
+    """Return the keys that are written, before KEY=VALUE."""
     given, best, way = wishes.config, choice.best, choice.way
     is_dpo = given.objective.name == "dpo"
     values: dict[str, Any] = {"model": {"name_or_path": given.model.name_or_path}}
@@ -145,7 +145,7 @@ def _values(wishes: Wishes, path: Path, choice: Choice, sizes: Sizes) -> dict[st
 def _comments(
     config: Config, checked: Checked, choice: Choice, sizes: Sizes, found: FirstRows
 ) -> dict[tuple[str, ...], str]:
-    """The reason of each choice, by its key."""
+    """Return the reason of each choice, by its key."""
     layout, train = checked.layout, config.train
     accumulation = train.global_batch_size // (train.micro_batch_size * layout.data_ranks)
     ranks = f"{layout.data_ranks} data rank{'s' * (layout.data_ranks > 1)}"
@@ -173,14 +173,14 @@ def _comments(
 
 
 def _without(comments: Mapping[tuple[str, ...], str], overrides: list[str]) -> dict[tuple[str, ...], str]:
-    """Those of keys that nobody has set; what a step is made of is said of any."""
+    """Return the comments of keys that nobody has set, and of what a step is made of."""
     keys = [tuple(override.partition("=")[0].split(".")) for override in overrides]
     said = {key for key in comments if any(key == each[: len(key)] or each == key[: len(each)] for each in keys)}
     return {key: comment for key, comment in comments.items() if key not in said - {("train", "global_batch_size")}}
 
 
 def _head(config: Config, checked: Checked, path: Path, choice: Choice) -> Iterator[str]:
-    """What the file is, what was predicted for it, and what to do with it."""
+    """Yield what the file is, what was predicted for it, and what to do with it."""
     devices: Devices = choice.job.devices
     predicted = forecast(config, checked, devices)
     assert predicted.prediction is not None, "a model that is planned has a prediction"

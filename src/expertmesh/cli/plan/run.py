@@ -109,7 +109,7 @@ def _lora(pairs: list[str]) -> LoraConfig:
 
 
 def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | None, why_unpacked: str | None) -> str:
-    """A configuration that `expertmesh train` takes, with what was predicted for it in comments."""
+    """Return a configuration that `expertmesh train` takes, with what was predicted for it in comments."""
     crosses = node_crossing(best.layout, job.devices.per_node) is not None
     config = Config.model_validate(
         {

@@ -18,7 +18,7 @@ COLUMNS = (*CONFIGURED_AXES, "checkpointing", "micro-batch", "peak", "s/step", "
 
 
 def print_candidates(console: Console, name: str, job: Job, candidates: Sequence[Candidate]) -> None:
-    """The layouts that fit, best first, under what is trained on what."""
+    """Print the layouts that fit, best first, under what is trained on what."""
     figures = job.model
     what = f"{name}: {count_text(figures.total)} parameters ({count_text(figures.expert)} in experts)"
     title = f"{what}, {figures.length:,} tokens x {job.global_batch_size} sequences on {job.devices}"
@@ -29,7 +29,7 @@ def print_candidates(console: Console, name: str, job: Job, candidates: Sequence
 
 
 def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> None:
-    """The first layout in detail: memory, activations, traffic, time and what a run costs."""
+    """Print the first layout in detail: memory, activations, traffic, time and what a run costs."""
     print_rows(console, f"memory of a rank of the first, at its peak ({best.memory.moment})", None, _memory(job, best))
     tokens = best.workload.batch.rows * job.model.length
     kinds = saved_by_kind(best.workload, modes(job.model))
@@ -66,7 +66,7 @@ def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> 
 
 
 def rejection_lines(found: Plan) -> list[str]:
-    """One line for each reason, with the layouts that it holds for."""
+    """Return one line for each reason, with the layouts that it holds for."""
     by_reason: dict[str, list[str]] = {}
     for each in found.rejected:
         axes = " ".join(f"{axis}={each.layout.size(axis)}" for axis in CONFIGURED_AXES if each.layout.size(axis) > 1)
@@ -77,7 +77,7 @@ def rejection_lines(found: Plan) -> list[str]:
 
 
 def cards_lines(job: Job) -> Iterator[str]:
-    """Of a base that stays packed: which cards train it alone."""
+    """Yield which cards train a base that stays packed alone."""
     if job.model.precision.frozen is None:
         return
     needed, cards = cards_that_fit(job)
@@ -86,7 +86,7 @@ def cards_lines(job: Job) -> Iterator[str]:
 
 
 def assumptions(options: PlanOptions, job: Job) -> Iterator[tuple[str, str]]:
-    """What the figures rest on that no option was given for, by the option or the key of the hardware table."""
+    """Yield what the figures assume that no option was given for, by the option or the key of the hardware table."""
     precision, hardware = job.model.precision, job.devices.hardware
     values: dict[str, tuple[object, str]] = {
         "--seq-len": (options.seq_len, f"{job.model.length:,} tokens, and every row is full"),

@@ -46,7 +46,7 @@ class ChatRenderer:
         self._child = Sandbox(TargetFinder(tokenizer, options).answer)
 
     def render(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | MalformedRow]:
-        """The samples of each conversation with their targets, or why its row cannot be used.
+        """Return the samples of each conversation with their targets, or why its row cannot be used.
 
         A conversation is one sample unless `data.thinking: every_turn` takes several to keep the thinking of all turns.
         Raises `SecurityError` for a template that reaches out of its sandbox, or takes more time or memory or writes
@@ -58,7 +58,8 @@ class ChatRenderer:
         return [answer if isinstance(answer, MalformedRow) else list(map(_rendered, answer)) for answer in answers]
 
     def render_pairs(self, pairs: Sequence[Preference]) -> list[tuple[str, Rendered, Rendered] | MalformedRow]:
-        """Of each pair the prompt up to where an answer begins, and the whole text with either answer; or why not.
+        """Return for each pair the prompt up to where an answer begins, and the full text with either answer; or why
+        not.
 
         Raises as `render` does.
         """

@@ -74,7 +74,7 @@ class Encoder:
     def encode(
         self, records: Sequence[Conversation | PlainText | PromptCompletion]
     ) -> list[list[Encoded] | MalformedRow]:
-        """The samples of each record, in order; of one that cannot be encoded the reason why.
+        """Return the samples of each record, in order; of one that cannot be encoded the reason why.
 
         The tokenizer is called once for all chat records and once for all others.
         """
@@ -170,7 +170,7 @@ class Encoder:
         return input_ids, targets
 
     def _covered(self, rendered: Rendered, ids: list[int], offsets: Any, plain: bool) -> list[npt.NDArray[np.int64]]:
-        """For each span, the indices of the tokens that cover at least one of its characters."""
+        """Return for each span the indices of the tokens that cover at least one of its characters."""
         if offsets is None:
             return [self._covered_by_prefixes(rendered.text, span, ids, plain) for span in rendered.spans]
         own = np.array(offsets, dtype=np.int64).reshape(-1, 2)

@@ -24,7 +24,7 @@ class PairEncoder(Encoder):
     """Encodes rows of format `preference` with one tokenizer."""
 
     def encode_pairs(self, records: Sequence[Preference]) -> list[tuple[Encoded, Encoded] | MalformedRow]:
-        """The chosen and the rejected sample of each record, in order, or the reason why it has none.
+        """Return the chosen and the rejected sample of each record, in order, or the reason why it has none.
 
         The tokenizer is called once for all records of messages and once for all others.
         """
@@ -64,6 +64,6 @@ def _all_texts(prompt: str, chosen: Rendered, rejected: Rendered) -> list[str]:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return how many tokens both begin with."""
     length = min(len(first), len(second))
     return next((place for place in range(length) if first[place] != second[place]), length)

@@ -30,7 +30,7 @@ _BLOCK_CHARACTERS = 1 << 16
 
 
 class LimitExceeded(Exception):
-    """What the child did that it must not, as a verb phrase: "does not finish within 10 s"."""
+    """The child's offence, as a verb phrase: "does not finish within 10 s"."""
 
 
 class Sandbox:
@@ -49,7 +49,7 @@ class Sandbox:
         self._end = weakref.finalize(self, _end, self._pid, self._connection, os.getpid())
 
     def map(self, items: Sequence[Any]) -> list[Any]:
-        """The function's results in the order of `items`. After `LimitExceeded` the child is gone."""
+        """Return the function's results in the order of `items`. After `LimitExceeded` the child is gone."""
         try:
             self._connection.send(items)
             results: list[Any] = []
@@ -72,7 +72,7 @@ def _result(answer: Any) -> Any:
 
 
 def _serve(connection: Connection, function: Callable[[Any], Any]) -> NoReturn:
-    """The whole life of the child; it ends without the parent's exit handlers."""
+    """Run the child; it ends without the parent's exit handlers."""
     try:
         end_with_parent()
         # The parent's handlers must not run here as well; the parent handles Ctrl-C.

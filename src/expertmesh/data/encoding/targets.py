@@ -61,7 +61,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How conversations are rendered and which turns are targets: keys of section `data`, and the date of a run.
+    """The rendering of conversations and the choice of targets: keys of section `data`, and the date of a run.
 
     `date` is what a template writes that asks for today's; today's date unless it is given.
     """
@@ -104,8 +104,8 @@ class TargetFinder:
         self._remembered: dict[int, tuple[frozenset[Part], frozenset[Part]]] = {}
 
     def answer(self, request: Mapping[str, Any]) -> list[Any] | str:
-        """A conversation's samples, or a pair's prompt and its two responses, each with the prompt before it, as JSON
-        values; or the reason why the row is malformed.
+        """Return a conversation's samples, or a pair's prompt and its two responses, each with the prompt before it, as
+        JSON values; or the reason why the row is malformed.
         """
         assert os.getpid() != self._owner, "a template is executed in a child process only"
         chat_template_utils.datetime = _Clock(self._options.date)  # type: ignore[assignment, attr-defined]
@@ -123,7 +123,7 @@ class TargetFinder:
             return str(error)
 
     def _samples(self, messages: Messages, untrained: set[int]) -> list[Rendered]:
-        """One sample, or several if only so every turn can keep its thinking."""
+        """Return one sample, or several if only so every turn can keep its thinking."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self._options.loss_on == "completion":
             turns = turns[-1:]
@@ -150,7 +150,7 @@ class TargetFinder:
         return self._judged(text, [], AFTER_PROMPT, messages[len(prompt) :], left_out)
 
     def _prepared(self, messages: Messages) -> list[Mapping[str, Any]]:
-        """The messages with the thinking that `data.thinking` leaves them."""
+        """Return the messages with the thinking that `data.thinking` leaves them."""
         mode = self._options.thinking
         if mode not in ("drop", "keep_last"):
             return list(messages)
@@ -162,7 +162,7 @@ class TargetFinder:
         ]
 
     def _find_targets(self, messages: Messages, turns: Sequence[int]) -> Rendered:
-        """The sample of these messages whose targets are these turns."""
+        """Return the sample of these messages whose targets are these turns."""
         text, marked = self._written(messages)
         parts = parts_of(messages, self._tools)
         left_out = self._left_out(messages, text, turns, parts)
@@ -202,7 +202,7 @@ class TargetFinder:
         return Rendered(text, tuple(kept), method, empty, tuple(kind for kind in odd if odd[kind]), tuple(unwritten))
 
     def _left_out(self, messages: Messages, text: str, turns: Sequence[int], parts: Sequence[Part]) -> list[Part]:
-        """The parts that the text lacks, thoughts of `turns` alone.
+        """Return the parts that the text lacks, thoughts of `turns` alone.
 
         Raises `MalformedRow` where nobody can have meant it: calls, results, questions, the text of a target.
         """
@@ -228,8 +228,9 @@ class TargetFinder:
         return [part for part in suspects if part.kind != THINKING or part.message in turns]
 
     def _probed(self, messages: Messages, parts: Sequence[Part]) -> tuple[frozenset[Part], frozenset[Part]]:
-        """Which parts the template writes nowhere, and which not between its marks, in a conversation of this kind: one
-        with the same roles, parts and arguments, and a word of its own for each part. Rendered once for each kind.
+        """Return which parts the template writes nowhere, and which not between its marks, in a conversation of this
+        kind: one with the same roles, parts and arguments, and a word of its own for each part. Rendered once for
+        each kind.
         """
         kind = hash((*parts, *(message["role"] for message in messages), json.dumps(self._given, default=str)))
         if kind not in self._remembered:
@@ -246,7 +247,7 @@ class TargetFinder:
         return self._remembered[kind]
 
     def _located_turns(self, messages: Messages, turns: Sequence[int], text: str) -> tuple[list[Span], str]:
-        """Where the turns stand in the text of a template without marks, and how that was found."""
+        """Return where the turns stand in the text of a template without marks, and how that was found."""
         spans: list[Span] = []
         method = PREFIX_DIFFERENCE
         for turn in turns:
@@ -261,7 +262,7 @@ class TargetFinder:
     def _marked_turns(
         self, messages: Messages, turns: Sequence[int], text: str, marked: Sequence[Span], parts: Sequence[Part]
     ) -> tuple[list[Span], str]:
-        """Those of the marked spans that are of these turns, and whether each of the turns is in one."""
+        """Return those of the marked spans that are of these turns, and whether each of the turns is in one."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if list(turns) != answers:
             if len(marked) != len(answers):
@@ -287,7 +288,7 @@ class TargetFinder:
         return _GENERATION_MARK.search(self._template) is not None
 
     def _written(self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the spans that the template marks; none if it has no marks.
+        """Return the text of a conversation, and the spans that the template marks; none if it has no marks.
 
         `tools` are the row's unless they are given.
         """
@@ -338,7 +339,7 @@ class TargetFinder:
             raise LimitExceeded(f"turns a conversation of {own:,} characters into {len(text):,}")
 
     def _span_by_prefixes(self, messages: Messages, turn: int, text: str) -> Span | None:
-        """What rendering up to and including `turn` adds to its generation prompt, if both begin `text`."""
+        """Return what rendering up to and including `turn` adds to its generation prompt, if both begin `text`."""
         start = self._prompt_length(messages[:turn], text)
         until_turn = self._render_or_none(messages[: turn + 1])
         if start is None or until_turn is None or not text.startswith(until_turn) or len(until_turn) < start:
@@ -362,7 +363,9 @@ class TargetFinder:
         return None
 
     def _render_or_none(self, messages: Messages, *, generation_prompt: bool = False) -> str | None:
-        """A beginning of a conversation may be something the template refuses although the whole is not."""
+        """Render the beginning of a conversation, which a template may refuse although it takes the whole; None
+        then.
+        """
         if not messages:
             return None
         try:
@@ -392,7 +395,7 @@ class TargetFinder:
         return start, end + self._closing_length(messages, turn, after)
 
     def _closing_length(self, messages: Messages, turn: int, after: str) -> int:
-        """How many characters at the start of `after` end the turn (`<|im_end|>`).
+        """Return how many characters at the start of `after` end the turn (`<|im_end|>`).
 
         They are what the template puts behind the answer when the turn is the last one. Templates that end
         the last turn with one special token and earlier turns with another (GPT-OSS) are recognised by that.
@@ -458,7 +461,7 @@ def _short(error: Exception) -> str:
 
 
 def _characters(value: Any) -> int:
-    """Of all strings in a JSON value."""
+    """Return the length of all strings in a JSON value."""
     if isinstance(value, str):
         return len(value)
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
@@ -466,36 +469,36 @@ def _characters(value: Any) -> int:
 
 
 def special_strings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The strings of the tokenizer's special tokens; longest first, as one may begin another."""
+    """Return the strings of the tokenizer's special tokens; longest first, as one may begin another."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return tuple(sorted(added | set(tokenizer.all_special_tokens), key=lambda text: (-len(text), text)))
 
 
 def _holds(text: str, message: Mapping[str, Any]) -> bool:
-    """Whether the text shows the answer: its visible part, and the names of the functions that it calls."""
+    """Return whether the text shows the answer: its visible part, and the names of the functions that it calls."""
     names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     return all(part in text for part in (visible(message), *names))
 
 
 def _says(message: Mapping[str, Any]) -> bool:
-    """Whether an answer has a text or calls."""
+    """Return whether an answer has a text or calls."""
     return bool(visible(message) or message.get("tool_calls"))
 
 
 def _places(text: str, turns: Messages) -> list[Span]:
-    """Where the contents of these answers stand in the text, as far as it has them as they are."""
+    """Return where the contents of these answers stand in the text, as far as it has them as they are."""
     contents = [str(turn.get("content") or "").strip() for turn in turns]
     return [(at, at + len(content)) for content in contents if content and (at := text.find(content)) >= 0]
 
 
 def _split_where_they_part(text: str, other: str) -> tuple[str, str]:
-    """What `other` begins with as well, and the rest of `text`."""
+    """Return what `other` begins with as well, and the rest of `text`."""
     length = next((i for i, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), len(text))
     return text[:length], text[length:]
 
 
 def _common_end(texts: Sequence[str]) -> str:
-    """The longest end that all of them have."""
+    """Return the longest end that all of them have."""
     shortest = min(texts, key=len)
     length = next(
         (i for i, last in enumerate(reversed(shortest), start=1) if any(text[-i] != last for text in texts)),
@@ -505,13 +508,13 @@ def _common_end(texts: Sequence[str]) -> str:
 
 
 def _with_answer(messages: Messages, turn: int, answer: str) -> list[Mapping[str, Any]]:
-    """The messages with another answer, and no thinking, at `turn`."""
+    """Return the messages with another answer, and no thinking, at `turn`."""
     replaced = {key: value for key, value in messages[turn].items() if key not in THINKING_KEYS}
     return [*messages[:turn], {**replaced, "content": answer}, *messages[turn + 1 :]]
 
 
 def _with_arguments(messages: Messages, turn: int, arguments: Mapping[str, str]) -> list[Mapping[str, Any]]:
-    """The messages with other arguments in the last call of `turn`."""
+    """Return the messages with other arguments in the last call of `turn`."""
     *others, last = messages[turn]["tool_calls"]
     called = {**last, "function": {**last["function"], "arguments": arguments}}
     return [*messages[:turn], {**messages[turn], "tool_calls": [*others, called]}, *messages[turn + 1 :]]

@@ -43,7 +43,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What it is called in counts."""
+        """The name in counts."""
         return f"text of {self.role} messages" if self.kind == TEXT else str(self.path[-1 if self.kind == KEY else 0])
 
     def replaced(self, value: Any, word: str) -> Any:
@@ -62,7 +62,7 @@ class Part:
 
 
 def parts_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Part]:
-    """All parts, those of a message together."""
+    """Return all parts, those of a message together."""
     found = [Part(TOOLS, (TOOLS, number)) for number in range(len(tools))]
     for place, message in enumerate(messages):
         found += _parts_of_message(message, ("messages", place))
@@ -91,7 +91,7 @@ def _parts_of_message(message: Mapping[str, Any], path: tuple[str | int, ...]) -
 def with_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], words: Mapping[Part, str]
 ) -> tuple[Messages, list[dict[str, Any]]]:
-    """The conversation and its tools with a word in the place of each of these parts."""
+    """Return the conversation and its tools with a word in the place of each of these parts."""
     changed: Any = copy.deepcopy({"messages": list(messages), TOOLS: list(tools)})
     for part, word in words.items():
         *path, last = part.path
@@ -101,7 +101,8 @@ def with_words(
 
 
 def has_broken_thinking(text: str, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether in one of the spans a thinking block is not closed, closed without being opened, or one of several.
+    """Return whether in one of the spans a thinking block is not closed, closed without being opened, or one of
+    several.
 
     A block that begins right before a span, in the generation prompt, belongs to it.
     """

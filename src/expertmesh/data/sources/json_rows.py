@@ -44,7 +44,7 @@ def _parse_line(source: SourceFile, number: int, line: bytes) -> RawRow:
 
 
 def read_json(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | None]:
-    """A `.json` file holds a list of rows, or JSON lines."""
+    """Yield the rows of a `.json` file, which holds a list of rows, or JSON lines."""
     head = stream.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()
     stream.seek(0)
     if not head.startswith(b"["):
@@ -105,7 +105,7 @@ def _list_rows(source: SourceFile, text: str) -> Iterator[RawRow]:
 
 
 def _decoder(duplicates: list[str]) -> json.JSONDecoder:
-    """A strict decoder that notes repeated keys in `duplicates`; Python's own keeps the last in silence."""
+    """Return a strict decoder that notes repeated keys in `duplicates`; Python's own keeps the last in silence."""
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         built = dict(pairs)

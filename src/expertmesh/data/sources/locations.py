@@ -41,18 +41,18 @@ class Location(Protocol):
     @property
     def name(self) -> str: ...
     def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
-        """All rows with `columns` under their new names, None in the place of those that `takes` refuses."""
+        """Return all rows with `columns` under their new names, None in the place of those that `takes` refuses."""
 
     def stamp(self) -> str:
         """Changes when the content may have changed; cheap."""
 
     def content(self) -> str:
-        """A hash of the content; reads all of it."""
+        """Return a hash of the content; reads all of it."""
 
 
 def locations(path: str, stream: bool = False) -> list[Location]:
-    """Where the rows of `path` lie: a file, a directory, a URL or a hub data set (`name`, `org/name:split`), which is
-    downloaded unless it is to `stream`.
+    """Return where the rows of `path` lie: a file, a directory, a URL or a hub data set (`name`, `org/name:split`),
+    which is downloaded unless it is to `stream`.
 
     Raises `InputError` when it is none of these.
     """
@@ -260,7 +260,7 @@ def _remote_files(url: str) -> Iterator[_File]:
 
 
 def _suffixes(name: str) -> tuple[str, str | None]:
-    """Of `a.jsonl.gz`: `.jsonl` and `gzip`."""
+    """Return `.jsonl` and `gzip` for `a.jsonl.gz`."""
     path = Path(name.partition("?")[0] if "://" in name else name)
     compression = _COMPRESSED.get(path.suffix)
     return (path.with_suffix("").suffix if compression else path.suffix), compression
@@ -285,7 +285,7 @@ def _no_files(path: str) -> InputError:
 
 
 def _saved_table(directory: Path) -> _Table:
-    """What `Dataset.save_to_disk` wrote."""
+    """Return what `Dataset.save_to_disk` wrote."""
     import datasets
 
     try:
@@ -310,7 +310,7 @@ def _hub_table(path: str) -> _Table:
 
 
 def _hub_shards(path: str) -> Iterator["_Shard"]:
-    """The files of a hub data set, none of which is kept on the disk."""
+    """Yield the files of a hub data set, none of which is kept on the disk."""
     name, table = _hub_data(path, streaming=True)
     for index in range(table.num_shards):
         shard = table.shard(num_shards=table.num_shards, index=index)
@@ -318,7 +318,7 @@ def _hub_shards(path: str) -> Iterator["_Shard"]:
 
 
 def _hub_name(path: str) -> re.Match[str]:
-    """What may be a data set of the hub."""
+    """Return what may be a data set of the hub."""
     match = _HUB_ID.fullmatch(path)
     if match is None or path.endswith(_FILE_LIKE):
         raise InputError(

@@ -46,14 +46,14 @@ class RawRow:
 
 
 def renamed(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """The row with `columns` under their new names; a column of the file that has such a name gives way."""
+    """Return the row with `columns` under their new names; a column of the file that has such a name gives way."""
     given = {*columns, *columns.values()}
     named = {ours: row[theirs] for ours, theirs in columns.items() if theirs is not None and theirs in row}
     return named | {name: value for name, value in row.items() if name not in given}
 
 
 def with_columns(rows: Iterator[RawRow | None], columns: Columns) -> Iterator[RawRow | None]:
-    """The rows, each `renamed`."""
+    """Return the rows, each `renamed`."""
     if not columns:
         return rows
     return (
@@ -63,13 +63,13 @@ def with_columns(rows: Iterator[RawRow | None], columns: Columns) -> Iterator[Ra
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which rows the process `index` of `count` takes: blocks of neighbouring rows, in turn."""
+    """The rows that process `index` of `count` takes: blocks of neighbouring rows, in turn."""
 
     index: int = 0
     count: int = 1
 
     def of_file(self, file: int) -> Takes:
-        """Those of the file of that number."""
+        """Return those of the file of that number."""
         if self.count == 1:
             return lambda number: True
         return lambda number: (file + (number - 1) // BLOCK_ROWS) % self.count == self.index

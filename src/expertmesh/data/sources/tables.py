@@ -43,7 +43,9 @@ def read_parquet(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow 
 
 
 def _refuse_bomb(metadata: Any, name: str) -> list[str]:
-    """The columns of text. `InputError` for a part that would be a thousand times as large in memory as in the file."""
+    """Return the columns of text. `InputError` for a part that would be a thousand times as large in memory as in the
+    file.
+    """
     texts = []
     for group in range(metadata.num_row_groups):
         for place in range(metadata.num_columns):
@@ -59,7 +61,7 @@ def _refuse_bomb(metadata: Any, name: str) -> list[str]:
 
 
 def _characters(value: Any) -> int:
-    """Of all texts in a row."""
+    """Return the length of all texts in a row."""
     if isinstance(value, dict):
         return sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
@@ -85,8 +87,8 @@ def read_arrow(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | 
 
 
 def read_csv(stream: IO[bytes], name: str, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
-    """A header, then rows of strings under the names that `columns` gives them; cells of `messages` and the like are
-    JSON, or empty for none.
+    """Yield a header, then rows of strings under the names that `columns` gives them; cells of `messages` and the like
+    are JSON, or empty for none.
     """
     source = SourceFile(name, by_line=False)
     csv.field_size_limit(MAX_ROW_BYTES)
@@ -103,7 +105,7 @@ def read_csv(stream: IO[bytes], name: str, takes: Takes, columns: Columns) -> It
 
 
 def read_table(table: Any, source: SourceFile, takes: Takes) -> Iterator[RawRow | None]:
-    """The rows of a `datasets.Dataset`."""
+    """Yield the rows of a `datasets.Dataset`."""
     for start in range(0, len(table), BLOCK_ROWS):
         numbers = range(start + 1, min(start + BLOCK_ROWS, len(table)) + 1)
         if not any(map(takes, numbers)):
@@ -116,7 +118,7 @@ def read_table(table: Any, source: SourceFile, takes: Takes) -> Iterator[RawRow 
 
 
 def read_examples(examples: Any, source: SourceFile, takes: Takes) -> Iterator[RawRow | None]:
-    """The rows of a `datasets.IterableDataset`."""
+    """Yield the rows of a `datasets.IterableDataset`."""
     for number, value in enumerate(examples, start=1):
         yield RawRow(source, number, _without_nulls(value)) if takes(number) else None
 
@@ -161,7 +163,7 @@ def _of_cells(source: SourceFile, number: int, header: list[str], cells: list[st
 
 
 def _without_nulls(value: Any) -> Any:
-    """A row of a table has every key that any row has; null is how it says that this one has it not."""
+    """Drop keys with null: a row of a table has every key that any row has, and null means that this one lacks it."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

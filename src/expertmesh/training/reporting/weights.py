@@ -61,7 +61,7 @@ def saved_lines(saved: SaveReport) -> Iterator[str]:
 
 
 def dtype_text(saved: SaveReport) -> str:
-    """What most of the weights were written in."""
+    """Return what most of the weights were written in."""
     plain = str(saved.dtype).removeprefix("torch.")
     return f"codes and {plain}" if saved.rounded else plain
 
