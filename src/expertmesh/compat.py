@@ -1,6 +1,6 @@
 """Collect the private or changing names of torch and transformers in one place, each with its reason.
 
-Checked on torch 2.11 to 2.13 and transformers 5.17 to 5.23. Read this file before raising an upper bound in
+Checked on torch 2.11 to 2.14 and transformers 5.17 to 5.23. Read this file before raising an upper bound in
 pyproject.toml.
 """
 
