@@ -35,7 +35,7 @@ from benchmarks.result import machine
 from expertmesh.config import Config, load_config
 from expertmesh.data import BatchLayout, TrainingBatches, build_dataset, load_tokenizer
 from expertmesh.demo.dataset import stdlib_samples, write_dataset
-from expertmesh.demo.tokenizer import train_tokenizer
+from expertmesh.demo.run import train_tokenizer
 from expertmesh.training.optimizers.build import build_optimizer
 
 TOLERANCE = 1e-4
