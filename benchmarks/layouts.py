@@ -102,7 +102,7 @@ class Curve:
     peak_memory_bytes: int = 0
 
     def distance(self, reference: Curve) -> tuple[float, int]:
-        """The largest relative difference, and the step where it is."""
+        """Return the largest relative difference, and the step where it is."""
         pairs = zip(self.losses, reference.losses[self.first - 1 :], strict=False)
         return max((abs(own - other) / abs(other), self.first + place) for place, (own, other) in enumerate(pairs))
 
