@@ -41,7 +41,7 @@ class Case:
             raise ValueError(f"tokens={self.tokens} is not a multiple of sequence={self.sequence}")
 
     def tiny(self) -> "Case":
-        """The same case in miniature: it pays for lazy imports before memory is measured."""
+        """Return the same case in miniature: it pays for lazy imports before memory is measured."""
         return dataclasses.replace(
             self, tokens=16, sequence=16, layers=1, hidden=64, experts=8, top_k=2, expert_width=32,
             vocabulary=64, heads=2, kv_heads=2, head_dim=32,
@@ -105,7 +105,7 @@ def random_model(case: Case, device: torch.device) -> Any:
 
 
 def qwen3_moe_config(case: Case) -> Any:
-    """The Qwen3-MoE configuration of `case`; the default shape has 212 million parameters."""
+    """Return the Qwen3-MoE configuration of `case`; the default shape has 212 million parameters."""
     from transformers import Qwen3MoeConfig
 
     sizes: dict[str, Any] = dict(
@@ -119,7 +119,7 @@ def qwen3_moe_config(case: Case) -> Any:
 
 
 def input_ids(case: Case, data_rank: int) -> torch.Tensor:
-    """The tokens [B, S] int64 of one data rank: different on every rank, the same for every system."""
+    """Return the tokens [B, S] int64 of one data rank: different on every rank, the same for every system."""
     generator = torch.Generator().manual_seed(1234 + data_rank)
     sequence = min(case.sequence, case.tokens)
     return torch.randint(0, case.vocabulary, (case.tokens // sequence, sequence), generator=generator)

@@ -83,7 +83,7 @@ def pictures() -> dict[str, str]:
 
 
 def curves() -> list[Curve]:
-    """The unsharded model's curve, then those of three layouts."""
+    """Return the unsharded model's curve, then those of three layouts."""
     runs = json.loads(CURVES.read_text(encoding="utf-8"))["runs"]
     return [Curve(run["name"], run["losses"]) for run in runs if "micro-batches" not in run["name"]]
 
@@ -138,7 +138,7 @@ def _axes(theme: Theme, panel: Panel, ticks: dict[float, str]) -> Iterator[str]:
 
 
 def _rows(theme: Theme) -> Iterator[str]:
-    """One token whose four experts are on two ranks, sent to experts and sent to ranks."""
+    """Draw one token whose four experts are on two ranks, sent to experts and sent to ranks."""
     left, usual, here = 528, 62, 208
     ranks, experts = 4, 8
     chosen, homes = (4, 5, 6, 7), (2, 3)

@@ -85,7 +85,7 @@ def _seconds(case: Case, mesh: Mesh, lora: em.LoraConfig, repeats: int) -> dict[
 
 
 def build(case: Case, mesh: Mesh, lora: em.LoraConfig, frozen: str | None) -> tuple[Callable[[], None], Any]:
-    """An optimizer step of a random model with adapters, and the model."""
+    """Return an optimizer step of a random model with adapters, and the model."""
     torch.manual_seed(0)
     model = random_model(dataclasses.replace(case, params="bfloat16"), mesh.device)
     em.parallelize(

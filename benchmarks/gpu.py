@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def run_stages(names: Sequence[str], device: str, out: Path, budget: float) -> Iterator[tuple[str, Found]]:
-    """Each stage after the other, in a process that has been importing while the one before ran."""
+    """Run one stage after the other, each in a process that has been importing while the one before ran."""
     end = time.monotonic() + budget
     started = [_Stage(names[0], device, out)]
     try:
@@ -130,7 +130,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def table(found: Mapping[str, Found]) -> Iterator[str]:
-    """Every row on a line of its own, and what failed last, where it is seen."""
+    """Yield the rows, each on a line of its own, and what failed last, where it is seen."""
     for name, each in found.items():
         for row in each.rows:
             yield f"{name:12} " + "  ".join(f"{key} {_short(value)}" for key, value in row.items())

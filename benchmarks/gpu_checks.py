@@ -92,7 +92,9 @@ COUNTS = {
 
 
 def of_grouped_mm(run: Run) -> Iterator[Row]:
-    """Every product that a layer takes, where a kernel may differ: empty experts, no pairs, odd counts, used memory."""
+    """Check every product that a layer takes, where a kernel may differ: empty experts, no pairs, odd counts, used
+    memory.
+    """
     for dtype, limit in ((torch.bfloat16, BF16), (torch.float32, FP32)):
         for name, counts in COUNTS.items():
             torch.manual_seed(0)
@@ -219,7 +221,7 @@ def _call(tokens: int, chosen: int, top_k: int = 2, hidden: int = 128) -> _Call:
 def _results(
     experts: Any, call: _Call, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """The output, and the gradients of everything."""
+    """Return the output, and the gradients of everything."""
     experts.zero_grad()
     hidden_TH, weight_TK, grad_TH = (
         tensor.to(device, dtype, copy=True) for tensor in (call.hidden_TH, call.weight_TK, call.grad_TH)
@@ -233,7 +235,7 @@ def _results(
 
 
 def _errors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """What plain code leaves without a gradient has none: nothing went there."""
+    """Return zeros for what plain code leaves without a gradient: nothing went there."""
     nothing = torch.zeros(())
     return {
         name: error(tensor, nothing if expected[name] is None else expected[name]) if tensor.numel() else 0.0
@@ -242,7 +244,7 @@ def _errors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 def of_waits(run: Run) -> Iterator[Row]:
-    """How often the host waits for the device in an expert layer: torch's own watcher tells, on CUDA alone."""
+    """Count how often the host waits for the device in an expert layer: torch's own watcher tells, on CUDA alone."""
     start_one_rank(run)
     model: Any = tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
     # Products in float32 wait: torch has no grouped kernel for them, so experts run one after the other.
@@ -265,7 +267,7 @@ def of_waits(run: Run) -> Iterator[Row]:
 
 
 def _waits(run: Run, call: Callable[[], Any]) -> tuple[list[str], Any]:
-    """Where the host waited."""
+    """Return where the host waited."""
     on_cuda = run.device.type == "cuda"
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -308,7 +310,9 @@ def distances(found: Distance) -> dict[str, float]:
 
 
 def of_ranks(run: Run) -> Iterator[Row]:
-    """Every axis, by ranks that share this device: sums and layouts are right on CUDA. It says nothing about NCCL."""
+    """Check every axis, by ranks that share this device: sums and layouts are right on CUDA. It says nothing about
+    NCCL.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_ranks", f"{scratch}/store", f"{scratch}/rows"]
         shared = {"WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
@@ -323,7 +327,7 @@ def of_ranks(run: Run) -> Iterator[Row]:
 
 
 def of_checkpoint(run: Run) -> Iterator[Row]:
-    """A resumed run is the uninterrupted one, bit for bit where kernels repeat: weights, moments, generators."""
+    """Check that a resumed run equals the uninterrupted one, bit for bit: weights, moments, generators."""
     take_deterministic_algorithms()
     start_one_rank(run)
 
@@ -362,7 +366,7 @@ def _steps(run: Run, model: Any, optimizer: torch.optim.Optimizer, numbers: rang
 
 
 def of_determinism(run: Run) -> Iterator[Row]:
-    """An expert layer gives the same bits again, and with `train.deterministic` all of a model; without, it is told."""
+    """Check that an expert layer gives the same bits again, and with `train.deterministic` a full model."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it once
     start_one_rank(run)
     model: Any = tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
@@ -379,7 +383,7 @@ def of_determinism(run: Run) -> Iterator[Row]:
 
 
 def _repeats(run: Run, model: Any) -> bool:
-    """Whether a step's gradients are the same three times."""
+    """Return whether a step's gradients are the same three times."""
     ids = torch.randint(96, (4, 128), generator=torch.Generator().manual_seed(0)).to(run.device)
     first, *others = (_gradients(model, ids) for _ in range(3))
     return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

@@ -47,7 +47,7 @@ PEERS = ("liger_kernel", "sonicmoe", "nccl_extensions", "deep_ep", "flash_attn")
 
 
 def of_ceilings(run: Run) -> Iterator[Row]:
-    """What the device reaches: the planner's constants, and what everything else is held against."""
+    """Measure what the device reaches: the planner's constants, and what everything else is held against."""
     device, size = run.device, run.pick(8192, 256)
     source, target = torch.empty(2, run.pick(1 << 31, 1 << 20), dtype=torch.uint8, device=device)
     yield {"copy_TBps": 2 * source.nbytes / _seconds(run, lambda: target.copy_(source)) / 1e12}
@@ -59,7 +59,7 @@ def of_ceilings(run: Run) -> Iterator[Row]:
 
 
 def _of_host(run: Run, on_device: torch.Tensor) -> Iterator[Row]:
-    """What launching, waiting and copying take."""
+    """Measure what launching, waiting and copying take."""
     one, times = torch.zeros(1, device=run.device), 500
 
     def launches() -> None:
@@ -99,7 +99,7 @@ def _products_and_rows(run: Run, shape: Shape, tokens: int) -> Row:
 
 
 def _around_products(run: Run, pre_P2I: torch.Tensor, segments: Segments, x_PH: torch.Tensor) -> Row:
-    """What moves around the products, by torch and by Triton's kernels: bytes that have to be moved a second."""
+    """Return what moves around the products, by torch and by Triton's kernels: bytes that have to be moved a second."""
     experts = torch.randint(128, (len(x_PH),), device=run.device)
     grad_PI = torch.randn(len(x_PH), pre_P2I.shape[1] // 2, device=run.device, dtype=torch.bfloat16)
     weight_P, found = torch.rand(len(x_PH), device=run.device), dict[str, Any]()
@@ -119,7 +119,9 @@ def _around_products(run: Run, pre_P2I: torch.Tensor, segments: Segments, x_PH: 
 
 
 def of_layer_bench(run: Run) -> Iterator[Row]:
-    """One layer's experts, forward and backward, beside transformers' grouped_mm; what else is installed is named."""
+    """Time one layer's experts, forward and backward, beside transformers' grouped_mm; what else is installed is
+    named.
+    """
     yield {"installed": [name for name in PEERS if importlib.util.find_spec(name)]}
     names = [name for name in layer.systems_on(run.device) if "loop" not in name]
     tokens = run.pick({"Qwen3-30B-A3B": (8192, 32768, 65536), "DeepSeek-V3, a rank of 8": (8192,)}, {"tiny": (64,)})
@@ -141,7 +143,7 @@ def of_lora_bench(run: Run) -> Iterator[Row]:
 
 
 def of_frozen_bench(run: Run) -> Iterator[Row]:
-    """A LoRA step with frozen experts in 4 and 8 bits."""
+    """Time a LoRA step with frozen experts in 4 and 8 bits."""
     start_one_rank(run)
     case = dataclasses.replace(run.pick(STEP, _small()), layers=1, params="bfloat16")
     adapters = em.LoraConfig(r=16, targets=("attention", "experts"))
@@ -156,7 +158,7 @@ def of_frozen_bench(run: Run) -> Iterator[Row]:
 
 
 def of_memory(run: Run) -> Iterator[Row]:
-    """What the plan says of a step's memory and time beside what the allocator and the clock say."""
+    """Compare the plan of a step's memory and time with what the allocator and the clock say."""
     start_one_rank(run)
     case = run.pick(STEP, _small())
     adapters = em.LoraConfig(r=16, targets=("attention", "experts"))
@@ -195,7 +197,7 @@ def of_step(run: Run) -> Iterator[Row]:
 
 
 def of_whole(run: Run) -> Iterator[Row]:
-    """A LoRA step of all of Qwen3-30B-A3B on one device, beside transformers with PEFT; random weights."""
+    """Time a LoRA step of all of Qwen3-30B-A3B on one device, beside transformers with PEFT; random weights."""
     start_one_rank(run)
     case = dataclasses.replace(run.pick(STEP, _small()), layers=run.pick(48, 2), params="bfloat16")
     case = dataclasses.replace(case, vocabulary=run.pick(151936, case.vocabulary))
@@ -212,7 +214,9 @@ def of_whole(run: Run) -> Iterator[Row]:
 
 
 def _beside(run: Run, case: Case, systems: dict[str, Callable[[], Step]], times: int) -> Iterator[Row]:
-    """Each of `systems`, one after the other, since not all fit at once; that their losses agree after two updates."""
+    """Run each of `systems`, one after the other, since not all fit at once; that their losses agree after two
+    updates.
+    """
     losses: dict[str, float] = {}
     for name, build in systems.items():
         row: Row = {"system": name, "layers": case.layers, "tokens": case.tokens}
@@ -303,7 +307,7 @@ def _ours(
     adapters: em.LoraConfig | None = None,
     compile: bool = False,
 ) -> Step:
-    """An optimizer step of a random model of `case`, which returns its loss."""
+    """Return an optimizer step of a random model of `case`, which returns its loss."""
     model = random_model(case, run.device)
     mesh = em.init_mesh(parallel, device=run.device)
     em.parallelize(model, mesh, precision=precision, activation_checkpointing=mode, lora=adapters, compile=compile)
@@ -317,7 +321,7 @@ def _ours(
 
 
 def _transformers(run: Run, case: Case, recomputed: bool, adapters: em.LoraConfig | None = None) -> Step:
-    """The same by transformers' model alone, adapted by PEFT; `recomputed`: with its gradient checkpointing."""
+    """Return the same by transformers' model alone, adapted by PEFT; `recomputed`: with its gradient checkpointing."""
     model = random_model(case, run.device)
     model.set_experts_implementation("grouped_mm")
     if adapters is not None:

@@ -54,7 +54,7 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def checked(case: str, limit: float, /, **errors: float) -> Row:
-    """The row of a check: right where every error is within `limit`."""
+    """Return the row of a check: right where every error is within `limit`."""
     return {"case": case, **errors, "limit": limit, "ok": all(each <= limit for each in errors.values())}
 
 

@@ -42,7 +42,9 @@ class Inputs:
 
 
 def our_layer(experts: Any, *, per_expert: bool, triton: bool = False) -> Experts:
-    """The expert layer as a single rank runs it: no communication, lean backward. `triton`: with Triton's kernels."""
+    """Return the expert layer as a single rank runs it: no communication, lean backward. `triton`: with Triton's
+    kernels.
+    """
     from expertmesh.anatomy import experts_spec
     from expertmesh.experts.dispatch import LocalDispatcher
     from expertmesh.experts.install import gate_of, mlp_spec_of
@@ -84,7 +86,7 @@ SYSTEMS: dict[str, Callable[[Shape, Mapping[str, torch.Tensor]], Experts]] = {
 
 
 def systems_on(device: torch.device) -> tuple[str, ...]:
-    """Those that this device runs: Triton's kernels where they have been proven."""
+    """Return those that this device runs: Triton's kernels where they have been proven."""
     from expertmesh.experts.kernels.probe import triton_refusal
     from expertmesh.experts.mlp_spec import Gate
 
@@ -112,7 +114,7 @@ def measure(case: LayerCase, names: Sequence[str], device: torch.device, repeats
 
 
 def table(report: dict[str, Any]) -> str:
-    """The figures as a Markdown table."""
+    """Return the figures as a Markdown table."""
     case, dense = report["case"], report["dense_flops_per_second"] / 1e12
     head = ("tokens", "routing", "system", "ms", "TFLOP/s", "of dense", "peak MB", "saved MB")
     rows = [
@@ -154,7 +156,7 @@ def make_inputs(shape: Shape, tokens: int, routing: str, device: torch.device, d
 
 
 def forward_backward(experts: Experts, inputs: Inputs, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The output, and the gradients of hidden states, routing weights and what is trained."""
+    """Return the output, and the gradients of hidden states, routing weights and what is trained."""
     leaves = {"hidden": inputs.hidden_TH, "routing": inputs.routing_TK, **trained}
     out_TH = experts(inputs.hidden_TH, inputs.index_TK, inputs.routing_TK)
     gradients = torch.autograd.grad(out_TH, list(leaves.values()), inputs.grad_TH)
@@ -184,7 +186,7 @@ def median_seconds(steps: Mapping[str, Step], device: torch.device, repeats: int
 
 
 def _dense_flops_per_second(shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
-    """The rate of a large plain matrix product in the same dtype: the ceiling of this device."""
+    """Return the rate of a large plain matrix product in the same dtype: the ceiling of this device."""
     rows = 1024 if device.type == "cpu" else 16384
     left = torch.randn(rows, 2 * shape.hidden, device=device, dtype=dtype)
     right = torch.randn(2 * shape.hidden, 2 * shape.hidden, device=device, dtype=dtype)

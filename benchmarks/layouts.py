@@ -35,7 +35,7 @@ from benchmarks.result import machine
 from expertmesh.config import Config, load_config
 from expertmesh.data import BatchLayout, TrainingBatches, build_dataset, load_tokenizer
 from expertmesh.demo.dataset import stdlib_samples, write_dataset
-from expertmesh.demo.tokenizer import train_tokenizer
+from expertmesh.demo.run import train_tokenizer
 from expertmesh.training.optimizers.build import build_optimizer
 
 TOLERANCE = 1e-4
@@ -102,7 +102,7 @@ class Curve:
     peak_memory_bytes: int = 0
 
     def distance(self, reference: Curve) -> tuple[float, int]:
-        """The largest relative difference, and the step where it is."""
+        """Return the largest relative difference, and the step where it is."""
         pairs = zip(self.losses, reference.losses[self.first - 1 :], strict=False)
         return max((abs(own - other) / abs(other), self.first + place) for place, (own, other) in enumerate(pairs))
 

@@ -74,7 +74,7 @@ def check_loads(runs: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def load_table(case: Case, report: dict[str, Any]) -> str:
-    """The figures as a Markdown table: median seconds, and of the memory the highest rank of all runs."""
+    """Return the figures as a Markdown table: median seconds, and of the memory the highest rank of all runs."""
     on_disk, rows = report["checkpoint"], []
     for name, runs in report["runs"].items():
         seconds = sorted(run["seconds"] for run in runs)

@@ -47,7 +47,7 @@ def measure(case: LayerCase, systems: Sequence[str], device: torch.device, repea
 
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
-    """The figures as a Markdown table; what was not measured is a dash."""
+    """Return the figures as a Markdown table; what was not measured is a dash."""
     rows = []
     for report in reports:
         case, seconds, peaks = report["case"], report["seconds"], report["peak_bytes"]

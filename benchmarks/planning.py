@@ -238,7 +238,7 @@ def _rank(point: Point) -> dict[str, Any]:
 
 @contextmanager
 def _noting_saved(model: Any, tracker: UsageTracker) -> Iterator[list[float]]:
-    """What each forward leaves for backward, in order. The root's gathered parameters are no activation."""
+    """Yield what each forward leaves for backward, in order. The root's gathered parameters are no activation."""
     saved: list[float] = []
     loop: Any = training_step
     staged: Any = stages._PipelineRun

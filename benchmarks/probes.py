@@ -32,7 +32,7 @@ def count_collectives(step: Callable[[], object]) -> dict[str, CollectiveCount]:
 
 
 def alternating(names: Sequence[str], repeats: int) -> Iterator[str]:
-    """Each of `names` so many times, A B C, C B A, ...: what slows the machine down slows all of them alike."""
+    """Yield each of `names` so many times, A B C, C B A, ...: what slows the machine down slows all of them alike."""
     for repeat in range(repeats):
         yield from names if repeat % 2 == 0 else reversed(names)
 
@@ -102,7 +102,7 @@ def held_bytes(run: Callable[[], object]) -> int:
 
 
 def _allocations(run: Callable[[], object]) -> list[int]:
-    """What `run` allocated (positive) and freed (negative) on the CPU, in bytes and in order."""
+    """Return what `run` allocated (positive) and freed (negative) on the CPU, in bytes and in order."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells every start on stderr
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
@@ -119,7 +119,7 @@ RESIDENT, PEAK_RESIDENT, ANONYMOUS, FILE_PAGES = "VmRSS", "VmHWM", "RssAnon", "R
 
 
 def status_bytes(field: str) -> int:
-    """One of the fields above of this process."""
+    """Return one of the fields above of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

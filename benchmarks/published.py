@@ -93,7 +93,7 @@ RUNS = (
 
 
 def line(run: Run) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     devices = _devices(run.devices)
     lora = LoraConfig(r=16) if run.lora else None
     model = figures_of(run.shape(), length=run.length, precision=PrecisionConfig(), lora=lora, packed=False)

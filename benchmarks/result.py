@@ -18,7 +18,7 @@ class ResultsDiffer(RuntimeError):
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with columns of equal width, fit to be read as it is."""
+    """Return a Markdown table with columns of equal width, fit to be read as it is."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     sides = "<" + ">" * (len(head) - 1)
     return "\n".join(
@@ -47,7 +47,7 @@ def why_missing(peer: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """What is measured on: the device, the versions (None: not installed), and how busy the machine is."""
+    """Return what is measured on: the device, the versions (None: not installed), and how busy the machine is."""
     return {
         "device": device_name(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")),
         "cpus": os.cpu_count(),

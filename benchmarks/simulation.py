@@ -59,7 +59,7 @@ JOBS = (
 
 
 def line(job: Job) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     config = job.config()
     model = figures_of(config, length=LENGTH, precision=PrecisionConfig(), packed=False)
     layout = resolve_layout(job.parallel, job.world, model.anatomy.num_experts)

@@ -74,7 +74,7 @@ def check_steps(case: Case, timing: dict[str, Any], keys: Sequence[str] = ("loss
 
 
 def step_table(case: Case, report: dict[str, Any]) -> str:
-    """The figures as a Markdown table; ratios are to the first system."""
+    """Return the figures as a Markdown table; ratios are to the first system."""
     timing, rows = report["time"], []
     base = [median(next(iter(timing.values()))[key]) for key in ("wall", "cpu")]
     for name, row in timing.items():
@@ -107,7 +107,7 @@ def _traffic(per_rank: list[dict[str, dict[str, int]]], all_to_all: bool) -> str
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; shapes that are not given come from the named setting."""
+    """Return the command line; shapes that are not given come from the named setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=sorted(SETTINGS), default="fp32-512")
     parser.add_argument("--systems", default="transformers_ep4,transformers_fsdp4,unsharded")

@@ -34,7 +34,7 @@ def transformers_fsdp(case: Case, fsdp: int) -> System:
 
 
 def unsharded(case: Case, size: int) -> System:
-    """One process (rank 0) with the whole model and the batches of all ranks, one after the other."""
+    """Run one process (rank 0) with the whole model and the batches of all ranks, one after the other."""
     from transformers import AutoModelForCausalLM
 
     if size != 1:
@@ -75,7 +75,7 @@ def expertmesh_lora_ep(case: Case, ep: int) -> System:
 
 
 def with_update(builder: Callable[[Case, int], System]) -> Callable[[Case, int], System]:
-    """A whole optimizer step of a system: with clipping and AdamW's update."""
+    """Run a whole optimizer step of a system: with clipping and AdamW's update."""
 
     def build_with_update(case: Case, ep: int) -> System:
         system = builder(case, ep)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import expertmesh as em
 from expertmesh.adapters.plan import plan_of
-from expertmesh.adapters.serving import unread_by_engines
+from expertmesh.adapters.save import unread_by_engines
 from expertmesh.cli.main import main
 from expertmesh.model import ModelOptions, build_model
 from tests.adapters.stock import base_model, write_family

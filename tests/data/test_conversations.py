@@ -21,7 +21,7 @@ from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import Conversation, MalformedRow
 from expertmesh.data.report import DataReport
 from expertmesh.data.tokenized import TokenizedDataset
-from expertmesh.demo.tokenizer import CHAT_TEMPLATE as DEMO_TEMPLATE
+from expertmesh.demo.run import CHAT_TEMPLATE as DEMO_TEMPLATE
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.test_chat import END, talk, target_texts
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer

@@ -113,7 +113,7 @@ def test_what_tokens_depend_on_is_in_the_key_and_nothing_else(tmp_path: Path) ->
     for other in ({"max_length": 8}, {"loss_on": "all"}, {"on_empty_answer": "drop"}, {"template_args": {"a": 1}}):
         assert preparation(tmp_path, path, **other).find() is None
     assert preparation(tmp_path, path, template=on_the_fly.DEFAULT_SYSTEM).find() is None
-    with mock.patch("expertmesh.data.fingerprints._code_sha256", return_value="of another version"):
+    with mock.patch("expertmesh.data.prepared._code_sha256", return_value="of another version"):
         assert preparation(tmp_path, path).find() is None
 
 

@@ -7,8 +7,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from expertmesh.demo.checkpoint import write_checkpoint
-from expertmesh.demo.tokenizer import train_tokenizer
+from expertmesh.demo.run import train_tokenizer, write_checkpoint
 
 CHAT = [
     {"role": "user", "content": "What does `os.path.join` do?"},

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from expertmesh.cli.report import run as report
-from expertmesh.report.goodput import Goodput
-from expertmesh.report.run import read_run
+from expertmesh.report.run import Goodput, read_run
 from expertmesh.training.reporting.metrics_file import MetricsFile
 from expertmesh.training.reporting.record import read_record, write_record
 from tests.report.made_up import record, row, start, write_run

@@ -52,12 +52,12 @@ class AllGatherDispatcher:
         return pairs_L, tokens_D, total
 
     def combine(self, rows_RH: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
-        """One reduce-scatter in forward, one all-gather in backward."""
+        """Issue one reduce-scatter in forward, one all-gather in backward."""
         own: torch.Tensor = _ReduceScatter.apply(rows_RH, self.group)
         return own[: metadata[0]]
 
     def numbers(self, number_T: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
-        """One more all-gather, of 8 bytes a row."""
+        """Issue one more all-gather, of 8 bytes a row."""
         return all_gather(_padded(number_T.unsqueeze(1), metadata[1]), self.group).squeeze(1)
 
 

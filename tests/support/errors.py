@@ -16,7 +16,7 @@ from tests.support.ranks import RankFailed
 def refused(
     key: str, kind: type[ExpertmeshError] = InputError, *, naming: str = ""
 ) -> Iterator[pytest.ExceptionInfo[ExpertmeshError]]:
-    """The block must raise a `kind` of this key whose sentence has `naming` in it: a module, a key, a number."""
+    """Expect the block to raise a `kind` of this key whose sentence has `naming` in it: a module, a key, a number."""
     with pytest.raises(kind) as caught:
         yield caught
     assert caught.value.key == key, str(caught.value)
@@ -25,7 +25,7 @@ def refused(
 
 @contextmanager
 def refused_on_ranks(key: str, kind: type[ExpertmeshError] = InputError, *, naming: str = "") -> Iterator[None]:
-    """The same of `run_ranks`, for the ranks that fail first."""
+    """Expect the same of `run_ranks`, for the ranks that fail first."""
     with pytest.raises(RankFailed) as caught:
         yield
     assert f"{kind.__name__} of key {key}" in str(caught.value)

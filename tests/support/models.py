@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """A config of `family` with 8 experts, top-2, hidden 32; `changes` override any field."""
+    """Return a config of `family` with 8 experts, top-2, hidden 32; `changes` override any field."""
     if family == "qwen3_moe":
         sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
         return Qwen3MoeConfig(**{**SIZES, **sizes, "norm_topk_prob": True, **changes})
@@ -74,8 +74,9 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    """A model of `family` in `dtype` with eager reference experts; biases of routers and experts are random, not
-    zero."""
+    """Return a model of `family` in `dtype` with eager reference experts; biases of routers and experts are random, not
+    zero.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=dtype)
     model.config._experts_implementation = "eager"

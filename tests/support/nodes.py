@@ -63,7 +63,7 @@ def two_nodes() -> Iterator[Nodes]:
 
 
 def _hold(stack: contextlib.ExitStack, command: Sequence[str]) -> int:
-    """A process in a new network namespace."""
+    """Start a process in a new network namespace."""
     process = stack.enter_context(subprocess.Popen([*command, "sleep", "1000"]))
     stack.callback(process.kill)
     deadline = time.monotonic() + 120

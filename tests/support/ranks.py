@@ -124,7 +124,7 @@ class LivingRanks:
         return started
 
     def results(self) -> list[Any]:
-        """What each rank's function gave, in rank order; raises `RankFailed` as `run_ranks` does."""
+        """Return what each rank's function gave, in rank order; raises `RankFailed` as `run_ranks` does."""
         try:
             if not self._all_answer(self._timeout):
                 _end(self._processes)

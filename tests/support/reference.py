@@ -69,8 +69,8 @@ def reference(
 
 
 def steps_in(dtype: torch.dtype) -> int:
-    """How many steps are compared: the second has the first's weights and moments, so that it shows what any later one
-    does. Double precision, which each axis has once, takes four.
+    """Return how many steps are compared: the second has the first's weights and moments, so that it shows what any
+    later one does. Double precision, which each axis has once, takes four.
     """
     return 4 if dtype == torch.float64 else 2
 
@@ -100,7 +100,7 @@ def _rows(step: int, confined: Collection[int]) -> list[Row]:
 
 
 def padded(rows: list[Row]) -> dict[str, torch.Tensor]:
-    """A right-padded micro-batch."""
+    """Return a right-padded micro-batch."""
     length = max(len(ids) for ids, _ in rows)
     return {
         "input_ids": torch.stack([F.pad(ids, (0, length - len(ids))) for ids, _ in rows]),
@@ -262,7 +262,7 @@ def _gathered(
 
 
 def joined_stages(own: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """What each stage has, of all of them; what several have must be equal. Collective along pp."""
+    """Return what each stage has, of all of them; what several have must be equal. Collective along pp."""
     joined: dict[str, torch.Tensor] = {}
     for _, stage in _gathered(None, own, mesh.pp_group):
         for name, tensor in stage.items():
@@ -272,13 +272,13 @@ def joined_stages(own: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.T
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """A copy of the whole tensor, on the CPU. Collective for a DTensor."""
+    """Return a copy of the whole tensor, on the CPU. Collective for a DTensor."""
     whole: torch.Tensor = full_values(tensor) if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu().clone()
 
 
 def worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative error of any tensor, and its name."""
+    """Return the largest relative error of any tensor, and its name."""
     assert got.keys() == expected.keys(), (sorted(got)[:4], sorted(expected)[:4])
     errors = [(float((got[n] - expected[n]).norm() / expected[n].norm().clamp_min(1e-12)), n) for n in got]
     assert all(math.isfinite(error) for error, _ in errors), errors  # max would pass over a NaN

@@ -10,7 +10,6 @@ import torch
 from expertmesh.config import Config
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
-from expertmesh.verification.bugs import bugs
 from expertmesh.verification.job import Job as ShardedJob
 from expertmesh.verification.layers.backward import check_backward
 from expertmesh.verification.layers.bytes import check_bytes
@@ -19,6 +18,7 @@ from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check, Report
 from expertmesh.verification.run import verify
+from expertmesh.verification.self_test import bugs
 from expertmesh.verification.setup import set_up
 from tests.families.tiny import model_class_of, tiny_config
 from tests.support.ranks import run_ranks

@@ -63,7 +63,7 @@ def test_a_router_that_scores_otherwise_is_wrong(inputs: Path) -> None:
 
 
 def test_margins_are_of_the_last_expert_chosen() -> None:
-    from expertmesh.verification.reference.recorder import Choices, _TopKRecorder
+    from expertmesh.verification.reference.model import Choices, _TopKRecorder
 
     class Spec:
         name, num_experts = "experts", 4

@@ -2,20 +2,24 @@
 
 The file does not depend on the layout. B of routed experts is stored with the expert index fastest, across all ranks,
 so these tensors are gathered one at a time; no rank ever holds more than its shards and one tensor.
+
+`unread_by_engines` follows the readers of vLLM 0.33 (`vllm/lora`) and SGLang 0.5.23 (`sglang/srt/lora`), which
+tests/adapters/test_serving_readers.py runs; no engine is imported.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from expertmesh.adapters.base import base_bytes
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, file_tensors
 from expertmesh.adapters.plan import AdapterPlan, plan_of
-from expertmesh.adapters.serving import unread_by_engines
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.io.directory import check_target, io_errors
@@ -25,6 +29,57 @@ from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from expertmesh.weights.companions import Tokenizer, generation_files, write_tokenizer
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.write import StateReader, live_values, write_directory
+
+_VLLM_MOST_RANK = 512
+
+
+def unread_by_engines(model: PreTrainedModel, plan: AdapterPlan) -> tuple[str, ...]:
+    """Return a sentence for each thing that an engine would refuse or compute differently. No communication."""
+    return (*_of_experts(model, plan), *_of_modules(plan), *_of_config(plan))
+
+
+def _of_experts(model: PreTrainedModel, plan: AdapterPlan) -> Iterator[str]:
+    """Yield sentences about adapters on experts."""
+    weights = [target.name for target in plan.targets if target.experts is not None]
+    if not weights:
+        return
+    rules = get_model_conversion_mapping(ModelView(model).full)
+    if any(".experts.*." in f".{source}" for rule in rules for source in rule.source_patterns):
+        yield (
+            "vLLM, SGLang: experts of this family from keys for each expert (expertmesh export RUN --adapter-format "
+            "per-expert)"
+        )
+    else:
+        yield "SGLang: no adapters on experts that a model's files keep in one tensor; merge for it"
+    endings = {name.rpartition(".")[2] for name in weights}
+    if len(endings) == 1:
+        yield f"vLLM: experts with an adapter on {endings.pop()} alone; it wants both matrices, so merge for it"
+
+
+def _of_modules(plan: AdapterPlan) -> Iterator[str]:
+    """Yield sentences about adapters on other modules."""
+    names = {target.name.removesuffix(".weight").rpartition(".")[2] for target in plan.targets}
+    if "kv_b_proj" in names:
+        yield "vLLM: kv_b_proj, which decoding has absorbed without its adapter; merge for it"
+    if ("q_proj" in names and "v_proj" not in names) or (names & {"k_proj", "v_proj"} and "q_proj" not in names):
+        yield "SGLang: q_proj, k_proj or v_proj without both q_proj and v_proj; merge for it"
+    if any(target.group == "router" for target in plan.targets):
+        yield "SGLang: routers; merge for it"
+
+
+def _of_config(plan: AdapterPlan) -> Iterator[str]:
+    """Yield sentences about settings of all adapters."""
+    lora = plan.lora
+    if not plan.is_uniform:
+        yield "vLLM, SGLang: rank_pattern and alpha_pattern, which they do not look at; merge for them"
+    if lora.r > _VLLM_MOST_RANK:
+        yield f"vLLM: rank {lora.r}; it takes {_VLLM_MOST_RANK} at most"
+    if lora.use_rslora:
+        alpha = lora.alpha * math.sqrt(lora.r)
+        yield (
+            f"SGLang: use_rslora, which it does not look at; for it set lora_alpha to {alpha:g} and use_rslora to "
+            "false in adapter_config.json"
+        )
 
 
 @dataclass(frozen=True, slots=True)

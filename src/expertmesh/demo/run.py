@@ -5,6 +5,9 @@ For a first look at expertmesh on any machine, without downloads: a minute on tw
 left complete are used again; every run gets a directory of its own and nothing is deleted. Everything goes through the
 public command line, as a user would start it. Ends with code 1 if the loss did not fall by a third, and with the
 code of whatever failed.
+
+The model is a small Qwen3-MoE in the layout of the hub (per-expert safetensors), the tokenizer byte-level BPE with a
+ChatML template whose `{% generation %}` marks say what assistant-only loss is computed from.
 """
 
 import json
@@ -13,14 +16,107 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
 from expertmesh.demo.dataset import Sample, stdlib_samples, write_dataset
 from expertmesh.launcher.launch import local_ranks
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{% generation %}{{- message['content'] + '<|im_end|>' -}}{% endgeneration %}
+{%- else -%}
+{{- message['content'] + '<|im_end|>' -}}
+{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024, max_length: int = 256) -> PreTrainedTokenizerBase:
+    """Train byte-level BPE on `texts`; at most `vocabulary` tokens, special ones included. Deterministic."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast: Any = PreTrainedTokenizerFast
+    wrapped: PreTrainedTokenizerBase = fast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    return wrapped
+
+
+SEED = 0
+
+
+def write_checkpoint(directory: Path, tokenizer: PreTrainedTokenizerBase, max_length: int = 256) -> int:
+    """Write model and tokenizer to `directory` and return the number of parameters.
+
+    bfloat16 on disk, as published; the same weights on every machine with the same torch. Leaves torch's
+    global random state as it was.
+    """
+    sizes: dict[str, Any] = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        moe_intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    config = Qwen3MoeConfig(**sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model: Any = Qwen3MoeForCausalLM(config)
+    model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return int(model.num_parameters())
+
 
 RANKS = 2
 MAX_LENGTH = 256
@@ -103,8 +199,6 @@ def _yaml_text(text: str) -> str:
 
 def _build_model(samples: Sequence[Sample], directory: Path) -> tuple[int, int]:
     # Imported here: torch takes seconds, and a bad Python installation is told before that.
-    from expertmesh.demo.checkpoint import write_checkpoint
-    from expertmesh.demo.tokenizer import train_tokenizer
 
     _hide_progress_bars()
     texts = (text for sample in samples for text in (sample.question, sample.answer))

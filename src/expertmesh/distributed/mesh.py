@@ -99,9 +99,8 @@ def init_mesh(
     when the process ends, unless they were destroyed before.
 
     Args:
-        parallel: `ep` has to be a number where more than one rank can share experts: what `auto` weighs, a model and
-        its
-            micro-batches, is not known yet.
+        parallel: `ep` has to be a number where more than one rank can share experts: `auto` weighs a model and its
+            micro-batches, which are not known yet.
         num_experts: The routed experts of a layer, against which `ep` is checked.
 
     Collectives: every rank calls it with equal arguments; two small all-reduces, and what creating process groups

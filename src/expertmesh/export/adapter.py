@@ -1,28 +1,111 @@
 """The adapter of a LoRA run's checkpoint as one file: as PEFT has it, or with keys for each expert.
 
 For checkpoint.py.
+
+`--adapter-format per-expert` writes `…mlp.experts.3.gate_proj.lora_A.weight` rather than PEFT's layout of fused
+experts. Gate and up share one A; each gets its rows of B. Names come from transformers' own rules.
 """
 
 import json
 import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, file_tensors
-from expertmesh.adapters.plan import plan_of
+from expertmesh.adapters.peft_config import config_bytes
+from expertmesh.adapters.peft_format import (
+    BASE_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Part,
+    file_tensors,
+    is_parameter,
+    published_parts,
+)
+from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.save import write_adapter
+from expertmesh.adapters.targets import Target
 from expertmesh.checkpoint.companions import ADAPTER
 from expertmesh.checkpoint.read import SavedState
 from expertmesh.checkpoint.small_files import read_small
-from expertmesh.export.per_expert_adapter import per_expert_adapter
+from expertmesh.config.errors import InputError
 from expertmesh.export.stored_model import companion_files
 from expertmesh.state.model_view import ModelView
 from expertmesh.weights.companions import CopiedFiles
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.mapping import StateTensor
 from expertmesh.weights.save import SaveReport
 from expertmesh.weights.write import StateReader
+
+
+@dataclass(frozen=True, slots=True)
+class PerExpertAdapter:
+    """The file's tensors, and the last parts of the names of the modules that adapter_config.json is to target."""
+
+    tensors: dict[str, LazyTensor]
+    modules: tuple[str, ...]
+
+    def config(self, content: Mapping[str, Any], plan: AdapterPlan) -> bytes:
+        """Return adapter_config.json, made of PEFT's own `content`.
+
+        Dense MLPs and shared experts stay parameters: PEFT takes modules of these names for routed experts.
+        """
+        dense = [target.weight for target in plan.targets if is_parameter(target) and not target.parameter]
+        endings = content.get("target_parameters") or ()
+        kept = [ending for ending in endings if any(name.endswith(f".{ending}") for name in dense)]
+        return config_bytes({**content, "target_modules": list(self.modules), "target_parameters": kept or None})
+
+
+def per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> PerExpertAdapter:
+    """Made of the adapters of `model`, whose files have the family's published layout.
+
+    Raises `InputError` for a model whose files do not hold one matrix per expert (GPT-OSS and others with all experts
+    of a layer in one tensor).
+    """
+    if not plan.is_uniform:
+        raise InputError(
+            "--adapter-format per-expert: the adapter has a rank_pattern or alpha_pattern, which readers of single "
+            "experts do not apply to them; leave it out, or merge the adapter",
+            key="adapter.per-expert-of-one-rank",
+        )
+    adapters = ModelView(model).adapters
+    named, files, modules = Counter[str](), dict[str, LazyTensor](), dict[str, None]()
+    for target, key, part in published_parts(model, plan.targets):
+        if part is None:
+            _refuse(model, target.weight, key)
+        files |= zip(part.keys, _factors(adapters, target, part), strict=True)
+        named[target.name] += part.rows[1] - part.rows[0]
+        if target.parameter or not is_parameter(target):
+            modules[part.key.rpartition(".")[2]] = None
+    for target in plan.targets:
+        if named[target.name] != target.out_features * (target.experts or 1):
+            _refuse(model, target.weight, "not all of it")
+    return PerExpertAdapter(files, tuple(modules))
+
+
+def _factors(adapters: Mapping[str, Tensor], target: Target, part: Part) -> tuple[LazyTensor, LazyTensor]:
+    names = [f"{target.module}.{leaf}" for leaf in target.leaves]
+    a, b = (LazyTensor.of(StateTensor(name, adapters[name])) for name in names)
+    rows = slice(*part.rows)
+    chosen = (a, b[rows]) if part.expert is None else (a[part.expert], b[part.expert, rows])
+    assert all(isinstance(each, LazyTensor) for each in chosen)
+    return chosen  # type: ignore[return-value]
+
+
+def _refuse(model: PreTrainedModel, weight: str, key: str) -> NoReturn:
+    raise InputError(
+        f"{ModelView(model).family.__name__}: its published files hold {weight} otherwise than as one matrix per "
+        f"expert ({key}), so there are no per-expert names for it; leave --adapter-format out: readers of such models "
+        "take PEFT's own layout",
+        key="adapter.no-per-expert-names",
+    )
+
 
 AdapterFormat = Literal["peft", "per-expert"]
 

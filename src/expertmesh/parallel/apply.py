@@ -1,23 +1,199 @@
 """Carry out a shard plan: compare the ranks' copies, shard, set up recomputation in backward, compile, install guards.
 
 `shard_model` is the entry point. This file decides nothing; all decisions are in the `ShardPlan`.
+
+Every parameter becomes a DTensor with one global identity, so no tool can mistake the experts of one rank for all
+experts. It works on a model on meta (the usual way: `load_model` then fills the shards) and on a model in memory. All
+reductions are sums: the loss is divided by the target tokens of the full step.
 """
 
 import hashlib
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
+from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.install import install
+from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.checkpointing import recompute_blocks
 from expertmesh.parallel.compiling import compile_parts
-from expertmesh.parallel.fsdp import shard
+from expertmesh.parallel.context.exchange import split_attention
+from expertmesh.parallel.groups import Group, link_copies, pack_experts, pack_linears, view_of
+from expertmesh.parallel.packing.by_samples import separate_samples
+from expertmesh.parallel.pipeline import cut, pipeline_of
+from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
+from expertmesh.parallel.tensor import split_parts
 from expertmesh.state.other_code import guard
+from expertmesh.state.sharded_model import attach
+
+
+def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+    """Shard `model` in place over `mesh` as `plan` says.
+
+    Args:
+        model: on meta or in memory; of a model in memory each rank keeps its local slices.
+        plan: the plan of this model for the layout of `mesh`.
+
+    Collectives: every rank calls it; no weights are sent.
+    """
+    assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
+    for name in plan.frozen:
+        model.get_submodule(name).requires_grad_(False)
+    anatomy, compute = plan.anatomy, getattr(torch, plan.options.precision.compute)
+    if plan.cut is not None:
+        meta_model = plan.view.meta
+        # The meta copy answers for the other stages, so the same routers are frozen there.
+        for name in plan.frozen:
+            meta_model.get_submodule(name).requires_grad_(False)
+        anatomy = cut(model, plan.cut, anatomy, mesh, compute, plan.uncast, meta_model)
+    tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
+    install(
+        model,
+        anatomy,
+        mesh,
+        dispatch=plan.dispatch,
+        compute=plan.compute,
+        kernels=plan.kernels,
+        shared=plan.shared_beside,
+        dtype=compute,
+    )
+    # Linear layers are quantised before tp cuts them, experts after ep has left this rank its part.
+    packed = {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)}
+    pack_linears(model, packed, mesh.device)
+    _split_parameters(model, plan, mesh)
+    pack_experts(model, packed, on_host=plan.layout.offload == "experts")
+    # Before split_parts, whose mixins go in front of BySamples and check for it.
+    separate_samples(model, plan.anatomy, mesh.device, compute)
+    split_parts(model, tensor.parts, context.whole, mesh)
+    buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))
+    cast_in_forward(model, buffers, routers, compute)
+    _shard_groups(model, plan, mesh)
+    model.register_forward_hook(_reshard_without_backward)
+    _prefetch(model, anatomy, [part.name for part in tensor.parts if part.is_split])
+    # With more efsdp ranks, FSDP2 gathers experts and prefetches them itself.
+    if mesh.layout.efsdp == 1:
+        pipeline = pipeline_of(model)
+        link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
+    attach(model, mesh=mesh, tensor_plan=plan.tensor, balance=plan.balance, frozen_formats=plan.packed)
+    split_blocks(model, plan.anatomy, mesh, context.gathers)
+    split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
+
+
+def _is_here(name: str, plan: ShardPlan, mesh: Mesh) -> bool:
+    """Return whether this rank's pipeline stages hold a module or parameter."""
+    gone = plan.cut.gone(mesh.coordinate("pp")) if plan.cut is not None else []
+    return not any(name == part or is_inside(name, part) for part in gone)
+
+
+def _all_here(names: Sequence[str], plan: ShardPlan, mesh: Mesh) -> list[str]:
+    return [name for name in names if _is_here(name, plan, mesh)]
+
+
+def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+    """Replace each parameter that ep or tp splits, adapters included, by a DTensor of this rank's slice."""
+    axes = {"ep": mesh.expert, "tp": mesh.dense_tp_mesh}
+    for name, split in plan.splits.items():
+        if not _is_here(name, plan, mesh):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        module, axis = model.get_submodule(parent), axes[split.axis][split.axis]
+        whole = module.get_parameter(leaf)
+        # A copy, so that the full tensor can be freed.
+        local = whole.detach().chunk(axis.size(), split.dim)[axis.get_local_rank()].clone()
+        # Copy only the slice to the device; FSDP2 moves the remaining parameters group by group.
+        local = local if local.is_meta else local.to(mesh.device)
+        # Without run_check, which would communicate for every parameter.
+        own = DTensor.from_local(local, axis, [Shard(split.dim)], run_check=False)
+        setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))
+
+
+def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+    """Call `fully_shard` for each group of this rank's stages, in the order of the plan."""
+    views = {"dense": mesh.dense_shard, "dense_tp": mesh.dense_tp_shard, "expert": mesh.expert_shard}
+    for group in plan.groups:
+        if not all(_is_here(name, plan, mesh) for name in group.modules):
+            continue
+        modules = [model.get_submodule(name) for name in group.modules]
+        dims = {model.get_parameter(name): dim for name, dim in group.dims.items()}
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=views[group.view],
+            mp_policy=_policy(plan, group),
+            shard_placement_fn=partial(_placement, dims) if dims else None,
+            # FSDP2 would manage all parameters in the modules, also those with another mesh or dtype policy.
+            ignored_params=_of_other_groups(model, plan, group),
+        )
+        _sum_gradients(modules[0])
+
+
+def _of_other_groups(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.Parameter]:
+    """Return the parameters in the modules of a group with another mesh or dtype policy than the group."""
+    uncast = {name for other in plan.groups if not other.casts for name in other.parameters}
+    return {
+        parameter
+        for prefix in group.modules
+        for name, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix)
+        if view_of(plan.splits.get(name)) != group.view or (name in uncast) is group.casts
+    }
+
+
+def _policy(plan: ShardPlan, group: Group) -> MixedPrecisionPolicy:
+    master, compute, reduce = plan.dtypes
+    narrow = compute if compute != master else None  # a frozen base is in the compute dtype already
+    return MixedPrecisionPolicy(
+        param_dtype=narrow if group.casts else torch.float32,
+        reduce_dtype=None if reduce == compute else reduce,
+        cast_forward_inputs=False,  # the model's code decides what runs in fp32, as in an unsharded model
+    )
+
+
+def _placement(dims: dict[nn.Parameter, int], parameter: nn.Parameter) -> Shard:
+    return Shard(dims[parameter])
+
+
+def _reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:
+    """Reshard the root after a forward without gradients (evaluation, generation); a forward hook."""
+    # FSDP2 keeps the root's parameters gathered until backward. Without one they would stay plain tensors in the
+    # compute dtype, and an optimizer built or stepped then would miss the head.
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, model).reshard()
+
+
+def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str]) -> None:
+    """Make FSDP2 gather the next block while this one computes, in forward and in backward."""
+    # The host wait in dispatch defeats FSDP2's implicit prefetch, so it is set explicitly.
+    units = []
+    for block in anatomy.blocks:
+        inside = [name for name in split_names if is_inside(name, block)]
+        inside += [spec.name for spec in anatomy.experts if is_inside(spec.name, block)]
+        modules = [model.get_submodule(name) for name in (block, *inside)]
+        units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])
+    pipeline = pipeline_of(model)
+    for number, (unit, following) in enumerate(itertools.pairwise(units)):
+        if pipeline is not None and pipeline.stage_starts(anatomy.blocks[number + 1]):
+            continue  # what runs next is another stage
+        unit[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(list(unit))
+
+
+def _sum_gradients(module: nn.Module) -> None:
+    """Make a group reduce its gradients by sums only."""
+    # Factor 1 is safe on every backend: gloo has no PREMUL_SUM, NCCL zeroes bf16 with it (pytorch/pytorch#190747), and
+    # with a single rank any other factor is applied twice.
+    unit = cast(FSDPModule, module)
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:

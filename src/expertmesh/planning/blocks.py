@@ -1,6 +1,6 @@
 """What one block of a kind saves, gathers and needs while it runs: bytes of one rank, for one micro-batch.
 
-Each formula follows the code it is about and says which: FSDP2's groups (parallel/fsdp.py), the expert layer
+Each formula follows the code it is about and says which: FSDP2's groups (parallel/apply.py), the expert layer
 (experts/expert_mlp.py, dispatch.py), checkpointing (experts/activation_checkpointing.py). Blocks' own code comes from
 the probe. docs/formulas.md derives them. What layouts have in common is computed once (`block_memory`).
 """

@@ -61,8 +61,7 @@ def values_of(codes: Tensor, code: Code, scratch: Scratch | None = None) -> Tens
 
     Returns:
         `[..., n]` for 8-bit codes, `[..., 2n]` for bytes of 4-bit codes, `[..., 8n]` for words of them. With `scratch`
-            the
-        result lies in it.
+            the result lies in it.
     """
     *lead, last = codes.shape
     scratch, device = scratch or Scratch(), codes.device

@@ -1,19 +1,222 @@
 """Layer 7, `--self-test`: plant known bugs in the job, one at a time, and check that the right layer fails.
 
 The reference is never changed. A bug that is impossible in the run (one rank, no moments) is reported as not planted.
+
+Some trainer shipped each bug, or one of which it is a minimal variant: the loss stays plausible and the result is
+wrong.
 """
 
 import gc
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
-from expertmesh.verification.bugs import bugs, zero_half_of_each_adapter
+from expertmesh.io.boxes import slices
+from expertmesh.parallel.pipeline import pipeline_of
+from expertmesh.state.model_view import stage_names
+from expertmesh.state.shards import as_stored, local_box, local_tensor
+from expertmesh.verification.compare import gather
+from expertmesh.verification.job import Job
+from expertmesh.verification.layers import CHECKS
 from expertmesh.verification.layers.artifacts import check_artifacts
+from expertmesh.verification.layers.resume import check_resume
+from expertmesh.verification.layers.update import NOT_BY_ELEMENT
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check, Mutation
 from expertmesh.verification.setup import Setup, in_float32
+from expertmesh.weights.load import expert_tensors
+
+Checks = Mapping[str, Callable[[Proof], list[Check]]]
+
+
+def _passes() -> Checks:
+    return {name: CHECKS[name] for name in ("bytes", "forward", "backward")}
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One bug and the way to plant it in a job."""
+
+    name: str
+    """The description of the bug in the report."""
+    expected: str
+    """The layer that has to catch it."""
+    hooks: Hooks
+    """Plants the bug."""
+    checks: Checks = field(default_factory=_passes)
+    """The checks to run on the job with the bug, by layer."""
+    refusal: str | None = None
+    """Why it cannot be planted in this run, or None."""
+
+
+def bugs(proof: Proof) -> list[Bug]:
+    """Return all bugs but the adapter's, which needs a job with adapters. The bug between stages needs pp > 1."""
+    setup, layout = proof.setup, proof.setup.layout
+    alone = "needs two data ranks" if layout.data_ranks == 1 else None
+    routers = alone or _why_no_router(proof)
+    shards = "needs two ranks that share a model" if layout.world_size == layout.replicate else None
+    optimizer = setup.config.optim.name
+    moments = "sgd keeps no moments" if optimizer == "sgd" else None
+    stale = moments or NOT_BY_ELEMENT.get(optimizer)  # the trajectory alone is too coarse to tell
+    update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
+    between = Bug("the gradient from one stage to the one before lost", "backward", Hooks(loaded=_lose_between_stages))
+    swapped = Bug("codes of a frozen matrix with their halves exchanged", "bytes", Hooks(loaded=_swap_nibbles))
+    return [
+        Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
+        *([swapped] if setup.config.precision.frozen is not None else []),
+        Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
+        Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
+        *([between] if layout.pp > 1 else []),
+        Bug("expert gradients twice as large", "backward", Hooks(backward=_double)),
+        Bug("clipped by each rank's own norm", "backward", Hooks(clip=_local_norm), refusal=shards),
+        Bug("moments of the step before", "update", Hooks(updated=_stale_moments()), update, stale),
+        Bug("moments lost when resuming", "metamorphic", Hooks(resumed=_lose_moments), resume, moments),
+    ]
+
+
+@torch.no_grad()
+def _swap_experts(job: Job) -> None:
+    """Exchange the first two experts of the last layer (transformers 45662).
+
+    Collectives: every rank calls it; one all-reduce per tensor of the experts.
+    """
+    state = job.tensors()
+    for experts in expert_tensors(job.model)[-1:]:
+        for name in experts.names:
+            tensor = as_stored(job.model, name, state[name])
+            held, box = local_tensor(tensor), local_box(tensor)
+            whole = job.whole(tensor, held)
+            (start, middle), (_, stop) = (experts.rows(tensor, number) for number in (0, 1))
+            whole[start:stop] = torch.cat([whole[middle:stop], whole[start:middle]])
+            held.copy_(whole[slices(box)])
+
+
+@torch.no_grad()
+def _swap_nibbles(job: Job) -> None:
+    """Exchange the halves of each byte in one packed matrix; in a linear layer, if the run packs linear layers."""
+    model, state = job.model, job.tensors()
+    packed = [local_tensor(tensor) for name, tensor in state.items() if as_stored(model, name, tensor) is not tensor]
+    held: list[Any] = [each for each in packed if hasattr(each, "kind")]  # the others are on other stages
+    for tensor in sorted(held, key=lambda each: each.kind.by_rows)[-1:]:
+        start, stop = tensor.kind.sections[1:]
+        codes = tensor.packed_LB[:, start:stop]
+        codes.copy_(codes >> 4 | codes << 4)
+
+
+def _drop_token(job: Job) -> None:
+    spec = job.setup.anatomy.experts[-1]
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        kept = torch.ones(output.shape[:-1], dtype=output.dtype, device=output.device)
+        kept.view(-1)[0] = 0  # the last token may be padding, which no check compares
+        return output * kept[..., None]
+
+    block = spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name
+    for name in stage_names(job.model, [block]):
+        module = job.model.get_submodule(name)
+        module.register_forward_hook(lambda m, a, out: hook(m, a, out) if isinstance(out, Tensor) else out)
+
+
+def _drop_router(job: Job) -> None:
+    if job.mesh.data_rank == 0:
+        return
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        for value in output if isinstance(output, tuple) else (output,):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(torch.zeros_like)
+
+    for name in stage_names(job.model, job.setup.anatomy.routers):
+        job.model.get_submodule(name).register_forward_hook(hook)
+
+
+def _why_no_router(proof: Proof) -> str | None:
+    config = proof.setup.config
+    if not proof.setup.anatomy.routers:
+        return "no router is recognised"
+    if config.lora is not None or config.moe.router == "frozen":
+        return "routers are not trained"
+    return None
+
+
+def _lose_between_stages(job: Job) -> None:
+    """Zero the gradient that the last stage sends back, as if schedule and FSDP2 disagreed on who runs a backward."""
+    pipeline = pipeline_of(job.model)
+    if pipeline is None or not pipeline.is_last(pipeline.own_stages[-1]):
+        return
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        if hidden.requires_grad:
+            hidden.register_hook(torch.zeros_like)
+
+    first = pipeline.blocks[pipeline.stages[-1].start]
+    job.model.get_submodule(first).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@torch.no_grad()
+def _double(job: Job) -> None:
+    inside = tuple(f"{spec.name}." for spec in job.setup.anatomy.experts)
+    found = {name: p for name, p in job.parameters().items() if name.startswith(inside)}
+    if not any(gather(bool(found))):  # the run may have no adapters on experts
+        found = job.parameters()
+    for parameter in found.values():
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).mul_(2)
+
+
+@torch.no_grad()
+def _local_norm(job: Job, max_norm: float | None) -> float:
+    own = [local_tensor(p.grad) for p in job.parameters().values() if p.grad is not None]
+    norm = float(torch.stack([each.double().square().sum() for each in own]).sum().sqrt())
+    for each in own:
+        each.mul_(1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
+def _stale_moments() -> Callable[[Job], None]:
+    """Return a hook that sets the last rank's moments after the second step to those after the first step."""
+    before: list[dict[str, Tensor]] = []
+
+    @torch.no_grad()
+    def hook(job: Job) -> None:
+        if job.mesh.rank != job.mesh.layout.world_size - 1:
+            return
+        held = {name: local_tensor(value) for name, value in job.optimizer_tensors().items() if value.dim()}
+        if not before:
+            before.append({name: value.clone() for name, value in held.items()})
+        elif before[-1]:
+            for name, value in held.items():
+                value.copy_(before[-1][name])
+            before.append({})
+
+    return hook
+
+
+@torch.no_grad()
+def _lose_moments(job: Job) -> None:
+    """Zero the moments of the last rank, as if only those of the other ranks had been saved."""
+    if job.mesh.rank == job.mesh.layout.world_size - 1:
+        for value in job.optimizer_tensors().values():
+            if value.dim():
+                local_tensor(value).zero_()
+
+
+def zero_half_of_each_adapter(directory: Path) -> None:
+    """Zero the second half of the rows of each B in a directory with a saved adapter."""
+    tensors = load_file(directory / WEIGHTS_FILE)
+    for name, value in tensors.items():
+        if "lora_B" in name:
+            value[len(value) // 2 :] = 0
+    save_file(tensors, directory / WEIGHTS_FILE, {"format": "pt"})
 
 
 def self_test(proof: Proof) -> list[Mutation]:

@@ -4,33 +4,167 @@ The model is the family's code from transformers with eager experts and one bloc
 Weights are read through the safetensors library, and the loss is that of unsharded.py. Each sample is a row of one
 padded batch: there is no packing and there are no micro-batches.
 
-    T tokens of this rank's samples
+`LocalParts` maps names and boxes of the reference, whose experts may be a list of MLPs, to the job's fused parameters.
+`Choices` records the margin of each token's choice of experts, the smallest relative gap between the last chosen score
+and the first one that is not: a tie differs by rounding alone, and the job's experts can be forced.
+
+    T tokens of this rank's samples, E experts, K top-k
 """
 
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from expertmesh.anatomy import ExpertsSpec, is_inside
 from expertmesh.data import IGNORE
 from expertmesh.experts.balance import attached_balance
+from expertmesh.experts.module_list import FusedExperts
+from expertmesh.io.boxes import Box, extents, full_box, intersect, slices
+from expertmesh.state.shards import local_box
 from expertmesh.verification.compare import gather
 from expertmesh.verification.forward_record import ForwardRecord, kept_tokens, recording
 from expertmesh.verification.job import Job, Losses
 from expertmesh.verification.reference import unsharded
-from expertmesh.verification.reference.local_parts import FusedPlaces, LocalParts, places_of_list_members
-from expertmesh.verification.reference.recorder import Choices
 from expertmesh.verification.reference.streaming import StreamedModel
 from expertmesh.verification.reference.weights import Weights
 from expertmesh.verification.samples import PlacedSample, StepData
+from expertmesh.verification.setup import Setup
+
+
+@dataclass(slots=True)
+class Choices:
+    """The chosen experts of a forward, and of the recomputation in its backward.
+
+    A key `module` is the name of an experts module, or of one of `routers`.
+    """
+
+    experts: Sequence[ExpertsSpec]
+    """The experts modules of the model."""
+    routers: Mapping[str, nn.Module]
+    """The routers that sort rows by expert themselves, by name; a block may have several."""
+    tokens: int
+    """The number of tokens of the batch, T."""
+    forced: Mapping[str, Tensor] = field(default_factory=dict)
+    """The experts to take, `[T, K]` by module; negative for tokens that choose themselves."""
+    own: dict[str, Tensor] = field(default_factory=dict)
+    """The experts that the tokens would have chosen, `[T, K]` by module, for modules with forced experts."""
+    margins: dict[str, Tensor] = field(default_factory=dict)
+    """The margin of each token, `[T]` by module."""
+
+    def during(self, unit: str) -> AbstractContextManager[Any]:
+        """Return a context for one run of `unit`, which records and forces its experts."""
+        spec = next((spec for spec in self.experts if spec.name.startswith(f"{unit}.")), None)
+        return nullcontext() if spec is None else self._recorded(unit, spec)
+
+    @contextmanager
+    def _recorded(self, unit: str, spec: ExpertsSpec) -> Iterator[None]:
+        recorder = _TopKRecorder(self, spec)
+        with ExitStack() as stack:
+            for name, router in self.routers.items():
+                if is_inside(name, unit):
+                    stack.enter_context(router.register_forward_pre_hook(partial(recorder.enter, name)))
+            stack.enter_context(recorder)
+            yield
+
+
+class _TopKRecorder(TorchFunctionMode):
+    """Records the margin of every `topk`, and makes tokens take their forced experts."""
+
+    def __init__(self, recorder: Choices, spec: ExpertsSpec) -> None:
+        super().__init__()
+        self.recorder, self.name, self.num_experts = recorder, spec.name, spec.num_experts
+
+    def enter(self, name: str, *_: Any) -> None:
+        """Assign the following `topk` to the router `name`; a forward pre-hook of it."""
+        self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is not torch.topk and func is not torch.Tensor.topk:
+            return result
+        scores, tokens = args[0] if args else kwargs["input"], self.recorder.tokens
+        last = kwargs.get("dim", args[2] if len(args) > 2 else -1) in (-1, scores.dim() - 1)
+        if not last or scores.numel() == 0:
+            return result
+        self._record_margin(scores.detach(), result.values.shape[-1])
+        forced = self.recorder.forced.get(self.name)
+        is_final = scores.shape[-1] == self.num_experts and scores.numel() == tokens * scores.shape[-1]
+        if forced is None or not is_final or result.indices.shape[-1] != forced.shape[-1]:
+            return result
+        own = self.recorder.own[self.name] = result.indices.reshape(tokens, -1)
+        forced = forced.to(own)
+        index = torch.where(forced < 0, own, forced).view(result.indices.shape)
+        return torch.return_types.topk((torch.gather(scores, -1, index), index.clone()))
+
+    def _record_margin(self, scores: Tensor, k: int) -> None:
+        tokens, margins = self.recorder.tokens, self.recorder.margins
+        rows = scores.reshape(-1, scores.shape[-1]).float()
+        if k >= rows.shape[-1] or rows.shape[0] % tokens:
+            return
+        top = rows.topk(k + 1, dim=-1).values
+        gap = (top[:, k - 1] - top[:, k]) / top[:, k - 1].abs().clamp_min(torch.finfo(torch.float32).tiny)
+        gap_T = gap.nan_to_num(0.0).view(tokens, -1).min(dim=1).values
+        margins[self.name] = torch.minimum(margins.get(self.name, gap_T), gap_T)
+
+
+# The place of a tensor of the unsharded model in a fused parameter of the job: the parameter's name, and the box.
+FusedPlaces = dict[str, tuple[str, Box]]
+
+
+class LocalParts:
+    """Collects this rank's parts of the reference's full tensors in `parts`, by the job's names."""
+
+    def __init__(self, job: Job, places: FusedPlaces) -> None:
+        self._places = places
+        self._boxes = {name: local_box(parameter) for name, parameter in job.parameters().items()}
+        self.parts: dict[str, Tensor] = {}
+
+    def take(self, name: str, whole: Tensor) -> None:
+        """Store this rank's part of the full tensor `whole`; ignore a tensor of which this rank has no part."""
+        into, box = self._places.get(name, (name, full_box(whole.shape)))
+        if into not in self._boxes:
+            return
+        held = self._boxes[into]
+        if into not in self.parts:
+            self.parts[into] = torch.zeros(extents(held), dtype=whole.dtype, device=whole.device)
+        common = intersect(box, held)
+        if common is not None:
+            self.parts[into][slices(common, held)] = whole.view(extents(box))[slices(common, box)]
+
+
+def places_of_list_members(setup: Setup) -> FusedPlaces:
+    """Return the places of the linears of experts that are a list, in the job's fused parameters.
+
+    Returns:
+        The fused parameter and the box, by the name of the linear's weight or bias; empty for other models.
+    """
+    places: FusedPlaces = {}
+    for name, module in setup.meta_model(torch.float32).named_modules():
+        if not isinstance(module, FusedExperts):
+            continue
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        for leaf, end in (("weight", ""), ("bias", "_bias"))[: 1 + module.has_bias]:
+            for linears, target in ((module.ups, up), ((module.down,), "down_proj")):
+                whole = tuple(module.get_parameter(f"{target}{end}").shape)
+                rows = whole[1] // len(linears)
+                for expert in range(whole[0]):
+                    for part, linear in enumerate(linears):
+                        box = ((expert, expert + 1), (part * rows, (part + 1) * rows), *full_box(whole[2:]))
+                        places[f"{name}.{expert}.{linear}.{leaf}"] = f"{name}.{target}{end}", box
+    return places
 
 
 @dataclass(frozen=True, slots=True)
