@@ -1,7 +1,8 @@
 """Limits that keep rooms small and other people's insides in one room; part of `make lint`.
 
 Prints every place that is over one, and exits with 1. Private names of torch, transformers and datasets are used in
-compat.py alone, `unittest.mock` nowhere. Docstrings of functions begin with a verb.
+compat.py alone, `unittest.mock` nowhere. Docstrings of functions begin with a verb; those of files name files that
+exist.
 
 Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
 the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
@@ -9,6 +10,7 @@ size on its own.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,12 +30,14 @@ def over() -> Iterator[str]:
     homes = _public_homes()
     texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in texts.items()}
+    files = {path.name for folder in (PACKAGE, Path("tests"), Path("benchmarks")) for path in folder.rglob("*.py")}
     own = {name for tree in trees.values() for name in _defined(tree)}
     for path, text in texts.items():
         if (lines := len(text.splitlines())) > LINES_PER_FILE:
             yield f"{path}: {lines} lines, at most {LINES_PER_FILE}"
         tree = trees[path]
         yield from _mocks(path, tree)
+        yield from _named_files(path, tree, files)
         if path != COMPAT:
             yield from _private_names(path, tree, own)
         for node in ast.walk(tree):
@@ -52,6 +56,12 @@ def _mocks(path: Path, tree: ast.Module) -> Iterator[str]:
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if any(name.split(".")[0] == "unittest" for name in names):
             yield f"{path}:{node.lineno}: unittest is for tests"
+
+
+def _named_files(path: Path, tree: ast.Module, files: set[str]) -> Iterator[str]:
+    for name in re.findall(r"\b[a-z_]+\.py\b", ast.get_docstring(tree) or ""):
+        if name not in files:
+            yield f"{path}: its docstring names {name}, which is no file here"
 
 
 def _private_names(path: Path, tree: ast.Module, own: set[str]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 Class mixins on the modules, and hooks around a part, carry out a `TensorPlan` and a `ContextPlan`; activations are
 plain tensors. A part gathers the positions of its group, over tp and then over cp. Its code runs with fewer heads or
 features. Its output is reduce-scattered over the group, after the last layer if tp splits that, after the full part if
-cp alone splits it. fsdp.py has split the parameters of tp before; cp cuts full ones while the part runs. Each rank
+cp alone splits it. apply.py has split the parameters of tp before; cp cuts full ones while the part runs. Each rank
 computes an unsplit part in full and keeps its local positions.
 
 The output is a sum over the group, so every gradient in the part is a partial sum too. FSDP2 completes those of

@@ -174,7 +174,7 @@ class Expected:
     forward: ForwardRecord
     """The forward on this rank's samples; `choices` are those of the unsharded model, even if others were forced."""
     margins: dict[str, Tensor]
-    """The margin of each token's choice of experts on this rank, `[T]` by module; see recorder.py."""
+    """The margin of each token's choice of experts on this rank, `[T]` by module."""
     token_losses: Tensor
     """The loss of each target of this rank's samples in fp64; empty on ranks without `Job.answers_for_rows`."""
     losses: Losses
