@@ -388,6 +388,31 @@ print("up before:", dist.is_initialized())
     assert done.stdout.endswith("up before: True\nup at the end: False\n")
 
 
+def test_a_script_that_ends_waits_for_threads_that_drop_a_collectives_tensors(tmp_path: Path) -> None:
+    script = """
+import atexit, os, sys, time
+atexit.register(sum, range(10**8))  # the last to run: keeps the interpreter until that ends
+import torch, torch.distributed as dist
+import expertmesh as em
+from expertmesh.distributed import mesh
+mesh.THREADS_REST_SECONDS = 4
+from_peer, to_peer = os.pipe()
+rank = 0 if os.fork() else 1
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+mesh.init_mesh(em.ParallelConfig(ep=1))
+if rank == 1:
+    os.read(from_peer, 1)
+    time.sleep(0.3)
+    dist.all_reduce(torch.ones(4))
+    os._exit(0)
+group = dist.group.WORLD
+dist.all_reduce(torch.ones(4), async_op=True)  # gloo's thread has the only reference to the tensor
+atexit.register(os.write, to_peer, b".")
+"""
+    command = [sys.executable, "-c", script, tmp_path / "store"]
+    assert subprocess.run(command).returncode == 0  # -6 without the rest
+
+
 def test_ranks_never_collect_the_garbage_of_the_process_that_forked() -> None:
     class Holder:
         pass

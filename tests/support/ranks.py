@@ -16,6 +16,7 @@ import pickle
 import random
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ import torch
 import torch._dynamo  # imported lazily by DTensor; here once, instead of two seconds in every forked rank
 import torch.distributed as dist
 import torch.distributed.tensor.debug
+import tqdm
 from accelerate.state import AcceleratorState, GradientState
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -260,6 +262,10 @@ def _set_up(rank: int, scratch: str) -> None:
     # which a fork does not copy.
     gc.freeze()
     gc.enable()
+    # The lock of progress bars is shared with every process, of which some are killed, and with the thread that watches
+    # them in the process that forked: whoever holds it at such a moment holds it for ever.
+    tqdm.tqdm.set_lock(threading.RLock())
+    tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
     stack = os.open(f"{scratch}/stack-{rank}", os.O_WRONLY)
     faulthandler.enable(stack)

@@ -39,7 +39,7 @@ from expertmesh.io.versioned_json import read_versioned
 # Keys of `data` that tokens do not depend on; the template's text counts, not its file.
 _NO_MATTER = {"train", "eval", "packing", "shuffle", "chat_template", "prepared_path", "stream", "stream_rows"}
 # Files of this package that only read tokens.
-_READERS = {"loader", "packing", "prepared", "fingerprints", "mixture", "stream", "__init__"}
+_READERS = {"loader", "packing", "prepared", "mixture", "stream", "__init__"}
 
 
 class Origin(BaseModel):

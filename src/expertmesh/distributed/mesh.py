@@ -7,6 +7,7 @@ import atexit
 import datetime
 import functools
 import os
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,9 @@ from expertmesh.distributed.layout import (
     resolve_layout,
 )
 from expertmesh.distributed.network import choose_interface
+
+# At the end of a process. Dropping a tensor takes microseconds, getting a busy processor some milliseconds.
+THREADS_REST_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,11 +123,19 @@ def init_mesh(
 
 @functools.cache  # once in a process
 def _end_groups_at_exit() -> None:
-    """Destroy the groups when the process ends.
+    """Destroy the groups when the process ends, unless they were destroyed before, and let gloo's threads come to rest.
 
-    gloo's threads abort one process in four that ends without it ("terminate called without an active exception").
+    A thread that waits for the interpreter while that ends aborts the process ("terminate called without an active
+    exception"). Threads of gloo do when they hold the last reference to a tensor of a collective, which they drop after
+    `wait` has returned; groups that the model's shards still name keep their threads.
     """
-    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+
+    def end_groups() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        time.sleep(THREADS_REST_SECONDS)
+
+    atexit.register(end_groups)
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:
