@@ -6,8 +6,7 @@ pyproject.toml.
 
 import datetime
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -425,12 +424,11 @@ def memory_page() -> str:
     return str(trace_plot(torch.cuda.memory._snapshot()))
 
 
-@contextmanager
-def without_shape_messages() -> Iterator[None]:
-    """Keep pipeline stages from exchanging the shapes of their messages, which are given, inside the block.
+def without_shape_messages() -> tuple[Any, dict[str, Callable[..., Any]]]:
+    """Return a class of pipeline stages, and methods for it by name with which stages do not exchange shapes.
 
-    torch 2.13 votes on whether shapes are known (`_warmup_p2p`), which ends with an `InferenceMode`; torch 2.11 sends
-    one message in each direction.
+    The shapes of their messages are given. torch 2.13 votes on whether they are known (`_warmup_p2p`), which ends with
+    an `InferenceMode`; torch 2.11 sends one message in each direction.
     """
     from torch.distributed.pipelining import PipelineStage, schedules
     from torch.distributed.pipelining import _utils as pipelining
@@ -440,12 +438,6 @@ def without_shape_messages() -> Iterator[None]:
             stage._inference_mode = pipelining.InferenceMode.STATIC
 
     schedule: Any = schedules._PipelineSchedule
-    votes = hasattr(schedule, "_warmup_p2p")
-    owner: Any = schedule if votes else PipelineStage
-    name = "_warmup_p2p" if votes else "_get_init_p2p_neighbors_ops"
-    before = getattr(owner, name)
-    setattr(owner, name, agreed if votes else lambda stage: [])
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    if hasattr(schedule, "_warmup_p2p"):
+        return schedule, {"_warmup_p2p": agreed}
+    return PipelineStage, {"_get_init_p2p_neighbors_ops": lambda stage: []}

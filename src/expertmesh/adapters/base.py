@@ -58,8 +58,9 @@ def remember_formats(model: Any, directory: Path) -> None:
     Raises:
         InputError: Codes of the files cannot stay as they are.
     """
-    with open_weight_files(directory, ModelView(model).weights_file) as files:
-        attach(model, frozen_formats=published_formats(model, plan_load(ModelView(model), files, complete=False)))
+    view = ModelView(model)
+    with open_weight_files(directory, view.weights_file) as files:
+        attach(model, frozen_formats=published_formats(model, plan_load(view, files, complete=False)))
 
 
 def base_of(model: nn.Module) -> Base:

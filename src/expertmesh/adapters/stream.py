@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.plan import AdapterPlan, plan_of
@@ -60,7 +60,7 @@ def iter_hf_weights(
         lazies = plan_save(view)
         specs = saved_specs(view, lazies, dtype)
     plan = plan_of(model) if merge else None
-    values = _Values(model, plan)
+    values = _Values(view, plan)
     mesh = sharded(model).mesh
     device = next(model.parameters()).device if mesh is None else mesh.device
     for name, lazy in lazies.items():
@@ -90,9 +90,9 @@ def iter_hf_weights(
 class _Values:
     """A reader of the model's values that merges adapters; merged values are in fp32 or wider."""
 
-    def __init__(self, model: nn.Module, plan: AdapterPlan | None) -> None:
+    def __init__(self, view: ModelView, plan: AdapterPlan | None) -> None:
         self._targets = {} if plan is None else {target.weight: target for target in plan.targets}
-        self._adapters: Mapping[str, Tensor] = ModelView(model).adapters if plan is not None else {}
+        self._adapters: Mapping[str, Tensor] = view.adapters if plan is not None else {}
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._gather_factors)
         self._gathered: dict[str, Tensor] = {}

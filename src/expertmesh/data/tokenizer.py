@@ -119,7 +119,8 @@ def _has_its_encoder(model: ModelConfig) -> bool:
         return True
     try:
         return file_exists(model.name_or_path, encoder, revision=model.revision)
-    except Exception:  # of the hub client, which is offline or refused: without a template the data are, by name
+    # The hub's client raises errors of many kinds. Conversations without the encoder are refused by name later.
+    except Exception:
         return False
 
 

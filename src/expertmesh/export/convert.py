@@ -55,11 +55,12 @@ def convert(
     config, directory = read_model_config(name_or_path, trust_remote_code=trust_remote_code)
     settings = quantisation(config)
     model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
-    with open_weight_files(directory, ModelView(model).weights_file) as files:
-        load = plan_load(ModelView(model), files)
+    view = ModelView(model)
+    with open_weight_files(directory, view.weights_file) as files:
+        load = plan_load(view, files)
         check_copies(load, files)
-        take_layout(model, load, files)
-        names = {id(tensor): name for name, tensor in ModelView(model).unique.items()}
+        take_layout(view, load, files)
+        names = {id(tensor): name for name, tensor in view.unique.items()}
 
         def read(leaf: StateTensor, box: Box) -> Tensor:
             lazy = load.tensors[names[id(leaf.tensor)]]
@@ -68,7 +69,7 @@ def convert(
             return values
 
         saved = save_values(
-            ModelView(model),
+            view,
             target,
             read,
             tokenizer=companions(directory, directory, trust_remote_code),

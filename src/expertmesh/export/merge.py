@@ -72,20 +72,21 @@ def merge(
     check_target(target)
     model, directory = base_model(adapter, base, trust_remote_code)
     plan = plan_adapters(model, LoraConfig(from_adapter=str(adapter)), str(directory))
+    view = ModelView(model)
     with (
-        open_weight_files(directory, ModelView(model).weights_file) as files,
+        open_weight_files(directory, view.weights_file) as files,
         open_weight_files(adapter, WEIGHTS_FILE) as factors,
     ):
-        load = plan_load(ModelView(model), files)
+        load = plan_load(view, files)
         deltas = Deltas(plan, factors)
         check_copies(load, files)
-        take_layout(model, load, files)
+        take_layout(view, load, files)
         load, frozen = trained_base(adapter, model, load)
         checked = check_base(adapter, model, load, files, trust_remote_code)
         saved = save_values(
-            ModelView(model),
+            view,
             target,
-            MergedValues(ModelView(model).unique, load, files, deltas),
+            MergedValues(view.unique, load, files, deltas),
             tokenizer=companions(directory, adapter, trust_remote_code),
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,

@@ -99,9 +99,8 @@ def check_base(
     return True
 
 
-def take_layout(model: PreTrainedModel, load: LoadPlan, files: WeightFiles) -> None:
-    """Let `model` be saved in the layout of its files, in their dtypes, with what they hold beside it."""
-    view = ModelView(model)
+def take_layout(view: ModelView, load: LoadPlan, files: WeightFiles) -> None:
+    """Let a model be saved in the layout of its files, in their dtypes, with what they hold beside it."""
     give_dtypes(view.unique, {name: lazy.dtype for name, lazy in load.tensors.items()})
     remember_files(view, load, files)
 

@@ -65,21 +65,6 @@ def attentions(model: nn.Module, block: str) -> dict[str, Any]:
     return {name: module for name, module in named if registry_call(module) is not None}
 
 
-def own_code_along_the_sequence(model: nn.Module, anatomy: Anatomy, block: str) -> tuple[str, str] | None:
-    """Find the first module of a block whose code may look along the sequence, outside of the attention function.
-
-    Returns:
-        (name of the module, what its code uses); None if there is no such module.
-    """
-    # Experts are called with tokens, not with rows, so they cannot look along the sequence.
-    experts = [spec.name for spec in anatomy.experts]
-    for name, module in model.get_submodule(block).named_modules(prefix=block):
-        inside = any(name == each or is_inside(name, each) for each in experts)
-        if not inside and (found := along_the_sequence(module)) is not None:
-            return name, found
-    return None
-
-
 def packing_refusal(model: nn.Module) -> str | None:
     """Return the reason why packed samples cannot be kept apart, or None if they can.
 

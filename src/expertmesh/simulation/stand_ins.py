@@ -39,11 +39,12 @@ def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]
         place_N = torch.zeros(batch * (length - 1), dtype=torch.int64, device=labels.device)
         return torch.zeros_like(place_N), place_N
 
+    owner, methods = without_shape_messages()
     with (
         replaced(dispatch, to_host=counts),
         replaced(loss, _targets=targets),
         replaced(pipeline_schedule._Stage, forward=_counted),
-        without_shape_messages(),
+        replaced(owner, **methods),
         replaced(masking_utils, is_tracing=lambda *_: False, find_packed_sequence_indices=lambda *_: None),
         replaced(F, scaled_dot_product_attention=_fused),
     ):

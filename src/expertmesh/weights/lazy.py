@@ -25,7 +25,6 @@ from expertmesh.state.packed_format import PackedFormat
 
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
-# Views whose arguments are strides: a caller cannot know the strides of the probe.
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
@@ -58,6 +57,7 @@ class LazyTensor(torch.Tensor):
                 return result
         if func._schema.is_mutable:
             raise NotImplementedError(f"a weight conversion writes with {func}, which lazy tensors cannot follow")
+        # Not views by strides: a caller cannot know those of the probe.
         makes_views = func._schema.arguments[0].alias_info is not None and func not in VIEWS_BY_STRIDES
         views = _views(func, *args, **(kwargs or {})) if makes_views else None
         return _compute(func, args, kwargs or {}) if views is None else views

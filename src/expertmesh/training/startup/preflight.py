@@ -106,8 +106,9 @@ def refuse_weights(checked: Checked) -> None:
     For one process of the job: of a large model the headers take seconds, and each rank reads them when its shards are
     known (`bytes_to_read`). Raises what loading raises before it reads: also `IntegrityError` and `SecurityError`.
     """
-    with open_weight_files(checked.directory, ModelView(checked.model).weights_file) as files:
-        plan_load(ModelView(checked.model), files)
+    view = ModelView(checked.model)
+    with open_weight_files(checked.directory, view.weights_file) as files:
+        plan_load(view, files)
 
 
 def refuse_config(config: Config, *, names_data: bool = True) -> None:

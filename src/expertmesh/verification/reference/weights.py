@@ -59,10 +59,11 @@ class Weights:
     """The adapter of each adapted weight, by the weight's name."""
 
     def __post_init__(self) -> None:
-        with open_weight_files(self.setup.directory, ModelView(self.model).weights_file) as checkpoint:
-            self.plan = kept_plan(self.job_model, plan_load(ModelView(self.model), checkpoint))
+        view = ModelView(self.model)
+        with open_weight_files(self.setup.directory, view.weights_file) as checkpoint:
+            self.plan = kept_plan(self.job_model, plan_load(view, checkpoint))
         self.adapters = plan_of(self.job_model) if self.adapted else None
-        self.state = ModelView(self.model).tensors
+        self.state = view.tensors
         targets = self.adapters.targets if self.adapters is not None else ()
         self.targets = {target.weight: target for target in targets}
 
