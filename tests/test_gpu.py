@@ -40,7 +40,7 @@ def _rows(name: str, out: Path) -> list[gpu.Row]:
 
 
 @pytest.mark.slow_cases(
-    r"(ranks|parity|grouped_mm|environment|.*bench|memory|step|profile)", why="the cheap stages that check stay"
+    r"(ranks|parity|grouped_mm|environment|.*bench|memory|step|profile|whole)", why="the cheap stages that check stay"
 )
 @pytest.mark.parametrize("name", gpu.LIMITS)
 def test_every_stage_runs_in_miniature_on_the_cpu(name: str, tmp_path: Path) -> None:

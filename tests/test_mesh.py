@@ -361,6 +361,7 @@ def _train_while_rank_1_hangs(where: str, given_up: Path) -> None:
         given_up.touch()
 
 
+@pytest.mark.slow_cases(r"a dense collective.*", why="the expert exchange stays")
 @pytest.mark.parametrize(
     ("where", "stack"),
     [("an expert all-to-all", "in wait.*"), ("a dense collective", r"fsdp/_fully_shard.*")],
@@ -388,6 +389,7 @@ print("up before:", dist.is_initialized())
     assert done.stdout.endswith("up before: True\nup at the end: False\n")
 
 
+@pytest.mark.slow(why="waits for seconds; that groups are ended stays")
 def test_a_script_that_ends_waits_for_threads_that_drop_a_collectives_tensors(tmp_path: Path) -> None:
     script = """
 import atexit, os, sys, time

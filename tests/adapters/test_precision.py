@@ -41,7 +41,7 @@ def _sharded(directory: Path, adapter: Path, rows: list[Row], ep: int) -> tuple[
     return gradients, {str(p.dtype) for p in trained.values()}, frozen
 
 
-@pytest.mark.slow_cases(r"deepseek_v3", why="a second family")
+@pytest.mark.slow(why="parallel/test_precision.py has the whole model")
 @pytest.mark.parametrize("family", ALL_EXPERTS)
 def test_bf16_error_is_at_most_one_and_a_half_times_unsharded_pefts(family: str, tmp_path: Path) -> None:
     """Every token goes to all experts: where there is a choice, a few tokens on its border decide who is worse."""

@@ -204,9 +204,8 @@ def train_alone(root: Path) -> Iterator[Callable[[Path, str], list[float]]]:
 
 
 @pytest.mark.slow_cases(
-    r"(?!data.packing=true-cp|objective.name=dpo-replicate|moe.aux_loss_coef=0.01-tp"
-    r"|lora=.r: 4. precision.frozen=nf4-fsdp).*",
-    why="an option along each of four axes stays, and all refusals",
+    r"(?!objective.name=dpo-replicate|lora=.r: 4. precision.frozen=nf4-fsdp).*",
+    why="two options along two axes stay, and all refusals",
 )
 @pytest.mark.parametrize(("option", "axis"), SHARE_RANKS)
 @one_launch(lambda root, option, axis: _job(_inputs(root, option), option, AXES[axis]))

@@ -116,6 +116,7 @@ def optimizer_steps(config: Config, capsys: pytest.CaptureFixture[str]) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow_cases(r"3000-True", why="the other sizes stay")
 @pytest.mark.parametrize(("count", "packed"), [(12, False), (200, True), (3000, True)])
 def test_small_data_get_twenty_optimizer_steps(
     tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str], count: int, packed: bool
@@ -130,6 +131,7 @@ def test_small_data_get_twenty_optimizer_steps(
     assert optimizer_steps(config, capsys) >= 20
 
 
+@pytest.mark.slow(why="small data stay")
 def test_large_data_get_the_whole_global_batch(large: Path, tmp_path: Path, data: str) -> None:
     long = [CHAT[0], {"role": "assistant", "content": "Nothing special. " * 1000}]
     config = written(str(large), "--data", rows(tmp_path, [{"messages": long}] * 1300), "--devices", "8xh100")

@@ -221,6 +221,7 @@ def test_a_restart_goes_on_from_the_run_s_own_checkpoint_whatever_it_began_with(
     assert _continued(config).checkpoint.resume == "auto"
 
 
+@pytest.mark.slow(why="that failed ranks are started again stays")
 def test_after_the_last_restart_the_failure_is_the_job_s(temporary: Path) -> None:
     job = ForkedJob("fail_twice", restarts=1)
     assert job.end() == 5
@@ -247,7 +248,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(stopped: bool, temporary: Path) 
         shutil.rmtree(left)
 
 
-@pytest.mark.slow_cases(r"2", why="one rank stays")
+@pytest.mark.slow(why="waits for a time limit; a hung rank among others stays")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_are_all_stopped_are_noticed_although_nobody_waits_for_them(ranks: int, temporary: Path) -> None:
     job = ForkedJob("loop", ranks, timeout=5)

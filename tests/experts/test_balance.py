@@ -199,6 +199,7 @@ def test_a_skipped_step_moves_nothing_and_its_counts_are_forgotten() -> None:
     assert torch.equal(moved, expected().biases[0])
 
 
+@pytest.mark.slow(why="training/test_resume.py stays")
 def test_a_resumed_run_has_the_biases_of_the_uninterrupted_one_and_exports_them(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs", "deepseek_v3")
     options = [f"moe.bias_update_rate={RATE}", "train.max_steps=4", "train.num_epochs=2", "parallel.ep=2"]
@@ -215,6 +216,7 @@ def test_a_resumed_run_has_the_biases_of_the_uninterrupted_one_and_exports_them(
     assert 0 < moved.abs().max() <= 4
 
 
+@pytest.mark.slow(why="four steps on every rank stay")
 def test_the_trainer_reports_router_losses_apart_from_the_token_loss(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
     options = ["moe.aux_loss_coef=0.5", "moe.z_loss_coef=0.01", "data.packing=true", "data.max_length=64"]

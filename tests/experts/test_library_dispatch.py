@@ -126,6 +126,7 @@ def _taken() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow_cases(r"deepseek_v3-layout2-selective", why="full weights stay")
 @pytest.mark.parametrize(
     ("family", "layout", "mode"),
     [
@@ -216,6 +217,7 @@ def test_recomputation_changes_no_bit_and_exchanges_no_counts(
             assert alive == [False] * 3
 
 
+@pytest.mark.slow(why="adapters/test_dropout.py stays")
 def test_dropout_of_adapters_drops_the_same(tmp_path: Path) -> None:
     random_adapter(tiny_model(FAMILY), tmp_path, *TARGETS[FAMILY])
     (alone,) = run_ranks(_trained, 1, tmp_path, 1)

@@ -100,9 +100,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.slow_cases(
-    r"(?!qwen3_5_moe).*", why="`make test-all` has five classes; the one whose names differ most stays"
-)
+@pytest.mark.slow(why="five published classes; adapters/test_save.py has the tiny families")
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_stock_peft_reads_the_adapter_of_a_published_class(family: str, tmp_path: Path) -> None:
     errors = measure_adapters(PUBLISHED[family], family, tmp_path, LAYOUTS[:1], torch.float64)

@@ -26,6 +26,7 @@ def _case(world: int, layout: dict[str, Any], family: str) -> tuple[int, Callabl
 
 
 @pytest.mark.slow_cases(
+    r"8-.*",
     r"4-\{tp: 2, cp: 2, ep: 4\}-deepseek_v3",
     r"4-\{tp: 2, cp: 2, ep: 2\}-qwen3_moe",
     r"4-\{tp: 2, cp: 2, ep: 2\}-deepseek_v3",

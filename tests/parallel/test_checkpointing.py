@@ -64,7 +64,7 @@ def _differences(family: str, ep: int) -> list[str]:
 
 
 @pytest.mark.slow_cases(
-    r"(qwen3_moe-1|qwen3_moe-2|qwen2_moe-2|llama4-2|muse_spark-2|deepseek_v3-4)",
+    r"(qwen3_moe-1|qwen3_moe-2|qwen2_moe-2|llama4-2|muse_spark-[24]|deepseek_v3-4)",
     why="one family of each kind of experts stays",
 )
 @pytest.mark.parametrize(("family", "ep"), CASES)

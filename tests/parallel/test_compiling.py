@@ -101,7 +101,7 @@ def test_compiled_code_gives_the_eager_gradients_for_any_length() -> None:
         _check(found)
 
 
-@pytest.mark.slow_cases(r"shared experts and dense MLPs", why="adapters stay")
+@pytest.mark.slow(why="each compiles for ten seconds; full weights of one row a micro-batch stay")
 @pytest.mark.parametrize(
     ("family", "mode", "options"),
     [("deepseek_v3", "full", {}), ("qwen3_moe", "selective", {"layers": 1, "lora": em.LoraConfig(r=8)})],
@@ -164,6 +164,7 @@ def _with_one_row(mode: str, lora: em.LoraConfig | None) -> tuple[float, list[st
     return distance, [str(each.message) for each in said if "returned a view tensor" in str(each.message)]
 
 
+@pytest.mark.slow_cases(r"adapters, checkpointed", why="full weights stay")
 @pytest.mark.parametrize(
     ("mode", "lora"), [("none", None), ("full", em.LoraConfig(r=4))], ids=["full weights", "adapters, checkpointed"]
 )

@@ -40,10 +40,7 @@ EP = {"ep2": Run((2, 2, "grouped_mm"))}
 OF_FOUR = {"deepseek_v4", "flint", "inkling", "minimax"}
 
 
-@pytest.mark.slow_cases(r"(?!minimax|flint).*", why="eight families; buffers and single parameters stay")
-@pytest.mark.slow_cases(
-    r"(flint-lora|minimax-.*)", why="single parameters stay in four layouts, and buffers where no rank is started"
-)
+@pytest.mark.slow(why="test_precision.py has a family; buffers stay, where no rank is started")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_no_further_off_than_the_unsharded_bf16_model(family: str, lora: bool, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def _refuse(config: Any, layout: Layout) -> ContextPlan:
     return context_plan(model, describe(model), layout)
 
 
+@pytest.mark.slow_cases(r"inkling-.*", why="the other families stay")
 @pytest.mark.parametrize(("family", "name", "used"), BY_TOKEN)
 def test_what_computes_each_token_by_itself_is_proven_so_and_refused_where_it_does_not(
     family: str, name: str, used: str

@@ -25,7 +25,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.slow_cases(r"false", why="the packed run stays")
+@pytest.mark.slow(why="test_context.py has every gradient, packed and not")
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_a_run_has_the_losses_and_weights_of_one_without_cp(
     inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], packing: str

@@ -131,6 +131,7 @@ def _compiled_and_dense(planted: bool) -> tuple[float, list[int]]:
     return max(distances), graphs
 
 
+@pytest.mark.slow(why="compiles for seconds; uncompiled attention stays")
 def test_compiled_attention_takes_each_batchs_boundaries() -> None:
     ((distance, graphs),) = run_ranks(lambda: _compiled_and_dense(False), 1)
     assert distance <= 1e-5

@@ -167,6 +167,7 @@ def test_plan_ranks_by_its_goal_and_says_why_others_do_not_fit(qwen: ModelFigure
     )
 
 
+@pytest.mark.slow(why="the devices of the table stay")
 def test_sixteen_thousand_devices_are_planned(qwen: ModelFigures) -> None:
     found = plan(Job(qwen, _devices("2048x8 h100"), 16384))
     assert found.best is not None

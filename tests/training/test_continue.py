@@ -176,6 +176,7 @@ def _two_steps_at_midnight(config: Config) -> None:
         train_steps(config, 2)
 
 
+@pytest.mark.slow(why="what may not change stays")
 def test_a_template_that_writes_the_date_writes_that_of_the_first_start_by_rank_0(inputs: Path, tmp_path: Path) -> None:
     said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "."}]
     rows = [{"messages": said}] * 10
@@ -237,6 +238,7 @@ FREE = {
 }
 
 
+@pytest.mark.slow(why="what may not change stays")
 def test_what_may_change_is_printed_and_the_run_is_the_same_to_rounding(
     inputs: Path, four: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,6 +388,7 @@ def _train_by_a_clock(config: Config, minutes_per_step: float) -> list[int]:
     return saved
 
 
+@pytest.mark.slow(why="checkpoints by steps stay")
 def test_minutes_are_rank_0s_and_alone_decide_when_steps_do_not(inputs: Path, tmp_path: Path) -> None:
     every = ["checkpoint.every_steps=null", "checkpoint.every_minutes=5", "checkpoint.keep_last=1", "train.max_steps=8"]
     saved = run_ranks(_train_by_a_clock, 2, run_config(inputs, tmp_path / "run", *RUN, *every), 2.1)

@@ -141,9 +141,7 @@ FULL_DISKS = {
 }
 
 
-@pytest.mark.slow_cases(
-    r"(?!a shard-True|the manifest-False).*", why="each place where a save can stop, both ways of saving"
-)
+@pytest.mark.slow_cases(r"(?!a shard-True).*", why="each place where a save can stop, both ways of saving")
 @pytest.mark.parametrize(
     ("file", "asynchronous"), [*((file, True) for file in FULL_DISKS), ("a shard", False), ("the manifest", False)]
 )
@@ -193,7 +191,7 @@ def _refused_while_writing(config: Config) -> str:
         return _refused(config)
 
 
-@pytest.mark.slow_cases(r"_refused", why="the disk that fills while writing stays")
+@pytest.mark.slow(why="writes that a full disk refuses stay")
 @pytest.mark.parametrize("refused", [_refused, _refused_while_writing])
 def test_a_real_disk_that_is_full(inputs: Path, whole: Path, tmp_path: Path, refused: Callable[[Config], str]) -> None:
     size = sum(path.stat().st_size for path in (whole / "checkpoints" / "step-00000002").rglob("*"))
@@ -305,6 +303,7 @@ def _train_while_the_clock_jumps(config: Config) -> None:
         train(config)
 
 
+@pytest.mark.slow(why="trains twice; no other test depends on a clock")
 def test_a_wall_clock_that_jumps_changes_nothing(
     inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,7 @@ def test_a_run_from_a_peft_directory_is_resumed_from_its_own_config(frozen: str,
     assert _worst(_adapter(tmp_path / "whole"), _adapter(tmp_path / "broken")) <= 1e-5
 
 
+@pytest.mark.slow(why="adapters/test_frozen.py has the gradients")
 def test_a_quantised_base_trains_as_its_values_do_and_is_merged_as_plain_weights(inputs: Path, tmp_path: Path) -> None:
     for kind in ("quantised", "values"):
         base = quantise(inputs / "model", tmp_path / kind, FORMATS["fp8 partial blocks"](), is_linear) / kind

@@ -61,7 +61,7 @@ def _check_equal(one: Path, other: Path) -> None:
         assert (ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
 
 
-@pytest.mark.slow_cases(r"4-parallel2", why="pairwise")
+@pytest.mark.slow_cases(r"4-.*", why="two ranks stay")
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [(2, ["pp=2"]), (2, ["pp=2", "pp_schedule=gpipe"]), (4, ["pp=2", "ep=2"]), (4, ["pp=2", "replicate=2"])],
@@ -88,6 +88,7 @@ def test_a_run_goes_on_with_and_without_stages(inputs: Path, whole: Path, tmp_pa
     assert load_file(tmp_path / "exported" / "model.safetensors").keys() == weights(output).keys()
 
 
+@pytest.mark.slow(why="full weights with stages stay")
 def test_adapters_are_the_same_with_stages(inputs: Path, tmp_path: Path) -> None:
     lora = "lora={r: 4, alpha: 8, targets: [attention, experts, router], dropout: 0.3}"
     for name, world, parallel in (("whole", 1, "ep=1"), ("stages", 2, "pp=2")):

@@ -387,6 +387,7 @@ def _counted(config: Config) -> tuple[int, int]:
     return counts["build_meta_model"], counts["meta_copy"]
 
 
+@pytest.mark.slow_cases(r".*pp.*", why="ep stays")
 @pytest.mark.parametrize("parallel", ["parallel.ep=2", "parallel={pp: 2, ep: 1}"])
 def test_a_start_builds_one_model_on_meta_and_copies_it_at_most_once(
     inputs: Path, tmp_path: Path, parallel: str

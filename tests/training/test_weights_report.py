@@ -45,6 +45,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow(why="weights/test_audit.py stays")
 def test_a_run_audits_in_full_keeps_the_mtp_layer_and_says_so(
     inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_model_of_a_run_and_that_of_its_last_checkpoint_are_the_same_in_the_
         assert file.read_bytes() == (tmp_path / "run" / "model" / file.name).read_bytes(), file.name
 
 
+@pytest.mark.slow(why="weights/test_encoding.py has the bytes")
 def test_a_run_on_quantised_files_leaves_them_as_loaded_and_that_model_is_loaded_and_equal(tmp_path: Path) -> None:
     """Every tensor is the trained one to the rounding of its format, what has no codes bit for bit."""
     root = write_inputs(tmp_path / "inputs", hidden_size=64, moe_intermediate_size=64)

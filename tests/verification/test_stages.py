@@ -166,6 +166,7 @@ def _exchanged(config: Config, options: VerifyOptions) -> list[Check]:
     return check_bytes(proof.planted(bug.hooks))
 
 
+@pytest.mark.slow(why="a job with cp stays")
 def test_experts_are_exchanged_also_where_each_rank_has_one(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs", num_experts=2, num_experts_per_tok=1)
     config = run_config(inputs, tmp_path / "out", "parallel.pp=2", "parallel.ep=2")
@@ -174,6 +175,7 @@ def test_experts_are_exchanged_also_where_each_rank_has_one(tmp_path: Path) -> N
         assert "model.layers.1.mlp.experts" in checks[0].note
 
 
+@pytest.mark.slow(why="a job with cp stays")
 def test_a_job_is_verified_whose_tower_is_on_the_first_stage_alone(tmp_path: Path) -> None:
     """Blocks of the tower can be recomputed like all others; the second stage has none of them."""
     inputs, kind = write_inputs(tmp_path / "inputs"), "Qwen3VLMoeForConditionalGeneration"

@@ -59,6 +59,7 @@ def test_what_each_published_config_says_is_kept(file: Path, tmp_path: Path) -> 
     assert _config_in(model, tmp_path / "wider", torch.float32) == json.loads(text)
 
 
+@pytest.mark.slow(why="each published config stays")
 def test_what_a_config_of_each_family_says_is_kept(tmp_path: Path) -> None:
     changed, built = [], 0
     for family in families():

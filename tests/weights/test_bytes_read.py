@@ -59,6 +59,7 @@ def _read(directory: Path) -> tuple[int, int, int, int]:
     return experts, report.bytes_read, report.local_bytes, announced
 
 
+@pytest.mark.slow_cases(r"one file", why="fused and sharded files stay")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_of_64_experts_on_8_expert_parallel_ranks_reads_exactly_one_eighth_each(
     layout: str, tmp_path: Path
