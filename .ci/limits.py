@@ -1,8 +1,8 @@
 """Limits that keep rooms small and other people's insides in one room; part of `make lint`.
 
 Prints every place that is over one, and exits with 1. Private names of torch, transformers and datasets are used in
-compat.py alone, `unittest.mock` nowhere. Docstrings of functions begin with a verb; those of files name files that
-exist.
+compat.py alone, `unittest.mock` nowhere. The docstring of a function begins with one of `VERBS`, that of a property may
+be a noun phrase. Docstrings of files name files that exist.
 
 Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
 the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
@@ -19,6 +19,19 @@ PACKAGE = Path("src/expertmesh")
 COMPAT = PACKAGE / "compat.py"
 OTHERS = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
 LINES_PER_FILE, LINES_PER_FUNCTION, ARGUMENTS = 700, 60, 8
+# What a docstring of a function says that it does; a new verb is added here.
+VERBS = """
+    Abort Add Advise Allocate Allow Apply Ask Assign Attach Attend Average Begin Build Call Cast Change Check Choose
+    Clamp Clip Close Collect Combine Compare Compile Complete Compute Concatenate Convert Copy Count Create Cut
+    Decide Decode Decorate Defer Derive Describe Destroy Dispatch Distribute Divide Do Download Draw Drop Enable
+    Encode End Enter Escape Estimate Evaluate Examine Exchange Execute Expand Explain Export Fill Find Fine-tune
+    Finish Forget Format Free Freeze Fuse Gather Give Group Hash Hide Import Initialise Insert Install Issue Join
+    Judge Keep Learn Leave Let Link List Listen Load Locate Look Make Map Mark Merge Mix Move Multiply Name Note
+    Open Order Orthogonalise Pad Pass Plan Plant Predict Prepare Print Prove Publish Push Put Quantise Raise Read
+    Record Reduce Refuse Register Remember Remove Rename Render Replace Report Reshard Resolve Restore Return Round
+    Run Sample Save Say Scale Send Set Shard Shift Show Sort Split Start Store Sum Summarise Switch Sync Take Thin
+    Tokenize Train Try Turn Update Upload Validate Verify View Wait Warn Widen Wrap Write Yield Zero
+"""
 NO_FIRST_WORDS = {"As", "How", "Of", "That", "Those", "What", "Where", "Whether", "Which", "Who"}
 # `os._exit` and `sys._current_frames` are documented.
 STANDARD = ("os", "sys", "self", "cls")
@@ -100,10 +113,14 @@ def _is_private(name: str) -> bool:
 
 
 def _first_word(path: Path, node: Function) -> Iterator[str]:
-    """A docstring begins with a verb, or is the noun phrase of a property."""
-    word = (ast.get_docstring(node) or "").partition(" ")[0]
-    if word in NO_FIRST_WORDS:
-        yield f"{path}:{node.lineno}: the docstring of {node.name} begins with {word}; begin with a verb"
+    """Say where a docstring begins with no verb, and is not the noun phrase of a property."""
+    word = next(iter((ast.get_docstring(node) or "").split()), "").rstrip(".,:")
+    if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+        begins_well = word not in NO_FIRST_WORDS
+    else:
+        begins_well = not word or word.capitalize() in VERBS.split()
+    if not begins_well:
+        yield f"{path}:{node.lineno}: the docstring of {node.name} begins with {word}; begin with one of VERBS"
 
 
 def _length(path: Path, node: Function) -> Iterator[str]:

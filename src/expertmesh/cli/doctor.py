@@ -170,12 +170,12 @@ def environment(variables: Mapping[str, str] = os.environ) -> Finding:
 
 
 def shown(name: str, value: str) -> str:
-    """`value` without what a stranger may not read."""
+    """Return `value` without secrets: hidden if the name says so, otherwise as `without_secrets` leaves it."""
     return HIDDEN if _SECRET_NAME.search(name) else without_secrets(value)
 
 
 def without_secrets(text: str) -> str:
-    """`text` without passwords in addresses and tokens of the hub."""
+    """Return `text` without passwords in addresses and without tokens of the hub."""
     return _SECRET_VALUE.sub(HIDDEN, text)
 
 
@@ -267,7 +267,9 @@ def _file_system(directory: Path) -> str:
 
 
 def _ask_hub() -> tuple[float | None, float] | None:
-    """(seconds that our clock is ahead, seconds that it took), or None. A name service may hang: it gets no longer."""
+    """Return (seconds that our clock is ahead or None, seconds until the answer), or None if no answer comes in
+    `HUB_SECONDS`: a name service may hang.
+    """
     answers: list[tuple[float | None, float]] = []
 
     def ask() -> None:

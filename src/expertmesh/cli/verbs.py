@@ -97,7 +97,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _keep_error_format(context: typer.Context, wanted: ErrorFormat) -> ErrorFormat:
-    """At once, so that it holds for an unknown verb too."""
+    """Store the format as soon as it is read, so that it holds for an unknown verb too."""
     context.ensure_object(dict)["error_format"] = wanted
     return wanted
 

@@ -140,7 +140,7 @@ class TrainingBatches:
         return self.steps_in_epoch(0)
 
     def steps_in_epoch(self, epoch: int) -> int:
-        """Steps of one epoch."""
+        """Return the optimizer steps of one epoch."""
         if epoch not in self._steps:
             fixed = not (self._layout.packing and self._shuffle)
             rows = self.plan(0 if fixed else epoch).rows
@@ -148,7 +148,7 @@ class TrainingBatches:
         return self._steps[epoch]
 
     def total_steps(self, num_epochs: int) -> int:
-        """Steps of epochs 0 … `num_epochs`-1."""
+        """Return the optimizer steps of epochs 0 … `num_epochs`-1."""
         return sum(self.steps_in_epoch(epoch) for epoch in range(num_epochs))
 
     def plan(self, epoch: int) -> PackedRows:
@@ -202,7 +202,7 @@ class EvaluationBatches:
         self.rows, self.target_tokens = len(self._rows), dataset.target_tokens
 
     def __len__(self) -> int:
-        """Batches per rank."""
+        """Return the micro-batches per rank."""
         return -(-len(self._rows) // (self._layout.data_ranks * self._layout.micro_batch_size))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -210,7 +210,10 @@ class EvaluationBatches:
 
 
 def accumulation_of(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> int:
-    """Micro-batches per optimizer step and rank; `InputError` with the nearest valid sizes if not whole."""
+    """Return the micro-batches per optimizer step and rank.
+
+    Raises `InputError` with the nearest valid sizes if `global_batch_size` is not a multiple of the other two.
+    """
     per_pass = micro_batch_size * data_ranks
     if global_batch_size > 0 and global_batch_size % per_pass == 0:
         return global_batch_size // per_pass

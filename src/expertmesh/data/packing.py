@@ -100,7 +100,7 @@ def pack(
 
 
 def packed_batch(dataset: TokenizedDataset, rows: Sequence[Row], pad_token_id: int) -> Batch:
-    """`input_ids`, `labels`, `position_ids` [B, S] int64 of packed rows; S is the longest of them.
+    """Return `input_ids`, `labels`, `position_ids` [B, S] int64 of packed rows; S is the longest of them.
 
     Shorter rows are padded on the right by tokens that form a document of their own (positions from 0, labels
     -100). There is no `attention_mask`: transformers finds the documents by `position_ids`, which needs
@@ -123,7 +123,7 @@ def packed_batch(dataset: TokenizedDataset, rows: Sequence[Row], pad_token_id: i
 
 
 def padded_batch(dataset: TokenizedDataset, rows: Sequence[Row], pad_token_id: int) -> Batch:
-    """`input_ids`, `labels`, `attention_mask` [B, S] int64 of rows of one sample, padded on the right."""
+    """Return `input_ids`, `labels`, `attention_mask` [B, S] int64 of rows of one sample, padded on the right."""
     batch = packed_batch(dataset, rows, pad_token_id)
     del batch["position_ids"]
     lengths = torch.from_numpy(dataset.lengths[np.concatenate(rows)])

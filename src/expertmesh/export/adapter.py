@@ -63,7 +63,7 @@ class PerExpertAdapter:
 
 
 def per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> PerExpertAdapter:
-    """Made of the adapters of `model`, whose files have the family's published layout.
+    """Build the adapter with keys for each expert from the adapters of `model`, in the family's published layout.
 
     Raises `InputError` for a model whose files do not hold one matrix per expert (GPT-OSS and others with all experts
     of a layer in one tensor).

@@ -50,7 +50,7 @@ class Compared:
 
 
 def base_hash(tensors: Mapping[str, Tensor], load: LoadPlan, files: WeightFiles) -> str:
-    """`content_hash` of a model with these `tensors` (on meta, of its dtypes), filled from `files` as `load` says."""
+    """Return the `content_hash` of a model of these `tensors` (on meta, of its dtypes), filled from `files`."""
 
     sums = {}
     for name, tensor in tensors.items():

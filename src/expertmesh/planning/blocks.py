@@ -158,7 +158,7 @@ def _dequantised(block: Block, width: int, sharding: BlockSharding) -> float:
 
 
 def saved_by_kind(workload: Workload, modes: Sequence[CheckpointingMode]) -> list[SavedActivations]:
-    """Activations of each kind of block of the whole model, in the order of their first."""
+    """Return the saved activations of each kind of block of the full model, in the order of their first."""
     model, sharding = workload.model, BlockSharding.of(workload)
     return [
         SavedActivations(
@@ -225,7 +225,7 @@ class _Experts:
         self.pairs_PI = self.routed.pairs * self.spec.intermediate_size * self.compute
 
     def memory(self, ends: bool) -> ExpertsMemory:
-        """`ends`: a second run does not come to the down projection."""
+        """Return the memory of the block's experts; `ends`: recomputation stops before the down projection."""
         efsdp = self.sharding.efsdp
         reducing = self.here(self.reduce, trains=True) if self.gathers else 0.0
         gradients = self.here(self.compute, trains=True) if self.gathers else 0.0
@@ -275,7 +275,7 @@ class _Experts:
         return pairs + rows + way_back
 
     def forward(self) -> float:
-        """On top of what is saved."""
+        """Return the bytes of forward, on top of what is saved."""
         if self.experts.looped:
             return self.rows_RH * (1 + 4 / self.compute) + self.dequantised()
         return self.pairs_PI + self.pairs_PH + max(self.rows_RH, self.dequantised())

@@ -27,7 +27,7 @@ from expertmesh.training.startup.model_check import Checked, checkpointing_mode
 
 
 def train_with_forecast(config: Config, control: Control | None = None) -> None:
-    """`training.run.train`, with what a step is predicted to take in the printed plan and in run.json."""
+    """Run `training.run.train`, with a prediction of a step's time and memory in the printed plan and in run.json."""
     elastic = control is not None and control.elastic
     train(config, control, predict=forecast, arrange=arrange if elastic else None)
 
@@ -63,7 +63,11 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
 
 
 def forecast(config: Config, checked: Checked, devices: Devices | None = None) -> Forecast:
-    """Time and memory of a step of what preflight has let pass, on `devices` or those here. No communication."""
+    """Predict time and memory of a step of the job that preflight accepted. Nothing communicates.
+
+    Args:
+        devices: to predict for; None takes those of this job.
+    """
     devices = devices or devices_here(checked.layout.world_size)
     if devices is None:
         return Forecast("nothing: the planner does not know this device")
@@ -91,7 +95,7 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
 
 
 def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
-    """At most three changes of the configuration with which a step is predicted to fit, the fastest first."""
+    """Return at most three changes of the configuration with which a step is predicted to fit, the fastest first."""
     now = config.train.micro_batch_size, checkpointing_mode(config)
     fitting: dict[str, float] = {}
     for length in (config.data.max_length, config.data.max_length // 2):
@@ -130,7 +134,7 @@ def devices_here(world_size: int) -> Devices | None:
 
 
 def host_memory() -> float:
-    """Bytes of memory of this machine, or of the control group that this process is confined to."""
+    """Return the bytes of memory of this machine, or of the control group that this process is confined to."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -91,7 +91,7 @@ class Hardware(Section):
         return self
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of products in `dtype`; a 16th of bfloat16's where float32 is not listed, half of that for float64."""
+        """Return the FLOP/s of products in `dtype`; float32 defaults to 1/16 of bfloat16's, others to half of that."""
         float32 = self.flops.get("float32", self.flops["bfloat16"] / 16)
         return float(self.flops.get(dtype, float32 if dtype == "float32" else float32 / 2))
 
@@ -133,8 +133,9 @@ def name_of(called: str, table: Mapping[str, Hardware]) -> str | None:
 
 
 def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
-    """`2x8 h200` or `2x8xh200` (nodes x devices), `16 h200` or `16xh200` (whole nodes as far as they go). `InputError`
-    names what is wrong.
+    """Read `2x8 h200` or `2x8xh200` (nodes x devices), `16 h200` or `16xh200` (full nodes, or a part of one).
+
+    Raises `InputError` for other text, a device that is not in `table`, or more than 65,536 devices.
     """
     matched = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*[x\s]\s*([\w.-]*[a-z][\w.-]*)\s*", text.lower())
     if matched is None:

@@ -80,8 +80,11 @@ def fullest_stage(workload: Workload) -> int:
 
 
 def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
-    """Bytes saved between forward and backward of one micro-batch, by the blocks of one of a pp rank's stages, what is
-    around them and the head.
+    """Return the bytes that one stage saves of a micro-batch for backward: blocks, what is around them, and the head.
+
+    Args:
+        stage: pp rank.
+        chunk: which of its `pp_virtual_stages` stages, counted as in a list; -1 is the last.
     """
     memory, chunk = _RankMemory(workload), range(workload.layout.pp_virtual_stages)[chunk]
     saved = memory.saved(stage, chunk)[-1] + memory.tables + memory.at_borders(stage, chunk)
@@ -143,7 +146,7 @@ class _RankMemory:
         return at_borders + (self.outside + self.head_input if stage == self.layout.pp - 1 and not is_last else 0.0)
 
     def received(self, stage: int) -> float:
-        """Buffers for what a step's micro-batches receive: hidden states, and their gradients (torch's stages)."""
+        """Return the bytes of a step's receive buffers: hidden states and their gradients (torch's stages)."""
         ends = 2 * self.layout.pp_virtual_stages - (stage == 0) - (stage == self.layout.pp - 1)
         return ends * self.batch.accumulation * self.hidden
 
@@ -283,7 +286,7 @@ class _Backward:
 
 @cache
 def _edges(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
-    """Blocks at which the peak can be: what is saved falls and gradients grow evenly in between."""
+    """Return the blocks at which the peak can be: what is saved falls and gradients grow evenly in between."""
     places: dict[Piece, list[int]] = {}
     for index, piece in enumerate(pieces):
         places.setdefault(piece, []).append(index)

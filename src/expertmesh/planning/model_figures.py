@@ -100,7 +100,7 @@ class ParamGroup:
         return [weight.numel for weight in self.weights if weight.packed]
 
     def sharded_over(self, ranks: int, tp: int) -> int:
-        """Ranks that share a group: `ranks` of fsdp and cp, and those of tp for what tp does not split."""
+        """Return how many ranks share the group: `ranks` of fsdp and cp, times tp for what tp does not split."""
         return ranks if self.weights and self.weights[0].split is not None else ranks * tp
 
 
@@ -186,7 +186,7 @@ class Experts:
         return sum(each.elements for each in self.matrices if trains in (None, each.trains))
 
     def gathered(self, compute: int) -> float:
-        """Bytes of one expert for computing in a dtype of `compute` bytes: those of its codes, where it is packed."""
+        """Return the bytes of one gathered expert: `compute` bytes an element; a packed weight stays packed."""
         return sum(each.elements * (each.bytes if each.packed else compute) for each in self.matrices)
 
     @property

@@ -264,7 +264,7 @@ def _run(
 
 
 def _start_graph(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Under adapters the first block's input has no gradient; every other block's has. Not as a leaf, which stays."""
+    """Give the first block's input a gradient under adapters too, as every other block's has one; a leaf would stay."""
     return output if output.requires_grad else output + torch.zeros_like(output[0, 0, 0], requires_grad=True)
 
 

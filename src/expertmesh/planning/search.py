@@ -155,8 +155,9 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
 
 
 def cards_that_fit(job: Job) -> tuple[float, list[int]]:
-    """Bytes of one device that trains alone, one sequence at a time with as much recomputed as there is, and which of
-    the usual cards, in GB, have as much and the device's headroom.
+    """Return the bytes that one device needs alone, and the usual cards' sizes in GiB that hold them with headroom.
+
+    The device trains one sequence at a time, in the mode that recomputes most.
     """
     alone = Workload(job.model, Layout(offload=job.offload), Batch(1, 2), modes(job.model)[-1], job.layers)
     needed = memory_of(alone, overhead=ALONE).total
@@ -179,7 +180,7 @@ def modes(model: ModelFigures) -> tuple[CheckpointingMode, ...]:
 
 
 def supported_mode(model: ModelFigures, wanted: str) -> CheckpointingMode:
-    """`wanted`, or none for a model whose blocks cannot be recomputed."""
+    """Return `wanted`, or "none" for a model whose blocks cannot be recomputed."""
     return next((mode for mode in modes(model) if mode == wanted), "none")
 
 
@@ -203,8 +204,12 @@ class RunCosts:
 def run_costs(
     job: Job, candidate: Candidate, tokens: float | None, price: float | None, device_hours_per_failure: float | None
 ) -> RunCosts:
-    """`tokens` is the budget, `price` that of a device and hour; it and `device_hours_per_failure` default to the
-    hardware table's.
+    """Return what a run of `candidate` costs, checkpoints and failures included.
+
+    Args:
+        tokens: budget of input tokens, or None: no hours and no cost.
+        price: of a device and hour; None takes the hardware table's.
+        device_hours_per_failure: mean time between failures of one device; None takes the hardware table's.
     """
     hardware, layout = job.devices.hardware, candidate.layout
     states = (resident_state(job.model, layout, stage, job.optimizer) for stage in range(layout.pp))
@@ -242,7 +247,7 @@ def _schedule(pp: int, fixed: ParallelConfig | None) -> tuple[str, int]:
 
 
 def _refusal(job: Job, layout: Layout) -> str | None:
-    """Why `train` would refuse a layout, or None."""
+    """Return why `train` would refuse a layout, or None."""
     model, data_ranks = job.model, layout.data_ranks
     try:
         if model.anatomy.num_experts % layout.ep:

@@ -170,7 +170,7 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: Optimize
 
 
 def parts_of_last_dim(experts: Experts, weight: ExpertWeight, layout: Layout) -> int:
-    """Into how many parts efsdp cuts the rows of an expert's matrix."""
+    """Return the number of parts that efsdp cuts the rows of an expert's matrix into."""
     if experts.spec.num_experts // layout.ep % layout.efsdp == 0:
         return 1
     on_last = weight.is_adapter_a if experts.rank else expert_shard_dim(experts.spec, layout) == 2
@@ -228,7 +228,10 @@ def in_flight(layout: Layout, count: int, stage: int) -> tuple[InFlight, ...]:
 
 @cache
 def prefetches(layout: Layout, count: int, stage: int) -> tuple[Prefetches, ...]:
-    """FSDP2 forgets what it has recorded at the end of each backward, so only what ran since the one before counts."""
+    """Return the different backwards of a step's `count` micro-batches, by what FSDP2 prefetches, on one pp rank.
+
+    FSDP2 clears its record of forwards at the end of each backward, so only forwards since the previous one count.
+    """
     pp, chunks = layout.pp, layout.pp_virtual_stages
     if chunks == 1:
         first = in_flight(layout, count, stage)[0].saved[0]
@@ -250,7 +253,10 @@ def prefetches(layout: Layout, count: int, stage: int) -> tuple[Prefetches, ...]
 
 
 def schedule_order(pp: int, chunks: int, count: int, stage: int) -> Iterator[tuple[int, bool]]:
-    """(chunk, whether forward) in the order of interleaved 1F1B; of looped breadth-first where rounds are unequal."""
+    """Yield (chunk, whether forward) in the order of interleaved 1F1B; looped breadth-first if rounds are unequal.
+
+    `chunks` are the stages of each of `pp` ranks; `count` micro-batches run on pp rank `stage`.
+    """
     rounds = max(1, count // pp)
     if count % rounds:
         yield from ((chunk, True) for chunk in range(chunks) for _ in range(count))

@@ -97,7 +97,7 @@ def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> fl
 
 
 def _stride(transfer: Transfer, layout: Layout) -> int:
-    """Between neighbours of a group: what faster axes have, fsdp joined with them for dense parameters."""
+    """Return the distance in ranks between neighbours of a transfer's group."""
     if transfer.axis == EP_NODES:
         return layout.ep // transfer.ranks
     if transfer.axis == "fsdp":
@@ -129,7 +129,7 @@ def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
 
 
 def _of_shared_blocks(rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
-    """Largest magnitudes of the blocks of both moments, where ranks hold parts of the same rows."""
+    """Yield the all-reduces of 8-bit AdamW: block maxima of both moments, where ranks hold parts of the same rows."""
     over = layout.fsdp * layout.cp
     for group, times in rank.groups:
         for weight in group.weights:
@@ -148,7 +148,7 @@ def _of_shared_blocks(rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
 
 
 def _of_matrices(model: ModelFigures, rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
-    """Parts of matrices to the rank that orthogonalises each, and back; of ranks that get as many as others."""
+    """Yield Muon's all-to-alls: parts of matrices to the rank that orthogonalises each, and back, spread evenly."""
     width, over = model.compute_bytes, layout.fsdp * layout.cp * layout.tp
     for group, times in rank.groups:
         for weight in group.weights:
@@ -250,7 +250,7 @@ def _of_experts(model: ModelFigures, rank: PipelineRank, layout: Layout, accumul
 
 @cache
 def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float]:
-    """Layers with routed experts of a rank, and bytes of all their experts as gathered and as reduced."""
+    """Return a rank's layers with routed experts, and the bytes of all their experts as gathered and as reduced."""
     layers, gathered, reduced = 0, 0.0, 0.0
     for block, times in rank.blocks:
         if block.experts is not None:
@@ -264,10 +264,15 @@ def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float
 def _of_dispatch(
     experts: Experts, width: int, routed: RoutedTokens, runs: tuple[int, int], ranks: tuple[int, int]
 ) -> Iterator[Transfer]:
-    """Counts, pairs and rows there and rows back in forward; rows, weights and rows in backward (dispatch.py). `runs`:
-    how often rows go there in forward, and back. A second run has the counts. `width`: bytes of a value; `ranks`: of an
-    EP group, and of how many nodes it is where rows go once to each node first (hierarchical.py), with their choices
-    and weights.
+    """Yield a micro-batch's all-to-alls of one block over ep, as experts/dispatch.py issues them.
+
+    Forward sends counts, pairs and rows, and the rows' results; backward sends rows, weights and rows. Recomputation
+    sends no counts. If rows go to nodes first (hierarchical.py), expert ids and weights go with them.
+
+    Args:
+        width: bytes of a value.
+        runs: dispatches and combines of forward, recomputation included.
+        ranks: ranks of an EP group, and the nodes that rows go to first (1: directly to ranks).
     """
     (ep, nodes), (there, back), spec, top_k = ranks, runs, experts.spec, experts.router.top_k
     row, weight = spec.hidden_size * width, max(4, width)
@@ -304,7 +309,7 @@ def _of_sequence(
         yield Transfer("cp", "all_gather", there, there * rows_whole, layout.cp)
         yield Transfer("cp", "reduce_scatter", back, back * rows_whole, layout.cp)
     elif (queries := block.figures.heads) and layout.cp > 1:
-        # Keys and values go together with the queries, repeated as far as a rank's queries need (context.py).
+        # Keys and values go together with the queries, repeated as far as a rank's queries need (context/exchange.py).
         groups = queries // model.key_value_heads
         keys = model.key_value_heads * groups // gcd(queries // (layout.cp * layout.tp), groups)
         exchanged = (block.figures.queries + keys * block.figures.keys) * rows / (layout.cp * layout.tp)

@@ -77,7 +77,7 @@ class Metrics:
         return int(self.load_SL["dead"].shape[1])
 
     def step_seconds(self) -> Column:
-        """Seconds per step since the row before, pauses for evaluation and checkpoints included; NaN for the first."""
+        """Return seconds per step since the row before, evaluation and checkpoints included; NaN for the first."""
         if not len(self.step):
             return np.empty(0)
         steps, seconds = np.diff(self.step, prepend=np.nan), np.diff(self["elapsed_seconds"], prepend=np.nan)
@@ -232,7 +232,7 @@ def _number(value: Any) -> float:
 
 
 def _load(value: Any) -> npt.NDArray[np.float32]:
-    """`[L, K]`: a row for every layer, NaN where it says nothing."""
+    """Return `[L, K]`: a row for each layer, K figures of its load, NaN if missing."""
     layers: Iterable[Any] = value if isinstance(value, list) else ()
     numbers = [[_number(layer.get(key)) if isinstance(layer, dict) else math.nan for key in WORST] for layer in layers]
     with np.errstate(over="ignore"):
@@ -242,7 +242,7 @@ def _load(value: Any) -> npt.NDArray[np.float32]:
 
 
 def _tokens(step: int, value: Any) -> tuple[int, npt.NDArray[np.float64]] | None:
-    """Counts `[L, E]` of a row; None for anything else."""
+    """Return the step and token counts `[L, E]` of a row, or None if `value` is no such table."""
     layers = value if isinstance(value, list) else []
     counts = [[_number(each) for each in layer] for layer in layers if isinstance(layer, list)]
     if not counts or not counts[0] or len({len(layer) for layer in counts}) > 1 or len(counts) != len(layers):

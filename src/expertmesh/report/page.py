@@ -114,7 +114,7 @@ def _of_experts(run: Run) -> Iterator[str]:
 
 
 def _ends(values: Column) -> tuple[float, float]:
-    """Medians over the first and the last rows."""
+    """Return the medians over the first and the last rows."""
     rows = max(1, len(values) // _END)
     return float(ignoring_nan(np.nanmedian, values[:rows])), float(ignoring_nan(np.nanmedian, values[-rows:]))
 

@@ -110,7 +110,7 @@ class HoverGrid:
 
 
 def _to_svg(axes: Axes, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[list[float], list[float]]:
-    """Places in the picture, once it is drawn; it counts points from the top."""
+    """Return places in the drawn picture, in points; y counts from the top."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     places = axes.transData.transform(np.column_stack([x, y])) * 72 / figure.dpi
@@ -175,7 +175,7 @@ def _draw_lines(lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]], fig
 
 
 def _draw_tokens(run: Run, tokens_LE: npt.NDArray[np.float64], figure: Figure, axes: Axes) -> Hover:
-    """Tokens of every expert over the mean of its layer."""
+    """Draw the tokens of each expert over the mean of its layer."""
     load_LE = tokens_LE / np.maximum(tokens_LE.mean(axis=1, keepdims=True), 1e-9)
     layers, experts = load_LE.shape
     extent = (-0.5, experts - 0.5, layers - 0.5, -0.5)
@@ -265,7 +265,7 @@ def _draw_line(axes: Axes, line: Line, noisy: bool, label: str, colour: str) -> 
 
 
 def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> Hover | None:
-    """Layers from top to bottom, steps from left to right; bright is what needs attention."""
+    """Draw layers from top to bottom, steps from left to right; bright is what needs attention."""
     grid = thin_grid(run.metrics.step, run.metrics.load_SL[key], WORST[key])
     low, high = float(np.nanmin(grid.values_LC)), float(np.nanmax(grid.values_LC))
     norm = {

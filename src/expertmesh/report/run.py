@@ -64,7 +64,7 @@ class Goodput:
 
 
 def goodput(starts: Sequence[Start], metrics: Metrics) -> Goodput | None:
-    """None where the records do not tell."""
+    """Return where the time of a run went, or None if the records lack times."""
     times = [_time(each.started) for each in starts]
     if None in times or not (metrics.has("step_seconds") and metrics.has("elapsed_seconds")):
         return None

@@ -94,7 +94,7 @@ def _smoothed(values: Numbers) -> Numbers | None:
 
 
 def thin_grid(step: npt.NDArray[np.int64], values_SL: npt.NDArray[np.float32], worst: Callable[..., Any]) -> Grid:
-    """Columns of equal width in steps, at most `MAX_COLUMNS`; `worst` (`np.nanmax` or `np.nanmin`) joins their rows."""
+    """Return at most `MAX_COLUMNS` columns of equal width in steps; `worst` (`np.nanmax` or `np.nanmin`) joins rows."""
     gap = float(np.median(np.diff(step))) if len(step) > 1 else 1.0
     first, last = float(step[0]) - gap / 2, float(step[-1]) + gap / 2
     columns = int(min(MAX_COLUMNS, max(1, round((last - first) / gap))))

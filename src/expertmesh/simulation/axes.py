@@ -24,8 +24,12 @@ AxisKind = tuple[str, str]
 
 
 def sent_by_axis(sent: Mapping[str, Mapping[str, CollectiveCount]], mesh: Mesh) -> dict[AxisKind, CollectiveCount]:
-    """Calls and bytes by (axis or axes, kind), zero where nothing was sent. Left out: what is received, which another
-    rank has sent, and what no axis is used for (single numbers).
+    """Return calls and bytes by (axis or axes, kind), zero if nothing was sent.
+
+    Left out are receives, which another rank counts as sent, and kinds that no axis is used for (single numbers).
+
+    Args:
+        sent: counts by process group's name and kind, as `UsageTracker.sent` has them.
     """
     found: dict[AxisKind, CollectiveCount] = {}
     for group, axes in _axes(mesh).items():

@@ -69,7 +69,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fake_buffers(model: nn.Module) -> None:
-    """Rotary frequencies and the like have values, which a fake step must not meet."""
+    """Replace buffers that have values (rotary frequencies and the like), which a step on fake tensors cannot read."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, torch.empty_like(buffer), persistent=name in module.state_dict())

@@ -102,7 +102,14 @@ def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_CW: torch.Tensor, place_C: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """`place_C`: the target's row on this rank, outside of `range(W)` where another rank has it."""
+        """Return the loss of each target, `[C]`, and save its gradient.
+
+        Args:
+            logits_CW: this rank's part of the vocabulary, W columns.
+            place_C: the target's column on this rank, outside of `range(W)` if another rank has it.
+
+        Collectives: every rank of `group` issues two all-reduces.
+        """
         rows = logits_CW.shape[-1]
         here_C = (place_C >= 0) & (place_C < rows)
         place_C1 = place_C.clamp(0, rows - 1).unsqueeze(1)

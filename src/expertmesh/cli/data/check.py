@@ -77,7 +77,7 @@ def note_lines(notes: Sequence[ExpertmeshError]) -> Iterator[str]:
 
 
 def _print_all(console: Console, config: Config, samples: int, found: Checked | InputError, nproc: int | None) -> None:
-    """`found`: the model's shards, or why there are none. The data are looked at all the same."""
+    """Print the model, the job and the data; `found` is the model's shards, or why there are none."""
     model = config.model
     read, _ = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
     vocab_size = int(read.get_text_config().vocab_size)

@@ -80,7 +80,7 @@ class Choice:
 
 
 def enough_rows(devices: Devices, length: int) -> int:
-    """So many rows are plenty: they make `FEW_STEPS` steps even if `length` tokens pack dozens of them."""
+    """Return a number of rows that makes `FEW_STEPS` steps even if `length` tokens pack dozens of them."""
     return min(10**6, FEW_STEPS * max(_SEQUENCES, devices.count) * max(1, length // 32))
 
 

@@ -72,7 +72,7 @@ def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: i
 
 
 def _counted(sources: Sequence[DataSource], most: int) -> int:
-    """Rows of an epoch, at most `most` of each source."""
+    """Count the rows of an epoch, reading at most `most` of each source."""
     count = 0
     for source in sources:
         left = min(most, source.max_rows or most)

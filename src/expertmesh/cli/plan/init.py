@@ -198,7 +198,7 @@ def _head(config: Config, checked: Checked, path: Path, choice: Choice) -> Itera
 
 
 def _lines(values: Mapping[str, Any], comments: Mapping[tuple[str, ...], str]) -> Iterator[str]:
-    """YAML, a line for each key."""
+    """Yield YAML, a line for each key."""
     for section, value in values.items():
         inside = section in _BLOCKS and isinstance(value, dict)
         if inside:

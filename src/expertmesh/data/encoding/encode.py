@@ -114,7 +114,7 @@ class Encoder:
         return [found]
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[tuple[list[int], Any]]:
-        """Ids and character offsets (None from a tokenizer that has none) of each text."""
+        """Return ids and character offsets of each text; offsets are None from a tokenizer that has none."""
         if not texts:
             return []
         # verbose=False: `build_dataset` reports samples that are too long.
@@ -202,6 +202,6 @@ class Encoder:
 
 
 def completed(prompt: str, completion: str, method: str) -> Rendered:
-    """Plain text of which the completion is the target."""
+    """Return plain text of which the completion is the target."""
     text, spans = prompt + completion, ((len(prompt), len(prompt) + len(completion)),)
     return Rendered(text, spans, method, odd=("broken_thinking",) * has_broken_thinking(text, spans))

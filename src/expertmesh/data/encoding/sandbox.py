@@ -96,7 +96,7 @@ def _serve(connection: Connection, function: Callable[[Any], Any]) -> NoReturn:
 
 
 def _blocks(answers: Iterable[str]) -> Iterator[bytes]:
-    """JSON lists of answers, some at a time: to wake the parent for each would take longer than to render it."""
+    """Yield JSON lists of answers, some at a time: to wake the parent for each would take longer than to render it."""
     held: list[str] = []
     for answer in answers:
         held.append(answer)

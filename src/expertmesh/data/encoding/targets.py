@@ -142,7 +142,7 @@ class TargetFinder:
         return samples
 
     def _response(self, prompt: Messages, answer: Messages) -> Rendered:
-        """Prompt and response in one text; which tokens are the response's, preference.py tells."""
+        """Render prompt and response as one text; preference.py finds the response's tokens in it."""
         messages = self._prepared([*prompt, *answer])
         text = self._render(messages)
         turns = range(len(prompt), len(messages))
@@ -177,7 +177,7 @@ class TargetFinder:
     def _judged(
         self, text: str, spans: Sequence[Span], method: str, turns: Messages, left_out: Sequence[Part]
     ) -> Rendered:
-        """Without thinking blocks that hold no thought: as targets they would teach not to think."""
+        """Return the text with target spans less empty thinking blocks, which would teach the model not to think."""
         kept: list[Span] = []
         empty, has_empty_answer = 0, False
         blocks = [match.span() for match in _EMPTY_THOUGHT.finditer(text)] if method != EVERY_TOKEN else []
@@ -348,9 +348,9 @@ class TargetFinder:
         return (start, len(until_turn)) if _holds(until_turn[start:], messages[turn]) else None
 
     def _prompt_length(self, messages: Messages, text: str) -> int | None:
-        """Length of the rendering of `messages` with the generation prompt, or None if `text` has another.
+        """Return the characters of `messages` rendered with the generation prompt, or None if `text` begins otherwise.
 
-        Tried without their thinking as well, which a later answer may have removed from the text.
+        Try the messages without their thinking as well: a later answer may have removed it from the text.
         """
         for tried in (messages, [without_thinking(message) for message in messages]):
             prompt = self._render_or_none(tried, generation_prompt=True)

@@ -47,7 +47,7 @@ class Part:
         return f"text of {self.role} messages" if self.kind == TEXT else str(self.path[-1 if self.kind == KEY else 0])
 
     def replaced(self, value: Any, word: str) -> Any:
-        """`value`, which stands at `path`, with `word` in the place of the part."""
+        """Return `value`, found at `path`, with `word` in place of the part."""
         if self.kind == TOOLS:
             function = value.get("function")
             return {**value, "function": {**(function if isinstance(function, Mapping) else {}), "name": word}}

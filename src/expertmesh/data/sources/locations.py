@@ -44,7 +44,7 @@ class Location(Protocol):
         """Return all rows with `columns` under their new names, None in the place of those that `takes` refuses."""
 
     def stamp(self) -> str:
-        """Changes when the content may have changed; cheap."""
+        """Return a text that changes if the content may have changed, without reading the content."""
 
     def content(self) -> str:
         """Return a hash of the content; reads all of it."""

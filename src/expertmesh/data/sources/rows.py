@@ -27,7 +27,7 @@ class SourceFile:
     by_line: bool
 
     def position(self, number: int) -> str:
-        """`train.jsonl:12` for a line, `train.parquet:row 12` for a row; both count from 1."""
+        """Return `train.jsonl:12` for a line, `train.parquet:row 12` for a row; both count from 1."""
         return f"{self.name}:{number}" if self.by_line else f"{self.name}:row {number}"
 
 
