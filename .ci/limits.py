@@ -2,7 +2,7 @@
 
 Prints every place that is over one, and exits with 1. Private names of torch, transformers and datasets are used in
 compat.py alone, `unittest.mock` nowhere. The docstring of a function begins with one of `VERBS`, that of a property may
-be a noun phrase. Docstrings of files name files that exist.
+be a noun phrase. Docstrings and comments name files that exist.
 
 Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
 the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
@@ -12,6 +12,7 @@ size on its own.
 import ast
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,14 +44,14 @@ def over() -> Iterator[str]:
     homes = _public_homes()
     texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in texts.items()}
-    files = {path.name for folder in (PACKAGE, Path("tests"), Path("benchmarks")) for path in folder.rglob("*.py")}
+    files = [str(path) for folder in (PACKAGE, Path("tests"), Path("benchmarks")) for path in folder.rglob("*.py")]
     own = {name for tree in trees.values() for name in _defined(tree)}
     for path, text in texts.items():
         if (lines := len(text.splitlines())) > LINES_PER_FILE:
             yield f"{path}: {lines} lines, at most {LINES_PER_FILE}"
         tree = trees[path]
         yield from _mocks(path, tree)
-        yield from _named_files(path, tree, files)
+        yield from _named_files(path, files)
         if path != COMPAT:
             yield from _private_names(path, tree, own)
         for node in ast.walk(tree):
@@ -71,10 +72,23 @@ def _mocks(path: Path, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{node.lineno}: unittest is for tests"
 
 
-def _named_files(path: Path, tree: ast.Module, files: set[str]) -> Iterator[str]:
-    for name in re.findall(r"\b[a-z_]+\.py\b", ast.get_docstring(tree) or ""):
-        if name not in files:
-            yield f"{path}: its docstring names {name}, which is no file here"
+def _named_files(path: Path, files: list[str]) -> Iterator[str]:
+    """Names of files in comments and docstrings, those under fields too, that no path here ends with."""
+    for line, text in _prose(path):
+        for name in re.findall(r"(?<![\w./])[\w./]*\w\.py\b", text):
+            if not any(f"/{file}".endswith(f"/{name}") for file in files):
+                yield f"{path}:{line}: {name} is no file here"
+
+
+def _prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines and texts of comments, and of strings that are statements: docstrings."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
 
 
 def _private_names(path: Path, tree: ast.Module, own: set[str]) -> Iterator[str]:

@@ -95,7 +95,7 @@ class ModuleState:
     tensor_part: Any = None
     """Its part in tensor parallelism: parallel/tensor.py."""
     context_attention: Any = None
-    """Its attention under context parallelism: parallel/context.py."""
+    """Its attention under context parallelism: parallel/context/exchange.py."""
 
 
 def sharded(model: nn.Module) -> ShardedModel:
