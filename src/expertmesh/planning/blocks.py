@@ -23,22 +23,27 @@ _LOOKED_UP = 0.5 + 2 + 4
 
 @dataclass(frozen=True, slots=True)
 class BlockSharding:
-    """The figures that a block's bytes depend on beside the model: `ranks` of fsdp and cp, tp, cp, ep, whether there
-    are replicas, `rows` sequences of a micro-batch, `imbalance`, whether devices are CPUs and gloo is at work, whether
-    experts live in host memory, and whether shared ones run while rows travel.
-    """
+    """The figures of a layout and a micro-batch that a block's bytes depend on, beside the model."""
 
     ranks: int
+    """Ranks of fsdp and cp together."""
     tp: int
     cp: int
     ep: int
     replicated: bool
+    """Whether there are replicas (HSDP)."""
     rows: int
+    """Sequences of a micro-batch."""
     imbalance: float
+    """Rows of the busiest rank of an EP group over their mean."""
     on_cpu: bool
+    """Whether devices are CPUs."""
     gloo: bool
+    """Whether gloo reduces, from a copy of its input."""
     offload: bool = False
+    """Whether packed experts live in host memory."""
     shared_beside: bool = False
+    """Whether shared experts run while rows are in flight."""
 
     @classmethod
     def of(cls, workload: Workload) -> "BlockSharding":
@@ -74,51 +79,61 @@ class BlockSharding:
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
-    """Activations of `blocks` equal blocks, the first of them number `first`: bytes that one saves of a micro-batch for
-    backward, by checkpointing mode.
-    """
+    """Activations that equal blocks save for backward."""
 
     first: int
+    """Number of the first of these blocks in the model, from 0."""
     blocks: int
+    """How many blocks are equal."""
     has_experts: bool
     by_mode: dict[CheckpointingMode, float]
+    """Bytes that one of them saves of a micro-batch, by checkpointing mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMemory:
-    """The memory of one block's routed experts. `saved`: what their backward reads; they are `gathered`, out of what is
-    `buffered`; `forward`, `again` (a second run) and `backward` come on top while they run; `reduced` is the most while
-    their gradients are, and `reducing` what is left of that afterwards.
-    """
+    """The memory of one block's routed experts, in bytes of one rank."""
 
     saved: float = 0.0
+    """What backward reads."""
     gathered: float = 0.0
+    """Unsharded parameters, 0 if FSDP2 does not gather them."""
     buffered: float = 0.0
+    """The flat buffer that gathered parameters are copied out of."""
     forward: float = 0.0
+    """What forward needs on top of `saved`."""
     again: float = 0.0
+    """What recomputation needs on top of `saved`."""
     backward: float = 0.0
+    """What backward needs on top of `saved`."""
     reduced: float = 0.0
+    """The most while gradients are reduced: gradients, reduction buffers, shards."""
     reducing: float = 0.0
+    """The buffer that gradients are reduced from; it lives until the next reduction."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """The memory of one block in one mode. `reads`: everything that its backward reads; `saved`: what stays between
-    forward and backward. `dense`: its dense parameters gathered; `flats`: everything of it prefetched as flat buffers;
-    `reducing`: the buffer its dense gradients are reduced from, which lives until the next one. `gradients`: its dense
-    parameters', and `copied`, gloo's copy. `working`: what its own code needs in backward on top of them, `growing` the
-    parameters' gradients among it.
-    """
+    """The memory of one block in one checkpointing mode, in bytes of one rank."""
 
     reads: float
+    """Everything that backward reads, routed experts included."""
     saved: float
+    """What stays between forward and backward."""
     dense: float
+    """Gathered dense parameters."""
     flats: float
+    """The flat buffers of all its prefetched parameters, routed experts included."""
     reducing: float
+    """The buffer that dense gradients are reduced from; it lives until the next reduction."""
     gradients: float
+    """Dense gradients, unsharded, in the compute dtype."""
     copied: float
+    """Gloo's copy of the reduction buffer, else 0."""
     working: float
+    """What the block's own code needs in backward on top of `reads`; grows with the micro-batch."""
     growing: float
+    """Parameters' gradients that the block's backward makes on top of `working`; tp splits them."""
     experts: ExpertsMemory
 
 

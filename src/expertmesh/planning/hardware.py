@@ -98,11 +98,13 @@ class Hardware(Section):
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices of a job: `nodes` of `per_node` devices each."""
+    """The devices of a job."""
 
     name: str
+    """Kind of device, a name of the hardware table."""
     nodes: int
     per_node: int
+    """Devices of each node."""
     hardware: Hardware
 
     @property

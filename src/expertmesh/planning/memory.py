@@ -20,23 +20,29 @@ CHUNK_TOKENS = 1024  # causal_lm_loss's own
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank at its worst moment. `frozen` are parameters that do not train, `master` those that do;
-    `unsharded` are parameters and gradients of the blocks in flight, gathered; `activations` what is saved for
-    backward; `dispatch` what routed experts hold while they run; `logits` what the head does; `working` what blocks
-    hold while they run; `overhead` the device's own.
-    """
+    """Bytes of one rank at its worst moment."""
 
     frozen: float
+    """Parameters that do not train."""
     master: float
+    """Parameters that train."""
     gradients: float
     moments: float
+    """Optimizer state."""
     unsharded: float
+    """Gathered parameters, their gradients and their buffers."""
     activations: float
+    """What is saved for backward."""
     dispatch: float
+    """What routed experts need while they run."""
     logits: float
+    """What the head needs while losses are computed."""
     working: float
+    """What blocks need while they run."""
     overhead: float
+    """What the device's driver and communication take."""
     moment: str
+    """Name of the moment."""
 
     @property
     def total(self) -> float:
@@ -92,10 +98,11 @@ def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
 
 
 class _Moment(NamedTuple):
-    """The memory at one moment beside state; the share of gradients that is `accumulated` by then."""
+    """The bytes of one rank at one moment, beside its parameters and optimizer state."""
 
     name: str
     accumulated: float
+    """Share of the gradients that exist."""
     unsharded: float
     activations: float
     dispatch: float = 0.0

@@ -41,15 +41,16 @@ class NotProbed(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Figures of each probed block, and `outside`: bytes that stay of what is around the blocks, the base model's
-    output left out; `tables` is the part of it that was there before the first block (rotary tables), for whole rows.
-    `first_saves_less`: how much less the first block saves when nothing before it trains (adapters).
-    """
+    """The figures of a model's blocks and of what is around them, for one sequence."""
 
     blocks: list[BlockFigures]
+    """Of each measured block."""
     outside: int
+    """Bytes that stay of what is around the blocks, the base model's output left out."""
     tables: int
+    """The part of `outside` that exists before the first block (rotary tables), of full rows."""
     first_saves_less: int
+    """Bytes that the first block saves less if nothing before it trains (adapters)."""
 
 
 def probe(

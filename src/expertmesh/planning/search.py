@@ -35,18 +35,21 @@ RESTART_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The model and the devices of a plan: everything that is the same for all layouts. `layers`:
-    train.checkpoint_layers, `dispatch`: moe.dispatch.
-    """
+    """The model and the devices of a plan: everything that is the same for all layouts."""
 
     model: ModelFigures
     devices: Devices
     global_batch_size: int
+    """Sequences of an optimizer step."""
     optimizer: OptimizerName = "adamw"
     imbalance: float = 1.0
+    """Rows of the busiest rank of an EP group over their mean."""
     layers: CheckpointedLayers = "all"
+    """train.checkpoint_layers."""
     offload: str = "none"
+    """parallel.offload."""
     dispatch: str = "auto"
+    """moe.dispatch."""
 
     @property
     def budget(self) -> float:
@@ -77,19 +80,22 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A layout that cannot be, and why, in a sentence. `least`: its most frugal form, where only memory is missing."""
+    """A layout that the job cannot have."""
 
     layout: Layout
     reason: str
+    """One sentence."""
     least: Candidate | None = None
+    """The candidate that needs least memory, if memory alone is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Feasible candidates, best first (the best mode and micro-batch of each layout), and rejected layouts."""
+    """Feasible candidates and rejected layouts."""
 
     job: Job
     candidates: tuple[Candidate, ...]
+    """Best first: the best mode and micro-batch size of each layout."""
     rejected: tuple[Rejected, ...]
 
     @property
@@ -186,19 +192,24 @@ def supported_mode(model: ModelFigures, wanted: str) -> CheckpointingMode:
 
 @dataclass(frozen=True, slots=True)
 class RunCosts:
-    """The hours, money and lost work of a candidate. `checkpoint_bytes` is the whole job's; `interval_seconds`
-    the best time between checkpoints (Young's rule), `lost` the share of time that failures and checkpoints then cost.
-    `hours` and `cost` are for the token budget, with what is lost; None without a budget or a price.
-    """
+    """The hours, money and lost work of a candidate."""
 
     checkpoint_bytes: float
+    """Of the full job."""
     save_seconds: float
+    """Duration of one checkpoint."""
     hours_between_failures: float
+    """Mean of the full job."""
     interval_seconds: float
+    """The best time between checkpoints (Young's rule)."""
     lost: float
+    """Share of the time that failures and checkpoints cost."""
     hours: float | None
+    """For the token budget, lost time included; None without a budget."""
     device_hours: float | None
+    """`hours` of all devices."""
     cost: float | None
+    """In the currency of the price; None without a budget or a price."""
 
 
 def run_costs(

@@ -26,31 +26,42 @@ DEQUANTISING = 22
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One axis's part of a step: what it sends, how long that takes, and how much of it compute does not hide."""
+    """One transfer's part of a step."""
 
     transfer: Transfer
     seconds: float
+    """Its duration."""
     exposed: float
+    """Seconds of it that compute does not hide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds of one optimizer step and where they go; `model_flops` are those of the whole job's step, nothing
-    recomputed counted.
-    """
+    """Seconds of one optimizer step on the slowest pp rank, and what they are spent on."""
 
     products: float
+    """Dense matrix products."""
     experts: float
+    """Grouped products."""
     attention: float
+    """Attention's products."""
     memory: float
+    """Reads and writes of device memory by all else."""
     host: float
+    """Waits for the host's launches."""
     head: float
+    """Head and loss."""
     optimizer: float
+    """Gradient norm and optimizer."""
     links: tuple[Link, ...]
     bubble: float
+    """Idle time of the pipeline, as a share of the other seconds."""
     tokens: int
+    """Input tokens of the step, full job."""
     model_flops: float
+    """FLOPs of the step, full job, recomputation not counted."""
     peak_flops: float
+    """FLOP/s of all devices at their peak."""
 
     @property
     def compute(self) -> float:
@@ -162,15 +173,18 @@ def model_flops(model: ModelFigures) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """The rates that a device reaches: FLOP/s of each kind of product, bytes per second of everything else, seconds a
-    launch.
-    """
+    """The rates that a device reaches."""
 
     products: float
+    """FLOP/s of dense products."""
     experts: float
+    """FLOP/s of grouped products."""
     attention: float
+    """FLOP/s of attention."""
     bandwidth: float
+    """Bytes per second of device memory."""
     launch: float
+    """Seconds that the host takes for one operation."""
 
     @classmethod
     def of(cls, model: ModelFigures, devices: Devices) -> "_Rates":

@@ -39,19 +39,23 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineRank:
-    """The blocks of one pp rank: `chunks` are the blocks of each of its stages with their modes, `pieces` and `blocks`
-    the different ones among them and their number, `groups` the same for dense FSDP2 groups. The embedding is on the
-    first rank; `has_root`: what is behind the blocks is here (tied: what is before them as well).
-    """
+    """The blocks and dense FSDP2 groups of one pp rank."""
 
     stage: int
+    """The pp rank."""
     is_last: bool
     chunks: tuple[tuple[Piece, ...], ...]
+    """Blocks and checkpointing modes of each of its stages, in order."""
     pieces: tuple[tuple[Piece, int], ...]
+    """Different blocks with their modes, and how often each occurs."""
     blocks: tuple[tuple[Block, int], ...]
+    """Different blocks, and how often each occurs."""
     groups: tuple[tuple[ParamGroup, int], ...]
+    """Different dense FSDP2 groups, and how often each occurs."""
     embedding: ParamGroup | None
+    """None unless it is the first pp rank and the embedding is not tied."""
     has_root: bool
+    """Whether head and final norm are here; if the embedding is tied, the first pp rank has them as well."""
 
 
 @cache
@@ -81,20 +85,22 @@ def pipeline_rank(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One optimizer step of a model in a layout. `layers`: train.checkpoint_layers; `imbalance`: what the busiest
-    expert rank gets over the mean; `on_cpu`: gloo reduces, from a copy of its input; `ep_nodes`: to how many nodes an
-    EP group sends rows before ranks (moe.dispatch: hierarchical).
-    """
+    """One optimizer step of a model in a layout."""
 
     model: ModelFigures
     layout: Layout
     batch: Batch
     mode: CheckpointingMode
+    """Activation checkpointing of the blocks that `layers` names."""
     layers: CheckpointedLayers = "all"
+    """train.checkpoint_layers."""
     imbalance: float = 1.0
+    """Rows of the busiest rank of an EP group over their mean."""
     on_cpu: bool = False
+    """Whether gloo reduces, from a copy of its input."""
     optimizer: OptimizerName = "adamw"
     ep_nodes: int = 1
+    """Nodes that an EP group sends rows to before ranks (moe.dispatch: hierarchical); 1 sends to ranks."""
 
     def rank(self, stage: int) -> PipelineRank:
         layout = self.layout
@@ -125,13 +131,14 @@ def _distinct(
 
 @dataclass(frozen=True, slots=True)
 class ResidentState:
-    """Bytes of one rank's shards: of what does not train, of what does, as which its gradients take as many, and of
-    what the optimizer keeps.
-    """
+    """Bytes of one rank's shards."""
 
     frozen: float
+    """Parameters that do not train, those in host memory left out."""
     master: float
+    """Parameters that train; their gradients take as many."""
     moments: float
+    """Optimizer state."""
 
 
 def resident_state(
@@ -178,28 +185,30 @@ def parts_of_last_dim(experts: Experts, weight: ExpertWeight, layout: Layout) ->
 
 
 class InFlight(NamedTuple):
-    """A micro-batch of a rank's `chunk` runs backward while `saved[c]` micro-batches of each chunk have activations
-    saved, this one included; `accumulated[c]`: gradients of chunk c are there from an earlier backward;
-    `extra_gather`: FSDP2 prefetches a block of another micro-batch at its end.
-    """
+    """One situation of a pp rank: a micro-batch runs backward while others have activations saved."""
 
     chunk: int
+    """The stage, among the rank's own, that runs backward."""
     saved: tuple[int, ...]
+    """Micro-batches that have activations saved, by chunk; this one included."""
     accumulated: tuple[bool, ...]
+    """Whether an earlier backward has left gradients, by chunk."""
     extra_gather: bool
+    """Whether FSDP2 prefetches a block of another micro-batch at its end."""
 
 
 class Prefetches(NamedTuple):
-    """Backwards of `chunk`, `times` of them, as FSDP2 prefetches in them: in the reverse order of the forwards recorded
-    by then. `recorded`: any of this chunk are among them. `behind`: the chunk that ran right before the last of those,
-    or None. `other`: the chunk that ran last of all, if it is another one.
-    """
+    """Equal backwards of a chunk, by the forwards that FSDP2 has recorded and prefetches in reverse order."""
 
     chunk: int
     recorded: bool
+    """Whether a forward of this chunk is among them."""
     behind: int | None
+    """The chunk that ran right before the last of those, or None."""
     other: int | None
+    """The chunk that ran last, or None if it is this one."""
     times: int
+    """How many backwards of a step are equal."""
 
 
 @cache

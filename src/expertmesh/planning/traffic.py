@@ -26,17 +26,19 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_a
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One kind of collective over one axis: `calls` and `bytes` of a rank in an optimizer step, over `ranks` ranks.
-
-    `prefetched`: issued before its result is needed, so that compute can hide it.
-    """
+    """One kind of collective over one axis, in an optimizer step of one rank."""
 
     axis: str
+    """Name of the axis; `EP_NODES`, or "host" for copies from host memory."""
     kind: CollectiveKind
     calls: float
+    """How many are issued."""
     bytes: float
+    """Of all calls together, as the module docstring counts them."""
     ranks: int
+    """Of the group."""
     prefetched: bool = False
+    """Whether it is issued before its result is needed, so that compute can hide it."""
 
     @property
     def wire(self) -> float:

@@ -77,19 +77,25 @@ def fake_buffers(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The holdings and traffic of one rank in an optimizer step. `sent` is by axis (or axes that share their ranks) and
-    kind.
-    """
+    """The memory and traffic of one rank in an optimizer step."""
 
     world_size: int
     rank: int
+    """Global rank."""
     peak: int
+    """Bytes of live tensors at their most."""
     state: int
+    """Bytes of parameters and optimizer before the step."""
     sent: dict[AxisKind, CollectiveCount]
+    """Calls and bytes by axis (or axes that share their ranks) and kind of collective."""
     mesh_seconds: float
+    """Time to build the mesh and its process groups."""
     shard_seconds: float
+    """Time to build and shard the model."""
     step_seconds: float
+    """Time of two steps on fake tensors."""
     process_groups: int
+    """How many the process made."""
 
 
 def simulate(
