@@ -30,18 +30,17 @@ _ROWS_TRIED_FOR_A_FORMAT = 1000
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides which tokens a data set has.
-
-    `model_vocab_size` is the number of the model's embeddings. With `pairs` rows are preferences, and each gives two
-    samples, the chosen one first. `date` is what a chat template writes that asks for today's.
-    """
+    """All that decides which tokens a data set has."""
 
     sources: Sequence[DataSource]
     config: DataConfig
     tokenizer: PreTrainedTokenizerBase
     model_vocab_size: int
+    """Rows of the model's embedding."""
     pairs: bool = False
+    """Whether rows are preferences; each gives two samples, the chosen one first."""
     date: datetime.date | None = None
+    """What a chat template that asks for today's date writes; None takes today's."""
 
     @classmethod
     def of(

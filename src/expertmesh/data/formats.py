@@ -65,16 +65,15 @@ class MalformedRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation, all of it.
-
-    `untrained`: places of messages that are no targets though their role is. `tools` and `template_args` are what the
-    row gives its chat template beside the messages.
-    """
+    """One conversation, all of it."""
 
     messages: Messages
     untrained: frozenset[int] = frozenset()
+    """Positions of messages that are no targets though their role is."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """What the row gives its chat template as tools."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    """What the row gives its chat template as further arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,13 @@ class Preference:
 
     prompt: str | Messages
     chosen: str | Messages
+    """The better response."""
     rejected: str | Messages
+    """The worse response."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """What the row gives its chat template as tools."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    """What the row gives its chat template as further arguments."""
 
 
 Record = Conversation | PromptCompletion | PlainText | Preference

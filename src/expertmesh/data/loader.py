@@ -27,39 +27,45 @@ if TYPE_CHECKING:
 class Step:
     """One optimizer step as one data rank sees it.
 
-    `micro_batches` are this rank's, equally many on every rank; beside what the model takes they hold `row_numbers`
-    `[B]`, which no two rows of a run share and no layout changes (for adapters' dropout), `real_tokens` `[B, S]`, false
-    for padding and for rows that only keep a rank busy, and `reference` `[B]` where the data set has it. `rows` (for
-    preferences, pairs), `tokens` (without padding) and `target_tokens` count the whole step over all data ranks and
-    micro-batches: what the summed loss is divided by is known here without a collective. `progress` is that through the
-    data in passes, after the step; `position` is where a stream goes on.
+    Counts are of the whole step, over all data ranks and micro-batches, so that the divisor of the summed loss is known
+    without a collective.
     """
 
     epoch: int
     step_in_epoch: int
     rows: int
+    """Rows, for preferences pairs."""
     tokens: int
+    """Without padding."""
     target_tokens: int
     micro_batches: tuple[Batch, ...]
+    """This rank's, equally many on every rank. Beside the model's inputs each holds `row_numbers` `[B]`, unique in a
+    run and equal in every layout (for adapters' dropout); `real_tokens` `[B, S]` bool, false for padding and for filler
+    rows; and `reference` `[B]` if the data set has it."""
     progress: float = 0.0
+    """Passes over the data that are done after this step."""
     position: "StreamPosition | None" = None
+    """Where a stream continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
     """The way rows become the micro-batches of one data rank.
 
-    Rows are dealt to the `data_ranks` ranks in turn, so that no two ranks differ by more than one row. A row is one
-    sample, or with `packing` several that together have at most `max_length` tokens. A row of preferences is a pair,
-    whose two samples follow one another in a micro-batch. `fill` of a plan is relative to `max_length` in each case.
+    Rows are dealt to the ranks in turn, so that no two ranks differ by more than one row. A row of preferences is a
+    pair, whose two samples follow one another in a micro-batch. `fill` of a plan is relative to `max_length` in each
+    case.
     """
 
     micro_batch_size: int
+    """Rows."""
     data_rank: int
     data_ranks: int
     packing: bool
+    """Whether a row is several samples that together have at most `max_length` tokens; else it is one sample."""
     pad_token_id: int
     max_length: int
+    """Tokens of a row."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.data_rank < self.data_ranks

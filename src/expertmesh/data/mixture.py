@@ -21,11 +21,14 @@ _OF_A_SOURCE = 1
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The way the rows of each source, of which there are `rows`, enter an epoch; `shares` are None without weights."""
+    """The way the rows of each source enter an epoch."""
 
     rows: tuple[int, ...]
+    """Rows of each source."""
     repeats: tuple[int, ...]
+    """How often an epoch has each source's rows; without weights."""
     shares: tuple[int, ...] | None = None
+    """Rows that an epoch draws from each source; None without weights."""
 
     @classmethod
     def of(cls, sources: Sequence[DataSource], report: DataReport, samples_per_row: int) -> "Mixture":

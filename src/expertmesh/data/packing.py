@@ -55,10 +55,12 @@ class Rows(Sequence[Row]):
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of sample indices, ordered by their first document; `fill` is tokens / (rows × max_length)."""
+    """The rows of an epoch."""
 
     rows: Rows
+    """Sample indices of each row, ordered by their first document."""
     fill: float
+    """tokens / (rows × max_length)."""
 
 
 def pack(

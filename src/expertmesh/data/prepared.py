@@ -145,9 +145,10 @@ class _Manifest(BaseModel):
 
 
 class _Written(BaseModel):
-    """The notes of one process about its share; `stamps` are the locations' from before it read them."""
+    """The notes of one process about its share of the rows."""
 
     stamps: list[str]
+    """Those of the locations, from before they were read."""
     sources: list[SourceReport]
     blocks: list[BlockFacts]
 
@@ -161,12 +162,13 @@ class _Failure(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """Tokens as they were found; `date` is the one that the chat template may have written, if it writes one."""
+    """Tokens found on the disk."""
 
     directory: Path
     dataset: TokenizedDataset
     report: DataReport
     date: datetime.date | None
+    """The date that the chat template may have written; None if it writes none."""
 
 
 @dataclass(frozen=True)

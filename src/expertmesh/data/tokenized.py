@@ -39,17 +39,22 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleIndex:
-    """An index of samples `[samples]`: how many tokens and targets it has, in which shard it begins where, from which
-    row of which file it came, and the crc32 of its tokens.
-    """
+    """An index of samples; each array is `[samples]`."""
 
     lengths: npt.NDArray[np.int32]
+    """Tokens."""
     target_counts: npt.NDArray[np.int32]
+    """Target tokens."""
     shards: npt.NDArray[np.int16]
+    """Number of the shard that holds it."""
     starts: npt.NDArray[np.int64]
+    """Position of its first token in the shard."""
     files: npt.NDArray[np.int32]
+    """Number of the file that its row came from."""
     rows: npt.NDArray[np.int64]
+    """Number of the row in that file."""
     checksums: npt.NDArray[np.uint32]
+    """crc32 of its tokens."""
 
 
 class TokenizedDataset:

@@ -137,15 +137,15 @@ def _targets(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The modules behind the base model.
-
-    `output` makes the base model's output from hidden states; `split` has the head's rows under tp.
-    """
+    """The modules behind the base model."""
 
     model: nn.Module
     output: BaseOutput
+    """Makes the base model's output from hidden states."""
     split: SplitHead | None
+    """This rank's rows of the head under tp; None without."""
     chunk: int
+    """Targets whose logits are computed together."""
 
     def parameters(self) -> list[torch.Tensor]:
         """Return everything beside the base model, and the output embedding even if it is tied into the base."""

@@ -31,7 +31,9 @@ class VocabularyShare:
 
     group: dist.ProcessGroup
     start: int
+    """The first of this rank's rows."""
     stop: int
+    """The row after the last."""
 
     @property
     def ranks(self) -> int:
@@ -73,12 +75,14 @@ class VocabularyShare:
 
 @dataclass(frozen=True, slots=True)
 class SplitHead:
-    """An output embedding and this rank's rows of its parameters, both by their names in it."""
+    """An output embedding and this rank's rows of its parameters."""
 
     share: VocabularyShare
     head: nn.Module
     whole: dict[str, nn.Parameter]
+    """Its parameters, by their names in it."""
     rows: dict[str, torch.Tensor]
+    """This rank's rows of each, by the same names."""
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return this rank's rows of one of the head's parameters, and any other parameter unchanged."""

@@ -46,7 +46,9 @@ class Owner:
     host: str
     process: Annotated[int, Field(ge=0, lt=2**31)]
     launch: str | None
+    """As in `Control`."""
     started: Annotated[float, Field(ge=0, lt=_MAX_TIME)]
+    """Seconds since the epoch."""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
@@ -148,10 +150,11 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that a lock's file names, and whether it still has the lock."""
+    """The process that a lock's file names."""
 
     owner: Owner
     lives: bool
+    """Whether it still holds the lock."""
 
 
 def holder(directory: Path) -> Holder | None:

@@ -33,19 +33,22 @@ COMPLETION = "completion"
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One sample: `input_ids` [S] int32 and `targets` [S] bool.
-
-    `method` tells how the targets were found; `end` is the special token that ends the last answer, None of an answer
-    that ends without one; the others are those of `Rendered`.
-    """
+    """One sample."""
 
     input_ids: npt.NDArray[np.int32]
+    """`[S]` int32."""
     targets: npt.NDArray[np.bool_]
+    """`[S]` bool."""
     method: str
+    """How the targets were found."""
     end: int | None
+    """The special token that ends the last answer; None if none does."""
     empty_thoughts: int = 0
+    """As in `Rendered`."""
     odd: tuple[str, ...] = ()
+    """As in `Rendered`."""
     unwritten: tuple[str, ...] = ()
+    """As in `Rendered`."""
 
     @property
     def taught_end(self) -> int | None:

@@ -61,31 +61,32 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The rendering of conversations and the choice of targets: keys of section `data`, and the date of a run.
-
-    `date` is what a template writes that asks for today's; today's date unless it is given.
-    """
+    """The rendering of conversations and the choice of targets: keys of section `data`, and the date of a run."""
 
     loss_on: str = "assistant"
+    """data.loss_on."""
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
+    """data.thinking."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     date: datetime.date = field(default_factory=datetime.date.today)
+    """What a template that asks for today's date writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The full text of one sample, the character spans that are targets, and how they were found.
-
-    `empty_thoughts`: thinking blocks without a thought, which are no targets. `odd`: what of report.ODD_ROWS shows in
-    the text. `unwritten`: names of what the template leaves out, thinking aside.
-    """
+    """The full text of one sample and its targets."""
 
     text: str
     spans: tuple[Span, ...]
+    """Character ranges of the text that are targets."""
     method: str
+    """How the targets were found."""
     empty_thoughts: int = 0
+    """Thinking blocks without a thought, which are no targets."""
     odd: tuple[str, ...] = ()
+    """Keys of report.ODD_ROWS that apply to the text."""
     unwritten: tuple[str, ...] = ()
+    """Names of parts of the conversation that the template leaves out, thinking aside."""
 
 
 class TargetFinder:

@@ -21,10 +21,11 @@ Columns = Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file (or hub split) as the user knows it; `by_line` tells whether positions are lines or rows."""
+    """One file (or hub split) as the user knows it."""
 
     name: str
     by_line: bool
+    """Whether positions are lines; else they are rows."""
 
     def position(self, number: int) -> str:
         """Return `train.jsonl:12` for a line, `train.parquet:row 12` for a row; both count from 1."""
@@ -33,12 +34,15 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as read: either `value` holds the object, or `problem` says why there is none."""
+    """One row as read."""
 
     file: SourceFile
     number: int
+    """Its line or row in the file, from 1."""
     value: Mapping[str, Any] | None
+    """None if the row cannot be read."""
     problem: str | None = None
+    """Why there is no value."""
 
     @property
     def position(self) -> str:
@@ -63,10 +67,12 @@ def with_columns(rows: Iterator[RawRow | None], columns: Columns) -> Iterator[Ra
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The rows that process `index` of `count` takes: blocks of neighbouring rows, in turn."""
+    """The rows that one of several processes takes: blocks of neighbouring rows, in turn."""
 
     index: int = 0
+    """Number of the process, from 0."""
     count: int = 1
+    """Number of processes."""
 
     def of_file(self, file: int) -> Takes:
         """Return those of the file of that number."""

@@ -112,15 +112,14 @@ def empty_blocks(parameter: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codebook:
-    """The values of the 256 codes, ascending, in units of a block's largest magnitude.
-
-    `borders` are the middles between neighbours. `below`: how many of them are below all floats with the same first 16
-    bits, of which at most one border is among them.
-    """
+    """The values of the 256 codes."""
 
     values: Tensor
+    """Ascending, in units of a block's largest magnitude."""
     borders: Tensor
+    """The middles between neighbours."""
     below: Tensor
+    """How many borders are below all floats with the same first 16 bits; at most one border is among those."""
 
     @classmethod
     @cache

@@ -33,11 +33,13 @@ def open_remote(config: Config) -> RemoteCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class RunUploads:
-    """A rank's part of the uploads of a run: rank 0 has the `queue`, and each of several ranks its `shares`."""
+    """A rank's part of the uploads of a run."""
 
     config: Config
     queue: Uploads | None
+    """On rank 0."""
     shares: Shares | None
+    """On each of several ranks."""
 
     def finish(self, within_seconds: float | None = None) -> None:
         """Wait until all checkpoints are uploaded, and remove those that were kept for that. For rank 0.
