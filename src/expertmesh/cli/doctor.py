@@ -61,11 +61,12 @@ _INDENT = " " * 11
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of the report, and a sentence for each thing that has to be mended."""
+    """A line of the report."""
 
     what: str
     says: str
     faults: tuple[str, ...] = ()
+    """A sentence for each thing that has to be mended."""
 
 
 def run(output: str, as_json: bool = False) -> int:

@@ -94,22 +94,25 @@ activations come on top"""
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The counts of a model that `inspect` prints.
-
-    `blocks` are the language model's. Sizes are parameters; tied parameters count once. `router`: how tokens choose
-    experts, in words.
-    """
+    """The counts of a model that `inspect` prints. Sizes are parameters; tied parameters count once."""
 
     blocks: int
+    """Blocks of the language model."""
     other_blocks: int
+    """Blocks of other towers."""
     moe_blocks: int
     experts: ExpertsSpec
+    """The first experts module of the model."""
     router: str
+    """How tokens choose experts, in words."""
     shared_experts: int
     total: int
     expert: int
+    """Parameters of all routed experts."""
     largest_block_dense: int
+    """Parameters of a block without its routed experts, at most."""
     largest_block_expert: int
+    """Parameters of a block's routed experts, at most."""
 
     @property
     def dense(self) -> int:

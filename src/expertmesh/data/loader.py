@@ -36,7 +36,7 @@ class Step:
     rows: int
     """Rows, for preferences pairs."""
     tokens: int
-    """Without padding."""
+    """Input tokens, padding left out."""
     target_tokens: int
     micro_batches: tuple[Batch, ...]
     """This rank's, equally many on every rank. Beside the model's inputs each holds `row_numbers` `[B]`, unique in a

@@ -82,7 +82,7 @@ class DataReport:
     rows: int = 0
     samples: int = 0
     unused: list[str] = field(default_factory=list)
-    """Of a block: what its source's will be made of."""
+    """Columns that the format does not read; a source's are collected from its blocks."""
     skipped: int = 0
     """Malformed rows."""
     skipped_at: list[str] = field(default_factory=list)

@@ -63,7 +63,7 @@ class StreamPosition:
     cursors: list[Cursor]
     """Where the window began: one cursor, or one for each source with a weight."""
     crc32: _Count
-    """Of the window's tokens."""
+    """crc32 of the window's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ class Window:
     """Where it began."""
     dataset: TokenizedDataset
     samples: list[Tokens]
-    """In the order that they are trained in."""
+    """The samples in the order that they are trained in."""
     rows: Rows
     """Sample indices of each packed row."""
     crc32: int
-    """Of its tokens."""
+    """crc32 of its tokens."""
     report: DataReport
 
 

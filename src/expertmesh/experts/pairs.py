@@ -17,26 +17,24 @@ from expertmesh.experts.kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The items of each row, as a list of lists in compressed form.
-
-    `item_P`: item numbers ordered by row, int64. `start_R1`: where each row's items start in it, then P, int64.
-    """
+    """The items of each row, as a list of lists in compressed form."""
 
     item_P: torch.Tensor
+    """Item numbers ordered by row, int64."""
     start_R1: torch.Tensor
+    """Where each row's items start in `item_P`, then P; int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPairs:
-    """The pairs this rank computes, ordered by local expert.
-
-    `row_P`: the row of each pair, int64. `expert_end_L`: where each expert's pairs end, int32 (grouped_mm's offsets).
-    `by_row`: the same pairs grouped by row.
-    """
+    """The pairs this rank computes, ordered by local expert."""
 
     row_P: torch.Tensor
+    """The row of each pair, int64."""
     expert_end_L: torch.Tensor
+    """Where each expert's pairs end, int32 (grouped_mm's offsets)."""
     by_row: Segments
+    """The same pairs grouped by row."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors for autograd to save; `of` rebuilds the object from them."""

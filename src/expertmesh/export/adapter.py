@@ -46,10 +46,12 @@ from expertmesh.weights.write import StateReader
 
 @dataclass(frozen=True, slots=True)
 class PerExpertAdapter:
-    """The file's tensors, and the last parts of the names of the modules that adapter_config.json is to target."""
+    """An adapter with keys for each expert."""
 
     tensors: dict[str, LazyTensor]
+    """The file's, by key."""
     modules: tuple[str, ...]
+    """The last parts of the names of the modules that adapter_config.json is to target."""
 
     def config(self, content: Mapping[str, Any], plan: AdapterPlan) -> bytes:
         """Return adapter_config.json, made of PEFT's own `content`.

@@ -67,11 +67,11 @@ class Weight:
     """One parameter that is not a routed expert's."""
 
     shape: tuple[int, ...]
-    """Of the full parameter."""
+    """Shape of the full parameter."""
     trains: bool
     """Whether it requires a gradient."""
     bytes: float
-    """Per element, as stored."""
+    """Bytes per element, as stored."""
     compute: float
     """Bytes per element, as gathered."""
     split: int | None
@@ -164,13 +164,13 @@ class ExpertWeight(NamedTuple):
     """One parameter of routed experts, all of them together."""
 
     shape: tuple[int, ...]
-    """Of the full parameter, of all experts."""
+    """Shape of the full parameter, of all experts."""
     elements: int
-    """Of one expert."""
+    """Elements of one expert."""
     trains: bool
     """Whether it requires a gradient."""
     bytes: float
-    """Per element, as stored."""
+    """Bytes per element, as stored."""
     is_adapter_a: bool
     """Whether it is LoRA's A."""
     is_matrix: bool
@@ -276,7 +276,7 @@ class ModelFigures:
     family: str
     """`model_type` of its configuration."""
     blocks: tuple[Block, ...]
-    """In order; equal blocks are the same object."""
+    """The blocks in order; equal blocks are the same object."""
     embedding: ParamGroup | None
     """None if it is tied to the head, and then in `root`."""
     root: ParamGroup

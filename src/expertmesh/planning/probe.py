@@ -44,7 +44,7 @@ class Probed:
     """The figures of a model's blocks and of what is around them, for one sequence."""
 
     blocks: list[BlockFigures]
-    """Of each measured block."""
+    """Figures of each measured block."""
     outside: int
     """Bytes that stay of what is around the blocks, the base model's output left out."""
     tables: int

@@ -195,7 +195,7 @@ class RunCosts:
     """The hours, money and lost work of a candidate."""
 
     checkpoint_bytes: float
-    """Of the full job."""
+    """Bytes of a checkpoint of the full job."""
     save_seconds: float
     """Duration of one checkpoint."""
     hours_between_failures: float
@@ -205,11 +205,11 @@ class RunCosts:
     lost: float
     """Share of the time that failures and checkpoints cost."""
     hours: float | None
-    """For the token budget, lost time included; None without a budget."""
+    """Hours for the token budget, lost time included; None without a budget."""
     device_hours: float | None
     """`hours` of all devices."""
     cost: float | None
-    """In the currency of the price; None without a budget or a price."""
+    """Money, in the currency of the price; None without a budget or a price."""
 
 
 def run_costs(

@@ -39,7 +39,7 @@ class CollectiveCount:
 
     calls: int = 0
     bytes: int = 0
-    """Of all calls together."""
+    """Bytes of all calls together."""
 
 
 class UsageTracker(TorchDispatchMode):

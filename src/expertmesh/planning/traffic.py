@@ -34,9 +34,9 @@ class Transfer:
     calls: float
     """How many are issued."""
     bytes: float
-    """Of all calls together, as the module docstring counts them."""
+    """Bytes of all calls together, as the module docstring counts them."""
     ranks: int
-    """Of the group."""
+    """Ranks of the group."""
     prefetched: bool = False
     """Whether it is issued before its result is needed, so that compute can hide it."""
 

@@ -35,35 +35,42 @@ MAX_SETS, _SAMPLED, _SAMPLES = 8, 4, 50
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A prompt of an evaluation set, what the data answer, and what the model has answered, by step."""
+    """A prompt of an evaluation set, and answers to it."""
 
     source: str
     prompt: str
     expected: str
+    """The answer in the data."""
     answers: dict[int, str] = field(default_factory=dict)
+    """The model's, by step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Rows in the order of their steps. S reported steps, L MoE layers; what a row does not say is NaN.
-
-    `numbers` has a column `[S]` for each of `NUMBERS`, `evaluated` one for each of `EVALUATED`, as long as `eval_step`;
-    `load_SL` has one table `[S, L]` for each of `WORST`. `tokens`: the last step with the tokens of every
-    expert, and these, `[L, E]`. `sets`: what `evaluated` has, for each named set. `answered`: of the first evaluation
-    that has samples, the last, and some between. `eval_seconds`: what each evaluation took.
-    """
+    """Rows in the order of their steps. S reported steps, L MoE layers; what a row lacks is NaN."""
 
     step: npt.NDArray[np.int64]
+    """`[S]`."""
     numbers: dict[str, Column]
+    """A column `[S]` for each of `NUMBERS`."""
     load_SL: dict[str, npt.NDArray[np.float32]]
+    """A table for each of `WORST`."""
     tokens: tuple[int, npt.NDArray[np.float64]] | None
+    """The last step with the tokens of every expert, and these, `[L, E]`."""
     skipped: tuple[tuple[int, str], ...]
+    """Steps without an update, and why."""
     eval_step: npt.NDArray[np.int64]
+    """Steps after which there was an evaluation."""
     eval_seconds: Column
+    """What each evaluation took."""
     evaluated: dict[str, Column]
+    """A column for each of `EVALUATED`, as long as `eval_step`."""
     sets: dict[str, dict[str, Column]]
+    """The same, for each named set."""
     answered: tuple[Answered, ...]
+    """The samples of the first evaluation that has any, of the last, and of some between."""
     notes: tuple[str, ...]
+    """Sentences about rows that could not be read."""
 
     def __getitem__(self, name: str) -> Column:
         return self.numbers[name]

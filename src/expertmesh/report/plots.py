@@ -40,15 +40,18 @@ _LOG_RATIO = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One value over steps; without a `label` evaluations alone have it. A `noisy` one gets a smoothed line; `unit` is
-    what its axis counts in; `beside` are key and label of another that is drawn with it.
-    """
+    """One value over steps."""
 
     label: str | None
+    """None if evaluations alone have it."""
     noisy: bool = True
+    """Whether it gets a smoothed line."""
     from_zero: bool = False
+    """Whether its axis begins at zero."""
     unit: float = 1.0
+    """What its axis counts in."""
     beside: tuple[str, str] | None = None
+    """Key and label of another value that is drawn with it."""
 
 
 CURVES = {
@@ -83,6 +86,7 @@ class HoverLines:
     """By name: steps and values, in the units of the axis."""
 
     lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = field(default_factory=dict)
+    """Steps and values by name, in the units of the axis."""
 
     def data(self, axes: Axes) -> dict[str, Any]:
         lines = []
@@ -95,11 +99,14 @@ class HoverLines:
 
 @dataclass(slots=True)
 class HoverGrid:
-    """A heat map: names of rows and columns, where it lies (left, right, top, bottom) in the axis, and its values."""
+    """A heat map."""
 
     rows: list[str]
+    """Their names."""
     columns: list[str]
+    """Their names."""
     extent: tuple[float, float, float, float]
+    """Left, right, top and bottom in the axis."""
     values: npt.NDArray[Any]
 
     def data(self, axes: Axes) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class StepLosses:
     z_loss: torch.Tensor
     """The routers', without its factor; zero if it is off."""
     figures_F: torch.Tensor
-    """In the order of the objective's `figures`."""
+    """Figures in the order of the objective's `figures`."""
 
 
 def forward_backward(

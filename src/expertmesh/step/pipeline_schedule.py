@@ -42,7 +42,7 @@ class StageOutput:
     """The result of a stage's forward of one micro-batch; the last three fields are those of `run_base`."""
 
     number: int
-    """Of the micro-batch."""
+    """Number of the micro-batch."""
     is_last: bool
     base: ModelOutput
     """Has the decoder's result on the last stage alone."""

@@ -52,7 +52,7 @@ class RunCheckpoints:
     files: Mapping[str, bytes]
     """Content of small files that every checkpoint holds, by name."""
     beside_weights: CopiedFiles
-    """On rank 0, what the result is written with in place of the tokenizer: the base may be gone by then."""
+    """The files that rank 0 writes with the result in place of the tokenizer: the base may be deleted by then."""
     saved_step: int
     """The step of the last checkpoint."""
     selection: Selection
@@ -60,7 +60,7 @@ class RunCheckpoints:
     saved_at: float = field(default_factory=time.monotonic)
     """`time.monotonic()` of the last checkpoint."""
     best_seconds: float = FIRST_SECONDS
-    """Between saves, for `every_minutes: auto`; by what the last save has cost."""
+    """Seconds between saves for `every_minutes: auto`, by the cost of the last save."""
 
     def overdue(self) -> bool:
         """Return whether `every_minutes` have passed by this rank's clock; only rank 0's answer counts."""

@@ -32,7 +32,7 @@ class RankFacts:
     overdue: bool
     """Whether a checkpoint is overdue by its clock."""
     status: int
-    """Of its checkpoint writer."""
+    """Status of its checkpoint writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class StepFacts:
     """The facts of a step, the same on every rank except `grad_norm`."""
 
     loss: float
-    """Of the whole step."""
+    """Loss of the whole step."""
     aux_loss: float
-    """Of the whole step, without its factor."""
+    """Auxiliary loss of the whole step, without its factor."""
     z_loss: float
-    """Of the whole step, without its factor."""
+    """Router z-loss of the whole step, without its factor."""
     grad_norm: float
     """This rank's."""
     not_finite: int

@@ -46,7 +46,7 @@ class Owner:
     host: str
     process: Annotated[int, Field(ge=0, lt=2**31)]
     launch: str | None
-    """As in `Control`."""
+    """The field of `Control`."""
     started: Annotated[float, Field(ge=0, lt=_MAX_TIME)]
     """Seconds since the epoch."""
 

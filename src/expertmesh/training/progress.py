@@ -50,7 +50,7 @@ class RankStatus:
     since: float
     """When its phase began."""
     step: int
-    """From 1; 0 before the first."""
+    """The step, from 1; 0 before the first."""
     phase: str
     heartbeat: float
     """Its last sign of life."""

@@ -67,7 +67,7 @@ class Best:
     figure: str
     value: float
     step: int
-    """After which it was measured."""
+    """The step after which it was measured."""
 
 
 @dataclass(slots=True)
@@ -81,15 +81,15 @@ class Counters:
     skipped_in_a_row: _Count = 0
     """Steps without a finite gradient."""
     tokens: _Count = 0
-    """Since the last report."""
+    """Input tokens since the last report."""
     seconds: _Seconds = 0.0
-    """Since the last report."""
+    """Training time since the last report."""
     expert_load: list[list[_Count]] | None = None
     """Tokens per layer and expert `[L][E]` since the last report, all ranks together, or None."""
     best: Best | None = None
-    """Of `checkpoint.keep_best`."""
+    """The best of `checkpoint.keep_best`."""
     least: Best | None = None
-    """Of `train.early_stop`."""
+    """The least of `train.early_stop`."""
     no_better: _Count = 0
     """Evaluations since `least` that have not improved it."""
     stream: StreamPosition | None = None
@@ -124,7 +124,7 @@ class Identity:
     data: Mapping[str, Any]
     """Counts of samples and tokens and the first ids, to describe how other data differ."""
     date: str
-    """Of the run's first start, which chat templates may write."""
+    """The date of the run's first start, which chat templates may write."""
 
     @classmethod
     def of(cls, config: Config, model_directory: Path, dataset: TokenizedDataset, date: datetime.date) -> "Identity":

@@ -31,10 +31,12 @@ _LENGTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Settings of the command line: `given` the keys alone, `config` with the defaults of all others."""
+    """Settings of the command line."""
 
     given: Mapping[str, Any]
+    """The keys that were given."""
     config: Config
+    """These keys, and the defaults of all others."""
 
     def has(self, section: str, key: str) -> bool:
         return key in (self.given.get(section) or {})
@@ -56,10 +58,12 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to train: all weights, or adapters beside experts kept in `frozen`."""
+    """One way to train."""
 
     lora: LoraConfig | None = None
+    """Adapters; None trains all weights."""
     frozen: str | None = None
+    """precision.frozen of the experts beside adapters."""
 
     def __str__(self) -> str:
         if self.lora is None:
@@ -70,13 +74,15 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The first way that fits, its best layout, and why each way before it was not taken."""
+    """The first way that fits, and its best layout."""
 
     way: Way
     job: Job
     best: Candidate
     why_unpacked: str | None
+    """Why the model cannot have packed rows; None if it can."""
     passed_over: tuple[str, ...]
+    """Why each way before it was not taken."""
 
 
 def enough_rows(devices: Devices, length: int) -> int:

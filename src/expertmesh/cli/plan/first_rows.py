@@ -29,7 +29,7 @@ class FirstRows:
     longest: int
     """Tokens of the longest sample."""
     tokens: float
-    """Of a sample, on average."""
+    """Mean tokens of a sample."""
     rows: int | None
     """How many an epoch trains on, if the first ones are like the others; None for enough."""
     all_read: bool

@@ -44,11 +44,11 @@ class Encoded:
     end: int | None
     """The special token that ends the last answer; None if none does."""
     empty_thoughts: int = 0
-    """As in `Rendered`."""
+    """The field of `Rendered`."""
     odd: tuple[str, ...] = ()
-    """As in `Rendered`."""
+    """The field of `Rendered`."""
     unwritten: tuple[str, ...] = ()
-    """As in `Rendered`."""
+    """The field of `Rendered`."""
 
     @property
     def taught_end(self) -> int | None:

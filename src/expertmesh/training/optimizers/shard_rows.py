@@ -24,7 +24,7 @@ class ShardRows:
     box: Box
     """The part of the tensor that this rank holds."""
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     device: torch.device
 
     @classmethod

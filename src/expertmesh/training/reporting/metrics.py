@@ -40,7 +40,7 @@ class StepMetrics:
     """Before clipping."""
     learning_rate: float
     target_tokens: int
-    """Of the whole step."""
+    """Target tokens of the whole step."""
     tokens_per_second: float
     """Input tokens of the full job, without padding."""
     peak_memory_bytes: int
@@ -48,16 +48,16 @@ class StepMetrics:
     elapsed_seconds: float
     """Training time of the run so far, over all starts."""
     step_seconds: float
-    """Of a step, pauses left out."""
+    """Seconds of a step, pauses left out."""
     expert_load: list[dict[str, float | int]]
-    """Per MoE layer the busiest expert's tokens over the mean, the entropy of the experts' shares over that of equal
-    ones, and the experts without a token."""
+    """For each MoE layer, the busiest expert's tokens over the mean, the entropy of the experts' shares over that of
+    equal ones, and the number of experts without a token."""
     mfu: float | None = None
     """Model FLOP utilisation, a share of 1; None if the device or the model's FLOPs are not known."""
     aux_loss: float | None = None
-    """Of the whole step, without its factor; None if it is off."""
+    """Auxiliary loss of the whole step, without its factor; None if it is off."""
     z_loss: float | None = None
-    """Of the whole step, without its factor; None if it is off."""
+    """Router z-loss of the whole step, without its factor; None if it is off."""
     skipped: str | None = None
     """Why the optimizer did not step; None if it did."""
     expert_tokens: list[list[int]] | None = None

@@ -31,7 +31,7 @@ class MoeLayer(_Strict):
     """One layer of routed experts, in the order of `expert_load` in metrics.jsonl."""
 
     name: str
-    """Of the experts module."""
+    """Name of the experts module."""
     experts: int = Field(ge=1)
     top_k: int | None = Field(ge=1)
     """None if the model does not give it."""
@@ -55,9 +55,9 @@ class DataCounts(_Strict):
     rows: int = _Count
     samples: int = _Count
     tokens: int = _Count
-    """Of one pass."""
+    """Tokens of one pass."""
     target_tokens: int = _Count
-    """Of one pass."""
+    """Target tokens of one pass."""
 
 
 class Share(_Strict):
@@ -88,14 +88,14 @@ class Forecast:
     """An expectation for a start."""
 
     line: str
-    """To print."""
+    """The line to print."""
     prediction: Prediction | None = None
     warning: str | None = None
     """The part of the line that says that memory may run out."""
     cures: Callable[[], list[str]] = list
     """Returns changes of the configuration with which a step is expected to fit, the best first."""
     peak_tokens_per_second: float | None = None
-    """Of a job that computes at the peak of its devices; None if it is not known."""
+    """Input tokens of a job that computes at the peak of its devices; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Arrangement:
     micro_batch_size: int
     activation_checkpointing: str
     reason: str
-    """In words."""
+    """Why, in words."""
 
 
 class Start(_Strict):
@@ -137,11 +137,11 @@ class Start(_Strict):
     """The plan as `train` printed it, line by line."""
     plan: Prediction | None = None
     startup_seconds: float = Field(default=0.0, ge=0)
-    """Since rank 0's process began; starts before it that are not listed included."""
+    """Seconds since rank 0's process began; with those of earlier starts that are not listed."""
     elapsed_seconds: float = Field(default=0.0, ge=0)
     """Those of `metrics.jsonl` at the checkpoint that it continues."""
     lost_seconds: float = Field(default=0.0, ge=0)
-    """Of the rows after that checkpoint, which it repeats; starts before it that are not listed included."""
+    """Seconds of the rows after that checkpoint, which it repeats; with those of earlier starts that are not listed."""
 
 
 class RunRecord(_Strict):

@@ -45,13 +45,13 @@ class Collapse:
     """
 
     vocabulary: int | None
-    """Of the model; None where the loss is no cross-entropy."""
+    """The model's vocabulary size; None if the loss is no cross-entropy."""
     layer: MoeLayer
     """Any: all have as many experts."""
     warmup: int = 0
     """Steps before which routers are not looked at: those of a random model may need as long to spread."""
     reports: int = 50
-    """For how many in a row routers have collapsed when it is told."""
+    """Reports in a row with collapsed routers after which the user is warned."""
     _seen: Counter[int] = field(default_factory=Counter)
 
     def lines(self, metrics: StepMetrics) -> Iterator[str]:

@@ -53,11 +53,11 @@ class RunData:
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
     training: TokenizedDataset
-    """With a `stream`, of its first rows."""
+    """Training samples; with a `stream` those of its first rows."""
     evaluation: Mapping[str, TokenizedDataset]
-    """By the name of the set."""
+    """Samples by the name of the set."""
     reports: tuple[DataReport, ...]
-    """Of the training data, then of each evaluation set."""
+    """The report of the training data, then that of each evaluation set."""
     date: datetime.date
     """What chat templates write."""
     mixture: Mixture | None

@@ -36,7 +36,7 @@ class Checked:
     """What the plan says of the choice of ep: `distributed.layout.ep_reason`."""
     objective: RunObjective
     checkpoint_bytes: int = 0
-    """Of one checkpoint; 0 without any, or before they were requested."""
+    """Bytes of one checkpoint; 0 without any, or before they were requested."""
 
     @property
     def anatomy(self) -> Anatomy:

@@ -48,14 +48,14 @@ class Prepared:
     evaluation: Mapping[str, EvaluationBatches]
     total_steps: int
     bytes_to_load: int
-    """Of the model's files, by this rank."""
+    """Bytes of the model's files that this rank reads."""
     identity: Identity
     start: Path | None
     """The checkpoint that it continues."""
     weights: Path | None
     """Another run's checkpoint that this one begins with."""
     changes: tuple[str, ...]
-    """On rank 0, what has changed since that start."""
+    """What has changed since that start; on rank 0 alone."""
 
     @property
     def model(self) -> PreTrainedModel:

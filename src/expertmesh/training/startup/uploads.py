@@ -37,9 +37,9 @@ class RunUploads:
 
     config: Config
     queue: Uploads | None
-    """On rank 0."""
+    """The queue of uploads, on rank 0 alone."""
     shares: Shares | None
-    """On each of several ranks."""
+    """This rank's shares of uploads; None on ranks without."""
 
     def finish(self, within_seconds: float | None = None) -> None:
         """Wait until all checkpoints are uploaded, and remove those that were kept for that. For rank 0.
