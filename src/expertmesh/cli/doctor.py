@@ -201,7 +201,7 @@ def disk(directory: Path) -> Finding:
 
 
 def hub() -> Finding:
-    """Ask the hub whether models can be downloaded. Who works offline needs none."""
+    """Ask the hub whether models can be downloaded. Offline work does not need it."""
     cache, token = Path(constants.HF_HUB_CACHE), "a token is set" if get_token() else "no token"
     faults: tuple[str, ...] = ()
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())

@@ -63,7 +63,7 @@ def token_count(text: str) -> float:
     return float(matched[1]) * 1000.0 ** _THOUSANDS.index(matched[2].upper())
 
 
-# Options that several verbs have, or have alike.
+# Options that several verbs share.
 N = functools.partial(Option, metavar="N", min=1)
 FILE = functools.partial(Option, metavar="FILE")
 ConfigFile = Annotated[str, Argument(metavar="CONFIG", help="the YAML file of the run")]

@@ -81,7 +81,7 @@ def with_options(options: type[Options]) -> Callable[[Callable[[Options], int]],
 
 
 def call(module: str, *arguments: object) -> int:
-    """Import `module`, which takes seconds (a terminal is told), and return the exit code of its `run(*arguments)`."""
+    """Import `module`, which takes seconds, and return the exit code of its `run(*arguments)`."""
     print_log("info")
     if sys.stderr.isatty():
         tell("starting   importing torch and transformers", error=True)

@@ -33,7 +33,7 @@ _SHAREGPT_ROLES = {
 _TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 _TARGET_KEYS = ("weight", "train", "train_on_turn")
-# Columns that tell good answers from bad, which learning every answer would not heed.
+# Columns that separate good answers from bad: training on every answer would ignore them.
 _JUDGEMENTS = ("label", "score", "rejected")
 _KEYS_NAMED = 30
 _TURNS = ("messages", "conversations")
@@ -349,7 +349,7 @@ def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Prefe
 def _refuse_missing_prompt(row: Mapping[str, Any], shared: int) -> None:
     """Refuse a preference row without a prompt, unless its responses share their beginning and no other column fits.
 
-    Responses may begin alike by chance, so a column under a usual name of prompts is stronger evidence.
+    Responses may share a beginning by chance, so a column under a usual name of prompts is stronger evidence.
     """
     named = next((key for key in _USUAL_NAMES["prompt"] if not _is_empty(row.get(key))), None)
     if shared and named is None:

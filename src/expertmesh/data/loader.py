@@ -158,7 +158,7 @@ class TrainingBatches:
         return sum(self.steps_in_epoch(epoch) for epoch in range(num_epochs))
 
     def plan(self, epoch: int) -> PackedRows:
-        """Return the rows of one epoch in training order, equal on every rank; `fill` tells how full they are."""
+        """Return the rows of one epoch in training order, equal on every rank, and how full they are."""
         if epoch not in self._plans:
             order = self._mixture.order(self._seed, epoch, shuffle=self._shuffle)
             self._plans.clear()  # one epoch is in use at a time, and a plan holds an array per row

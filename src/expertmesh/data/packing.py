@@ -70,11 +70,15 @@ def pack(
     *,
     open_rows: int = OPEN_ROWS,
 ) -> PackedRows:
-    """Distribute the samples `order` (indices into `lengths`, tokens each) over rows of at most `max_length`.
+    """Distribute samples over rows of at most `max_length` tokens.
 
     A sample goes into the open row that it leaves the least room in, the oldest of equals. If none has room,
-    a new row is opened; when `open_rows` are open, the fullest is closed first. No sample may be longer than
-    `max_length`.
+    a new row is opened; when `open_rows` are open, the fullest is closed first.
+
+    Args:
+        lengths: Tokens of each sample of the data set, none above `max_length`.
+        order: Indices into `lengths`, in the order of packing.
+        open_rows: Rows that may be filled at the same time.
     """
     assert not len(order) or int(lengths[order].max()) <= max_length, "a sample is longer than a row"
     row_of = array("q")

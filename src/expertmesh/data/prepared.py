@@ -228,7 +228,8 @@ class Preparation:
     def write_share(self, building: Path, share: Share, told: Callable[[int], None]) -> None:
         """Tokenize the share of this process into `building`. Bad rows are noted, and raised by `finish`.
 
-        `told` hears of the rows that each block had.
+        Args:
+            told: Called with the number of rows of each block.
         """
         with _unwritable(building):
             building.mkdir(parents=True, exist_ok=True)
@@ -324,9 +325,7 @@ def _content_sha256(origins: list[Origin]) -> str:
 
 
 def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
-    """Return the tokens of `recipe` where they are prepared, else made in memory (of a stream, the first). Writes
-    nothing.
-    """
+    """Return the prepared tokens of `recipe`, or make them in memory (of a stream, the first). Write nothing."""
     if config.data.stream and recipe.sources == config.data.train:
         return first_rows(recipe)
     found = Preparation.of(config, recipe).find()
@@ -411,7 +410,7 @@ def _failures(building: Path) -> list[_Failure]:
 
 
 def _remove_abandoned(directory: Path, but: Path) -> None:
-    """Remove what killed preparations have left, if nobody has written into it for a day.
+    """Remove what killed preparations have left, if nothing was written into it for a day.
 
     Clocks may jump: `but`, which this preparation writes, stays.
     """

@@ -190,7 +190,7 @@ def length_edges(max_length: int) -> list[int]:
 
 
 def length_counts(lengths: Sequence[int], max_length: int) -> list[int]:
-    """Return how many of the lengths lie in each bin; one of zero belongs to the first."""
+    """Return how many lengths (tokens) are in each bin of `length_edges`; a length of zero is in the first."""
     counts, _ = np.histogram(np.maximum(np.array(lengths), 1) - 1, bins=[*length_edges(max_length), np.inf])
     return [int(count) for count in counts]
 

@@ -181,7 +181,7 @@ class _Ahead:
         while not self._closed.is_set() and not isinstance(made, Exception):
             try:
                 made = self._reader.read()
-            except Exception as error:  # whoever asks for the window gets it
+            except Exception as error:  # raised where the window is requested
                 made = error
             while not self._closed.is_set():
                 with suppress(queue.Full):

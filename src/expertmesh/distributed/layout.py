@@ -100,10 +100,10 @@ def resolve_layout(
     them. Its groups never have parts of nodes, but may have several nodes.
 
     Args:
-        num_experts: The number of routed experts of a layer, against which `ep` is checked. ranks_per_node: Ranks of a
-        node; by default LOCAL_WORLD_SIZE, else 8. A given ep whose groups have parts of nodes is
-            refused, unless `ep_across_nodes` is set.
-        traffic: What `auto` weighs.
+        num_experts: The number of routed experts of a layer, against which `ep` is checked.
+        ranks_per_node: Ranks of a node; by default LOCAL_WORLD_SIZE, else 8. A given ep whose groups have parts of
+            nodes is refused, unless `ep_across_nodes` is set.
+        traffic: The cost by which `ep: auto` chooses.
 
     Raises:
         InputError: With the numbers and the valid choices.

@@ -139,7 +139,7 @@ class BlockMemory:
 
 @cache
 def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sharding: BlockSharding) -> BlockMemory:
-    """Return the memory of `block`, a block of `model`."""
+    """Return the bytes of one rank for `block`, a block of `model`, and one micro-batch."""
     groups = (block.own, block.split, block.uncast)
     own, split, uncast = (group_bytes(group, sharding.ranks, sharding.tp) for group in groups)
     reducing = reduced_bytes(model, own) + reduced_bytes(model, split)
@@ -192,7 +192,7 @@ def hidden_bytes(model: ModelFigures, sharding: BlockSharding) -> float:
 
 
 def reduced_bytes(model: ModelFigures, sizes: GroupBytes) -> float:
-    """Return the buffer that a dense group's gradients are reduced from."""
+    """Return the bytes of the buffer that a dense group's gradients are reduced from."""
     return sizes.reduced * model.reduce_bytes
 
 
@@ -221,7 +221,7 @@ def _checkpointed(
         saved += sharding.part * model.length * block.experts.router.top_k * 4
         if mode == "selective":
             saved += by_experts + hidden
-        else:  # the rows' way back (dispatch.SumRows)
+        else:  # indices of the backward all-to-all's rows (dispatch.SumRows)
             saved += block.experts.router.routed(sharding.part * model.length, sharding.ep).sent * INDEX
     return saved
 

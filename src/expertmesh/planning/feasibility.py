@@ -1,7 +1,7 @@
 """A cached view of the shard plan for thousands of layouts: which are refused, what tp splits, where stages are cut.
 
-The answers are those of `plan_axes`, which decides for `train` as well, each asked for once: tp for every size; cp and
-pp for the family with the smallest size that could do, the rest of their conditions being arithmetic (heads, blocks).
+The answers are those of `plan_axes`, which decides for `train` as well, each computed once: tp for every size; cp and
+pp with the smallest size that could do, because the remaining conditions are arithmetic (heads, blocks).
 """
 
 from collections.abc import Mapping

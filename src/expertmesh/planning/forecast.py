@@ -33,8 +33,15 @@ def train_with_forecast(config: Config, control: Control | None = None) -> None:
 
 
 def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], Checked]) -> Arrangement:
-    """Return how a start of an elastic job lays out `world_size` ranks: as `config` says if it can, else what is
-    planned to be fastest. `preflight` refuses what cannot be. No communication. `InputError` where nothing fits.
+    """Return the layout of a start of an elastic job: that of `config` if it can be had, else the fastest planned one.
+
+    Nothing communicates.
+
+    Args:
+        preflight: Refuses a configuration for a number of ranks by an `InputError`, or returns the checked model.
+
+    Raises:
+        InputError: No layout of `world_size` ranks fits.
     """
     mode = config.train.activation_checkpointing
     try:
@@ -66,7 +73,7 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
     """Predict time and memory of a step of the job that preflight accepted. Nothing communicates.
 
     Args:
-        devices: to predict for; None takes those of this job.
+        devices: To predict for; None takes those of this job.
     """
     devices = devices or devices_here(checked.layout.world_size)
     if devices is None:
@@ -117,7 +124,7 @@ def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
 def devices_here(world_size: int) -> Devices | None:
     """Return the devices of this job, by this rank's own, or None if the table does not know them."""
     table = hardware_table()
-    # The launcher's ranks are all here, and they are told so.
+    # The launcher sets LOCAL_WORLD_SIZE for its ranks, which are all on this machine.
     per_node = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
@@ -157,8 +164,9 @@ def _memory_warning(job: Job, found: Candidate) -> str | None:
 
 
 def _fitting_ep(config: Config, job: Job, auto: Layout) -> list[str]:
-    """Return another ep that is predicted to fit where `ep: auto` (which asks no device, distributed/layout.py)
-    is not.
+    """Return another ep that is predicted to fit if that of `ep: auto` is not.
+
+    `ep: auto` does not depend on the device's memory (distributed/layout.py).
     """
     free, node = explicit(auto).model_copy(update={"ep": "auto"}), job.devices.per_node
     others = (layout for layout in layouts(job, free) if node % layout.ep == 0 or layout.ep % node == 0)

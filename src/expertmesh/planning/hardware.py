@@ -130,7 +130,7 @@ def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
 
 
 def name_of(called: str, table: Mapping[str, Hardware]) -> str | None:
-    """Return the entry for a device that the driver calls so, or None; the first that matches counts."""
+    """Return the table's name of a device that the driver names `called`, or None; the first that matches counts."""
     return next((name for name, each in table.items() if any(p.lower() in called.lower() for p in each.matches)), None)
 
 

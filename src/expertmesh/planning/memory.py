@@ -55,7 +55,7 @@ class Memory:
 
 
 def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
-    """Return the peak of the worst rank."""
+    """Return the peak of the worst rank; `overhead`: bytes that the device takes beside tensors."""
     memory = _RankMemory(workload)
     found = [(memory.peak(stage), stage) for stage in workload.distinct_stages()]
     (_, worst), stage = max(found, key=lambda each: each[0][0])
@@ -89,8 +89,8 @@ def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
     """Return the bytes that one stage saves of a micro-batch for backward: blocks, what is around them, and the head.
 
     Args:
-        stage: pp rank.
-        chunk: which of its `pp_virtual_stages` stages, counted as in a list; -1 is the last.
+        stage: Pp rank.
+        chunk: Which of its `pp_virtual_stages` stages, counted as in a list; -1 is the last.
     """
     memory, chunk = _RankMemory(workload), range(workload.layout.pp_virtual_stages)[chunk]
     saved = memory.saved(stage, chunk)[-1] + memory.tables + memory.at_borders(stage, chunk)
@@ -125,7 +125,7 @@ class _RankMemory:
         self.head_input = self.hidden if self.model.head_trains else 0.0
         self.targets = self.batch.rows * (self.model.length - 1) / self.layout.cp
         self.head = self.model.head / self.layout.tp if self.model.head_trains else 0.0
-        # The head's gradients, taken in forward and kept for backward (step/loss.py).
+        # The head's gradients, computed in forward and saved for backward (step/loss.py).
         self.head_saved = (self.targets * self.model.hidden + self.head) * self.model.compute_bytes + self.head_input
 
     def block(self, piece: Piece) -> BlockMemory:
@@ -167,7 +167,7 @@ class _RankMemory:
         chunk = min(CHUNK_TOKENS, targets)
         chunks = -(-targets // chunk)
         wide = max(4, compute)
-        # torch's cross-entropy makes two more in backward, when those of its input are gone; ours of a part of the
+        # torch's cross-entropy makes two more in backward, after those of its input are freed; ours of a part of the
         # vocabulary (vocabulary.py) makes them in forward.
         logits = chunk * vocabulary * (3 * wide if self.layout.tp == 1 else compute * (compute < wide) + 2 * wide)
         product = chunk * vocabulary * (compute + wide * (compute < wide)) + head * compute
@@ -208,7 +208,7 @@ class _Backward:
         self.is_last = memory.is_last(stage, situation.chunk)
         ranks, tp = memory.sharding.ranks, memory.sharding.tp
         self.head = group_bytes(memory.model.root, ranks, tp)
-        self.embedding = group_bytes(self.rank.embedding, ranks, tp)  # zeros where it is elsewhere
+        self.embedding = group_bytes(self.rank.embedding, ranks, tp)  # zeros if it is on another stage
         self.root = self.head.gathered if self.rank.has_root else 0.0
         self.head_gradient = self.head.gradients if self.is_last else 0.0
         self.blocks = sum(map(len, saved))

@@ -138,7 +138,11 @@ class GroupBytes:
 
 @cache
 def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: OptimizerName = "adamw") -> GroupBytes:
-    """Return the bytes of a group for `ranks` of fsdp and cp together."""
+    """Return the bytes of a dense group on rank 0, which has the largest shards; zeros for None.
+
+    Args:
+        ranks: Of fsdp and cp together.
+    """
     totals = [0.0] * 7
     for weight in () if group is None else group.weights:
         # FSDP2 pads dim 0, of which tp may have taken its part, over the ranks; what tp does not split is over its too.

@@ -1,7 +1,7 @@
 """Every layout a job could have: which fit, how fast each is, why the others are rejected, and what a run costs.
 
-All arithmetic; 16,384 devices take seconds. What `train` refuses is asked of the code that trains, so a plan never
-names it.
+All arithmetic; 16,384 devices take seconds. The code that trains decides what is refused, so a plan never proposes what
+`train` refuses.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -24,7 +24,7 @@ from expertmesh.planning.speed import Speed, speed_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, pipeline_rank, resident_state
 
 Goal = Literal["speed", "memory"]
-# Sizes of cards that are told apart, and what CUDA takes of one without NCCL.
+# Sizes of usual cards in GiB, and bytes that CUDA takes of one without NCCL.
 CARDS, ALONE = (12, 24, 48, 80), 0.8e9
 GIB = 2**30
 # Layouts of which every mode and micro-batch size is looked at, and the most sequences of a micro-batch.
@@ -104,9 +104,12 @@ class Plan:
 
 
 def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) -> Plan:
-    """Look at every layout of the job's devices. `fixed` holds axes the user has set; `auto` ones are free.
+    """Look at every layout of the job's devices.
 
-    For speed, ep is what `ep: auto` would be of those that fit, by the same rule; for memory each is looked at.
+    Args:
+        goal: What candidates are ordered by. For speed, ep is the one of those that fit that `ep: auto` would take; for
+            memory every ep is a candidate.
+        fixed: Axes that the user has set; those that are `auto` are free. None leaves all free.
     """
     order = _order(goal)
     rejected: list[Rejected] = []
@@ -122,7 +125,7 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
             frugal.setdefault(replace(layout, ep=1) if goal == "speed" else layout, []).append(least)
         else:
             rejected.append(Rejected(layout, _too_large(job, least), least))
-    # Thousands of layouts of a large job are told apart by their most frugal form; the best get all their variants.
+    # Thousands of layouts of a large job are compared by their most frugal form; the best get all their variants.
     found = {axes: _least_moved(job, each) for axes, each in frugal.items()}
     for axes in sorted(found, key=lambda axes: order(found[axes]))[:FULLY_CONSIDERED]:
         found[axes] = min([found[axes], *variants(job, [each.layout for each in frugal[axes]])], key=order)
@@ -141,7 +144,7 @@ def _least_moved(job: Job, candidates: Sequence[Candidate]) -> Candidate:
 
 
 def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
-    """Yield every layout that the mesh accepts; equal splits come once."""
+    """Yield every layout that the mesh accepts; equal splits come once. `fixed` as in `plan`."""
     world, model = job.devices.count, job.model
     limits = {"pp": len(model.blocks), "tp": job.devices.per_node, "cp": model.length, "replicate": world}
     sizes = [
@@ -171,7 +174,7 @@ def cards_that_fit(job: Job) -> tuple[float, list[int]]:
 
 
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
-    """Return the memory and time of one choice."""
+    """Return the memory and time of one layout with a mode and a batch."""
     on_cpu = job.devices.name == "cpu"
     nodes = nodes_of_ep(layout, job.devices.per_node) if job.dispatch == "hierarchical" else 1
     workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, on_cpu, job.optimizer, nodes)
@@ -218,9 +221,9 @@ def run_costs(
     """Return what a run of `candidate` costs, checkpoints and failures included.
 
     Args:
-        tokens: budget of input tokens, or None: no hours and no cost.
-        price: of a device and hour; None takes the hardware table's.
-        device_hours_per_failure: mean time between failures of one device; None takes the hardware table's.
+        tokens: Budget of input tokens, or None: no hours and no cost.
+        price: Of a device and hour; None takes the hardware table's.
+        device_hours_per_failure: Mean time between failures of one device; None takes the hardware table's.
     """
     hardware, layout = job.devices.hardware, candidate.layout
     states = (resident_state(job.model, layout, stage, job.optimizer) for stage in range(layout.pp))
@@ -279,8 +282,10 @@ def _refusal(job: Job, layout: Layout) -> str | None:
 
 
 def variants(job: Job, layouts: Sequence[Layout]) -> Iterator[Candidate]:
-    """Yield each mode with every micro-batch size from one sequence up to the first that does not fit; of `layouts`,
-    which differ in ep, the one that moves least of those that fit.
+    """Yield each mode with every micro-batch size from one sequence up to the first that does not fit.
+
+    Args:
+        layouts: Layouts that differ in ep alone; of those that fit, the one that moves least is taken.
     """
     each = job.global_batch_size // layouts[0].data_ranks
     for mode in modes(job.model):

@@ -83,7 +83,7 @@ class Speed:
 
 
 def speed_of(workload: Workload, devices: Devices) -> Speed:
-    """Return the time of a step on `devices`."""
+    """Return the time of a step on `devices`, by the pp rank whose micro-batch takes longest."""
     model, layout, batch = workload.model, workload.layout, workload.batch
     rates, times, shares = _Rates.of(model, devices), batch.accumulation, (layout.cp, layout.tp)
     routing = layout.ep, workload.imbalance, runs_shared_beside(layout, workload.ep_nodes)
@@ -283,9 +283,9 @@ def _expert_seconds(
     """Return the forward's seconds of a block's grouped products, and of the memory traffic of its routed experts.
 
     Args:
-        tokens: of one rank.
+        tokens: Of one rank.
         routing: ep and imbalance.
-        last: count only the part after the last tensor that backward needs is saved: activation, down projection and
+        last: Count only the part after the last tensor that backward needs is saved: activation, down projection and
             combine all-to-all.
     """
     experts = block.experts

@@ -1,7 +1,7 @@
 """A training step as the planner sees it, and what each pipeline rank holds and runs of it.
 
 `stage` is a pp rank throughout; its stages (one, or `pp_virtual_stages`) are its chunks, in the order of the model.
-Which blocks are on a stage is asked of the code that cuts the model; the order of forwards and backwards is that of the
+The code that cuts the model decides which blocks are on a stage; the order of forwards and backwards is that of the
 schedules which step/pipeline_schedule.py chooses from torch.distributed.pipelining. docs/formulas.md derives the state.
 """
 
@@ -67,7 +67,11 @@ def pipeline_rank(
     mode: CheckpointingMode = "none",
     layers: CheckpointedLayers = "all",
 ) -> PipelineRank:
-    """Return the pp rank of number `stage`, of `pp` ranks with `virtual` stages each."""
+    """Return the pp rank of number `stage`, of `pp` ranks with `virtual` stages each.
+
+    Args:
+        mode: Activation checkpointing of the blocks that `layers` (train.checkpoint_layers) names.
+    """
     number = len(model.blocks)
     numbers = (range(number),) if pp * virtual == 1 else model.feasibility.stages(pp, virtual)[stage::pp]
     chosen = frozenset(checkpointed_layers(layers, number))
@@ -115,7 +119,10 @@ class Workload:
 
 
 def runs_shared_beside(layout: Layout, ep_nodes: int) -> bool:
-    """Return whether shared experts run while rows travel, where a family lets them (`parallel.refusals`)."""
+    """Return whether shared experts run while rows are in flight, if a family lets them (`parallel.refusals`).
+
+    `ep_nodes` as in `Workload`.
+    """
     return layout.ep > 1 and layout.tp == 1 and ep_nodes == 1
 
 
@@ -144,8 +151,9 @@ class ResidentState:
 def resident_state(
     model: ModelFigures, layout: Layout, stage: int = 0, optimizer: OptimizerName = "adamw"
 ) -> ResidentState:
-    """Return what rank 0 of a stage keeps of parameters; the largest shard of each, as FSDP2 gives the first ranks
-    more.
+    """Return the bytes of parameters and optimizer state on rank 0 of pp rank `stage`.
+
+    FSDP2 gives the first ranks the largest shards.
     """
     ranks, rank = layout.fsdp * layout.cp, pipeline_rank(model, layout.pp, layout.pp_virtual_stages, stage)
     return _state(rank, ranks, layout.tp, layout.ep, optimizer, layout.offload)
@@ -213,7 +221,7 @@ class Prefetches(NamedTuple):
 
 @cache
 def in_flight(layout: Layout, count: int, stage: int) -> tuple[InFlight, ...]:
-    """Return every different situation of the backwards of a step's `count` micro-batches, on one pp rank."""
+    """Return the different situations in which a step's `count` micro-batches run backward on pp rank `stage`."""
     pp, chunks = layout.pp, layout.pp_virtual_stages
     if chunks == 1:
         first = min(pp - stage, count) if layout.pp_schedule != "gpipe" and count >= pp else count

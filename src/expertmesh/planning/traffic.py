@@ -61,7 +61,7 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     """Return all transfers of one rank of pp rank `stage` in an optimizer step; axes of one rank have none."""
     model, layout, rank, times = workload.model, workload.layout, workload.rank(stage), workload.batch.accumulation
     ranks, virtual = layout.fsdp * layout.cp, layout.pp_virtual_stages
-    # What layouts have in common is added up once: a plan of a large job asks for thousands.
+    # What layouts have in common is added up once: a plan of a large job computes thousands.
     axes = Layout(pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, pp_virtual_stages=virtual)
     per_token = _of_tokens(model, rank, axes, workload.batch.rows, workload.imbalance, workload.ep_nodes)
     dense, calls, reduced = _dense(model, rank, virtual, ranks, layout.tp)
@@ -77,10 +77,12 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
 
 
 def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> float:
-    """Return the bytes of `transfer` that a rank sends to ranks on other nodes of `per_node` ranks in a step, in the
-    mean.
+    """Return the bytes of `transfer` that a rank sends to other nodes in a step, the mean over ranks.
 
     An all-to-all sends each of its ranks an equal part; all else goes around a ring in the order of ranks.
+
+    Args:
+        per_node: Ranks of a node.
     """
     world, ranks = layout.world_size, transfer.ranks
     if world <= per_node or ranks == 1:
@@ -109,7 +111,10 @@ def _stride(transfer: Transfer, layout: Layout) -> int:
 
 
 def host_copies(workload: Workload, stage: int) -> Transfer:
-    """Return a rank's copies of packed experts from host memory in a step, before forward and again before backward."""
+    """Return the copies of packed experts from host memory in a step of one rank of pp rank `stage`.
+
+    Experts are copied before forward and again before backward; nothing without parallel.offload.
+    """
     layers = size = 0.0
     for block, times in workload.rank(stage).blocks:
         if block.experts is not None:
@@ -272,9 +277,9 @@ def _of_dispatch(
     sends no counts. If rows go to nodes first (hierarchical.py), expert ids and weights go with them.
 
     Args:
-        width: bytes of a value.
-        runs: dispatches and combines of forward, recomputation included.
-        ranks: ranks of an EP group, and the nodes that rows go to first (1: directly to ranks).
+        width: Bytes of a value.
+        runs: Dispatches and combines of forward, recomputation included.
+        ranks: Ranks of an EP group, and the nodes that rows go to first (1: directly to ranks).
     """
     (ep, nodes), (there, back), spec, top_k = ranks, runs, experts.spec, experts.router.top_k
     row, weight = spec.hidden_size * width, max(4, width)

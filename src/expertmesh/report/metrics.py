@@ -1,7 +1,7 @@
 """Reads `metrics.jsonl` as columns of numbers, whatever state the run is in or ended in.
 
 Nothing in the file is trusted: a line cut short by a kill, values that are null because they were not finite, rows
-without keys that are optional, lines that are no rows at all. What could not be used is said in `notes`.
+without keys that are optional, lines that are no rows at all. What could not be used is reported in `notes`.
 """
 
 import json
@@ -29,7 +29,7 @@ EVALUATED = ("loss", "token_accuracy", "rewards/margins", "rewards/accuracies")
 # What a row says of a layer's experts, and which end of it needs attention.
 WORST = {"max_over_mean": np.nanmax, "entropy": np.nanmin, "dead": np.nanmax}
 _LINES_NAMED = 5
-# Sets of data that are drawn, evaluations whose answers are kept, and answers of each.
+# Sets of data that are drawn, evaluations whose answers are shown, and answers of each.
 MAX_SETS, _SAMPLED, _SAMPLES = 8, 4, 50
 
 

@@ -69,9 +69,9 @@ CURVES = {
 }
 
 
-# At most so many cells of a heat map are told under the pointer.
+# At most so many cells of a heat map have a text under the pointer.
 _MOST_CELLS = 16_000
-# Of several runs in one figure; they can be told apart on a light and on a dark page.
+# Of several runs in one figure; they can be distinguished on a light and on a dark page.
 _RUNS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 

@@ -1,7 +1,7 @@
-"""Everything that a run's directory tells, read for the report; nothing in it is changed.
+"""Everything that a run's directory holds, read for the report; nothing in it is changed.
 
-A run may be going on, finished, stopped, killed or empty; files that are damaged or not there are said so in `notes`
-and the report goes without them.
+A run may be running, finished, stopped, killed or empty; files that are damaged or absent are reported in `notes`, and
+the report is made without them.
 """
 
 import re

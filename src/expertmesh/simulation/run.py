@@ -101,11 +101,18 @@ class Simulated:
 def simulate(
     config: PreTrainedConfig, workload: Workload, *, lora: LoraConfig | None = None, stage: int = 0
 ) -> Simulated:
-    """Run a step of `workload`, whose figures are those of `config` with `lora`, on the first rank of pp rank `stage`,
-    with balanced routing.
+    """Run a step of `workload` on the first rank of pp rank `stage`, on fake tensors, with balanced routing.
 
-    Needs a process without a process group. Experts have to compute in bfloat16: torch's grouped product knows no other
-    dtype on fake tensors.
+    Experts have to compute in bfloat16: torch's grouped product knows no other dtype on fake tensors.
+
+    Args:
+        config: Of the model that `workload.model` has the figures of.
+        lora: Adapters of the same model.
+
+    Raises:
+        InputError: This process has a process group already, or the compute dtype is not bfloat16.
+
+    Collectives: all of a step, on a fake process group that is destroyed at the end; nothing is sent.
     """
     figures, layout, batch = workload.model, workload.layout, workload.batch
     if dist.is_initialized():
@@ -119,7 +126,7 @@ def simulate(
             key="simulation.only-bfloat16",
         )
     rank = stage * layout.ranks_per_stage
-    # torch registers its fake backend when this asks for it; nothing else here imports it.
+    # torch registers its fake backend when this names it; nothing else here imports it.
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size)
     try:
         started = time.monotonic()

@@ -28,7 +28,7 @@ def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]
     Each rank of every exchange gets an equal share, the mean that `router` predicts.
 
     Args:
-        tokens: of a micro-batch's full rows, which cp and tp ranks share.
+        tokens: Of a micro-batch's full rows, which cp and tp ranks share.
     """
     own, ranks = tokens // (layout.cp * layout.tp), layout.ep
     rows, pairs = round(own * rows_per_token(router, ranks) / ranks), own * router.top_k // ranks
@@ -56,7 +56,7 @@ def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]
 
 
 def _counted(stage: Any, received: torch.Tensor, number: torch.Tensor) -> Any:
-    """Give a stage the number of its micro-batch, which a tensor cannot tell; they come in order."""
+    """Give a stage the number of its micro-batch, which a fake tensor does not hold; they come in order."""
     stage.seen = getattr(stage, "seen", -1) + 1
     return stage.run_stage.forward(stage.stage, stage.seen, received)
 

@@ -109,8 +109,8 @@ class _CrossEntropy(torch.autograd.Function):
         """Return the loss of each target, `[C]`, and save its gradient.
 
         Args:
-            logits_CW: this rank's part of the vocabulary, W columns.
-            place_C: the target's column on this rank, outside of `range(W)` if another rank has it.
+            logits_CW: This rank's part of the vocabulary, W columns.
+            place_C: The target's column on this rank, outside of `range(W)` if another rank has it.
 
         Collectives: every rank of `group` issues two all-reduces.
         """

@@ -53,7 +53,7 @@ class Sizes:
     """Sequences, or pairs, of a step."""
     epochs: int
     steps: int | None
-    """Optimizer steps of an epoch; None where nobody has counted the data."""
+    """Optimizer steps of an epoch; None if the data are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,11 @@ def enough_rows(devices: Devices, length: int) -> int:
 def sizes_of(found: FirstRows, wishes: Wishes, devices: Devices, length: int) -> Sizes:
     """Return the sizes of a step: `_SEQUENCES` rows, or fewer where the data would make less than `FEW_STEPS` steps.
 
-    The fewest are one for each device. Where that is not enough, rows are made no longer than the data, then each gets
-    a sequence of its own, and then the data are gone through again.
+    The fewest are one for each device. If that is not enough, rows become no longer than the data, then each sample
+    is a sequence of its own, and then there are several epochs.
+
+    Args:
+        length: Most tokens of a row.
     """
     train = wishes.config.train
     unit = devices.count * train.micro_batch_size if wishes.has("train", "micro_batch_size") else devices.count

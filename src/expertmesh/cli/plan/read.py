@@ -22,14 +22,14 @@ def read_figures(
     """Read the figures of the model that a plan is for, without its weights.
 
     Args:
-        device: torch device type that packed rows are attended on.
+        device: Torch device type that packed rows are attended on.
 
     Returns:
         The configuration, the figures, and why the model cannot have packed rows: None if it can or if
         `--no-packing` is given. The figures are of packed rows unless either of the two rules them out.
 
     Raises:
-        InputError: the model cannot be read or sharded.
+        InputError: The model cannot be read or sharded.
     """
     config, directory = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
     length = options.seq_len or usual_length(config)

@@ -49,7 +49,7 @@ class Sandbox:
         self._end = weakref.finalize(self, _end, self._pid, self._connection, os.getpid())
 
     def map(self, items: Sequence[Any]) -> list[Any]:
-        """Return the function's results in the order of `items`. After `LimitExceeded` the child is gone."""
+        """Return the function's results in the order of `items`. After `LimitExceeded` the child has ended."""
         try:
             self._connection.send(items)
             results: list[Any] = []

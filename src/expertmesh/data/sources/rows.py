@@ -50,7 +50,7 @@ class RawRow:
 
 
 def renamed(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """Return the row with `columns` under their new names; a column of the file that has such a name gives way."""
+    """Return the row with `columns` under their new names, in place of columns of the file that have such a name."""
     given = {*columns, *columns.values()}
     named = {ours: row[theirs] for ours, theirs in columns.items() if theirs is not None and theirs in row}
     return named | {name: value for name, value in row.items() if name not in given}
