@@ -73,7 +73,7 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
     """Predict time and memory of a step of the job that preflight accepted. Nothing communicates.
 
     Args:
-        devices: To predict for; None takes those of this job.
+        devices: The devices to predict for; None takes those of this job.
     """
     devices = devices or devices_here(checked.layout.world_size)
     if devices is None:

@@ -89,7 +89,7 @@ def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
     """Return the bytes that one stage saves of a micro-batch for backward: blocks, what is around them, and the head.
 
     Args:
-        stage: Pp rank.
+        stage: The pp rank.
         chunk: Which of its `pp_virtual_stages` stages, counted as in a list; -1 is the last.
     """
     memory, chunk = _RankMemory(workload), range(workload.layout.pp_virtual_stages)[chunk]

@@ -141,7 +141,7 @@ def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: Optimi
     """Return the bytes of a dense group on rank 0, which has the largest shards; zeros for None.
 
     Args:
-        ranks: Of fsdp and cp together.
+        ranks: Ranks of fsdp and cp together.
     """
     totals = [0.0] * 7
     for weight in () if group is None else group.weights:

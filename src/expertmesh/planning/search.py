@@ -107,7 +107,7 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
     """Look at every layout of the job's devices.
 
     Args:
-        goal: What candidates are ordered by. For speed, ep is the one of those that fit that `ep: auto` would take; for
+        goal: The order of candidates. For speed, ep is the one of those that fit that `ep: auto` would take; for
             memory every ep is a candidate.
         fixed: Axes that the user has set; those that are `auto` are free. None leaves all free.
     """
@@ -221,8 +221,8 @@ def run_costs(
     """Return what a run of `candidate` costs, checkpoints and failures included.
 
     Args:
-        tokens: Budget of input tokens, or None: no hours and no cost.
-        price: Of a device and hour; None takes the hardware table's.
+        tokens: Budget of input tokens; without it (None) hours and cost are None.
+        price: Price of a device and hour; None takes the hardware table's.
         device_hours_per_failure: Mean time between failures of one device; None takes the hardware table's.
     """
     hardware, layout = job.devices.hardware, candidate.layout

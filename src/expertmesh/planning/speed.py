@@ -283,7 +283,7 @@ def _expert_seconds(
     """Return the forward's seconds of a block's grouped products, and of the memory traffic of its routed experts.
 
     Args:
-        tokens: Of one rank.
+        tokens: Tokens of one rank.
         routing: ep and imbalance.
         last: Count only the part after the last tensor that backward needs is saved: activation, down projection and
             combine all-to-all.

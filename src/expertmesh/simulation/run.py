@@ -106,8 +106,8 @@ def simulate(
     Experts have to compute in bfloat16: torch's grouped product knows no other dtype on fake tensors.
 
     Args:
-        config: Of the model that `workload.model` has the figures of.
-        lora: Adapters of the same model.
+        config: Configuration of the model that `workload.model` has the figures of.
+        lora: Adapters of that model.
 
     Raises:
         InputError: This process has a process group already, or the compute dtype is not bfloat16.

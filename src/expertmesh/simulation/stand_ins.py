@@ -28,7 +28,7 @@ def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]
     Each rank of every exchange gets an equal share, the mean that `router` predicts.
 
     Args:
-        tokens: Of a micro-batch's full rows, which cp and tp ranks share.
+        tokens: Tokens of a micro-batch's full rows, which cp and tp ranks share.
     """
     own, ranks = tokens // (layout.cp * layout.tp), layout.ep
     rows, pairs = round(own * rows_per_token(router, ranks) / ranks), own * router.top_k // ranks
