@@ -81,8 +81,11 @@ class SharedBox(NamedTuple):
 
 class ListedTensor(NamedTuple):
     dtype: str
+    """The name that safetensors uses."""
     shape: tuple[int, ...]
+    """Shape of the global tensor."""
     sharding: str
+    """The field of `HeldPart`."""
 
 
 @dataclass(frozen=True, slots=True)

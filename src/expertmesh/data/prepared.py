@@ -47,7 +47,9 @@ class Origin(BaseModel):
 
     name: str
     stamp: str
+    """A text that changes if the content may have changed."""
     content: str
+    """The result of the location's `content()`, equal for equal content."""
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:

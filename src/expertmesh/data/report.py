@@ -62,10 +62,12 @@ class SourceReport:
 
 @dataclass(frozen=True, slots=True)
 class HistogramBin:
-    """Samples of `above` < tokens <= `up_to`, before cutting; the last bin is open (`up_to` None)."""
+    """Samples with lengths in one range, before cutting."""
 
     above: int
+    """Tokens that each sample has more than."""
     up_to: int | None
+    """Tokens that each sample has at most; None for the last bin, which is open."""
     samples: int
 
 

@@ -200,12 +200,13 @@ class _Ahead:
 
 @dataclass(slots=True)
 class Stream:
-    """The windows of `data.train`, for all ranks alike."""
+    """The windows of `data.train`, equal on all ranks."""
 
     recipe: Recipe
     seed: int
     ranks: Ranks
     sources: list[SourceReport] = field(default_factory=list)
+    """The format of each source, known on all ranks once rank 0 has opened its reader."""
     _encoder: BlockEncoder | None = None
 
     def first(self) -> Window:

@@ -127,7 +127,7 @@ def arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Numbers of rows and pairs exchanged with each rank of the group, on the host."""
+    """Numbers of rows and pairs exchanged with each rank of the group, on the host; each list is by rank."""
 
     rows_sent: list[int]
     rows_received: list[int]

@@ -27,6 +27,7 @@ class Memory:
     master: float
     """Parameters that train."""
     gradients: float
+    """Gradients of `master` that exist at that moment."""
     moments: float
     """Optimizer state."""
     unsharded: float

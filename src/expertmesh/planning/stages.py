@@ -31,10 +31,12 @@ Piece = tuple[Block, CheckpointingMode]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The division of an optimizer step: `accumulation` micro-batches of `rows` sequences."""
+    """The division of an optimizer step on one data rank."""
 
     rows: int
+    """Sequences of a micro-batch."""
     accumulation: int
+    """Micro-batches of a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -193,13 +193,17 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class _TargetLosses:
-    """The `TokenLosses` of targets `target_N` in rows `row_N` of `rows`, from the hidden states that predict them."""
+    """The `TokenLosses` of this rank's targets."""
 
     head: _Head
     hidden_NH: torch.Tensor
+    """Hidden states that predict the targets."""
     target_N: torch.Tensor
+    """Token ids of the targets."""
     row_N: torch.Tensor
+    """The row of each target in the micro-batch."""
     rows: int
+    """Rows of the micro-batch."""
     share: SequenceShare
 
     @property

@@ -101,8 +101,10 @@ class EvaluatedCrossEntropy:
     """`CrossEntropy` without gradients, and the share of targets with the largest logit."""
 
     count: int | torch.Tensor
+    """Targets of the evaluation set."""
     figures: tuple[str, ...] = ("token_accuracy",)
     over: str = "target tokens"
+    """What `count` counts, in words."""
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         total, hits = losses.total_and_hits()

@@ -184,6 +184,7 @@ class _PipelineRun:
     term: Term
     router_logits: bool
     backwards: dict[int, int] = field(default_factory=dict)
+    """Backwards that have run, by stage."""
 
     def forward(self, stage: int, number: int, received: torch.Tensor) -> torch.Tensor:
         """Return the hidden state for the next stage; on the last one the stage's term, `[1]`."""

@@ -38,12 +38,15 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A tensor in its own dtype; rows read from a wide one may be the storage itself."""
+    """A tensor in its own dtype."""
 
     values_RC: Tensor
     wide: torch.dtype
+    """The dtype that rows are read in; if it is the tensor's own, they may be the storage itself."""
     noise: Noise | None
+    """The random bits of stochastic rounding; None rounds to nearest."""
     factor: int
+    """The factor of `Noise.round`, one for each tensor of a parameter."""
 
     def read(self, rows: slice) -> Tensor:
         return self.values_RC[rows].to(self.wide)

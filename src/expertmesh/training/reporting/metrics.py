@@ -131,6 +131,7 @@ class EvalMetrics:
     count: int
     """How many of what `over` names."""
     over: str
+    """What `count` counts, in words."""
     sets: dict[str, "EvalMetrics"] = field(default_factory=dict)
     """Figures of each named set."""
     samples: list[EvalSample] = field(default_factory=list)

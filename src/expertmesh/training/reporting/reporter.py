@@ -99,7 +99,9 @@ class Reporter:
     collapse: Collapse | None = None
     total_steps: int = 0
     devices: int = 1
+    """Ranks of the job."""
     peak_tokens_per_second: float | None = None
+    """`Forecast.peak_tokens_per_second`; without it there is no `mfu`."""
     _began: tuple[int, float] | None = None
 
     def step(self, metrics: StepMetrics) -> None:
