@@ -40,7 +40,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def over() -> Iterator[str]:
-    """Every place that is over a limit, as a sentence."""
+    """Yield every place that is over a limit, as a sentence."""
     homes = _public_homes()
     texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in texts.items()}
@@ -73,7 +73,7 @@ def _mocks(path: Path, tree: ast.Module) -> Iterator[str]:
 
 
 def _named_files(path: Path, files: list[str]) -> Iterator[str]:
-    """Names of files in comments and docstrings, those under fields too, that no path here ends with."""
+    """Yield names of files in comments and docstrings, those under fields too, that no path here ends with."""
     for line, text in _prose(path):
         for name in re.findall(r"(?<![\w./])[\w./]*\w\.py\b", text):
             if not any(f"/{file}".endswith(f"/{name}") for file in files):
@@ -92,7 +92,7 @@ def _prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _private_names(path: Path, tree: ast.Module, own: set[str]) -> Iterator[str]:
-    """Private names that this package does not define, so that they are another library's."""
+    """Yield private names that this package does not define, so that they are another library's."""
     for node in ast.walk(tree):
         found: list[str] = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OTHERS:
@@ -108,7 +108,7 @@ def _private_names(path: Path, tree: ast.Module, own: set[str]) -> Iterator[str]
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:
-    """Names of functions, classes, variables and attributes that the package itself defines."""
+    """Yield names of functions, classes, variables and attributes that the package itself defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -144,7 +144,7 @@ def _length(path: Path, node: Function) -> Iterator[str]:
 
 
 def _public_homes() -> dict[str, str]:
-    """The module of each public name, as `expertmesh/__init__.py` has it."""
+    """Return the module of each public name, as `expertmesh/__init__.py` has it."""
     for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["_HOME"]:
             return dict(ast.literal_eval(node.value))
@@ -152,7 +152,7 @@ def _public_homes() -> dict[str, str]:
 
 
 def _counted(tree: ast.Module, public: set[str]) -> Iterator[tuple[Function, bool]]:
-    """Functions whose arguments are counted, and whether keyword-only ones are."""
+    """Yield functions whose arguments are counted, and whether keyword-only ones are."""
     autograd = {
         id(method)
         for node in ast.walk(tree)

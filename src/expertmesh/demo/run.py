@@ -198,7 +198,7 @@ def _yaml_text(text: str) -> str:
 
 
 def _build_model(samples: Sequence[Sample], directory: Path) -> tuple[int, int]:
-    # Imported here: torch takes seconds, and a bad Python installation is told before that.
+    # Imported here: torch takes seconds, and a bad Python installation is reported before that.
 
     _hide_progress_bars()
     texts = (text for sample in samples for text in (sample.question, sample.answer))

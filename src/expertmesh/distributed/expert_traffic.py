@@ -90,7 +90,7 @@ class ExpertTraffic:
     tokens: int
     """Tokens of a data rank's micro-batch."""
     trips: int = 4
-    """How often rows travel: there and back, forward and backward; once more where whole blocks are recomputed."""
+    """All-to-alls of rows: dispatch and combine, forward and backward; one more if full blocks are recomputed."""
     can_have: Callable[["Layout"], bool] = lambda layout: True
     """Whether the experts can be sharded so."""
 

@@ -73,7 +73,7 @@ class RunObjective:
     def with_reference(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return `batches` with all entries that the objective takes.
 
-        Every rank calls it: a forward where each step runs the reference, nothing elsewhere.
+        Every rank calls it: a forward if each step runs the reference, else nothing.
         """
         if not self.adapters_off:
             return batches
