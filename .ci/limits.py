@@ -1,8 +1,8 @@
 """Limits that keep rooms small and other people's insides in one room; part of `make lint`.
 
 Prints every place that is over one, and exits with 1. Private names of torch, transformers and datasets are used in
-compat.py alone, `unittest.mock` nowhere. Docstrings of functions begin with a verb; those of files name files that
-exist.
+compat.py alone, `unittest.mock` nowhere. The docstring of a function begins with one of `VERBS`, that of a property may
+be a noun phrase. Docstrings and comments name files that exist.
 
 Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
 the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
@@ -12,6 +12,7 @@ size on its own.
 import ast
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,19 @@ PACKAGE = Path("src/expertmesh")
 COMPAT = PACKAGE / "compat.py"
 OTHERS = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
 LINES_PER_FILE, LINES_PER_FUNCTION, ARGUMENTS = 700, 60, 8
+# What a docstring of a function says that it does; a new verb is added here.
+VERBS = """
+    Abort Add Advise Allocate Allow Apply Ask Assign Attach Attend Average Begin Build Call Cast Change Check Choose
+    Clamp Clip Close Collect Combine Compare Compile Complete Compute Concatenate Convert Copy Count Create Cut
+    Decide Decode Decorate Defer Derive Describe Destroy Dispatch Distribute Divide Do Download Draw Drop Enable
+    Encode End Enter Escape Estimate Evaluate Examine Exchange Execute Expand Explain Export Fill Find Fine-tune
+    Finish Forget Format Free Freeze Fuse Gather Give Group Hash Hide Import Initialise Insert Install Issue Join
+    Judge Keep Learn Leave Let Link List Listen Load Locate Look Make Map Mark Merge Mix Move Multiply Name Note
+    Open Order Orthogonalise Pad Pass Plan Plant Predict Prepare Print Prove Publish Push Put Quantise Raise Read
+    Record Reduce Refuse Register Remember Remove Rename Render Replace Report Reshard Resolve Restore Return Round
+    Run Sample Save Say Scale Send Set Shard Shift Show Sort Split Start Store Sum Summarise Switch Sync Take Thin
+    Tokenize Train Try Turn Update Upload Validate Verify View Wait Warn Widen Wrap Write Yield Zero
+"""
 NO_FIRST_WORDS = {"As", "How", "Of", "That", "Those", "What", "Where", "Whether", "Which", "Who"}
 # `os._exit` and `sys._current_frames` are documented.
 STANDARD = ("os", "sys", "self", "cls")
@@ -26,18 +40,18 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def over() -> Iterator[str]:
-    """Every place that is over a limit, as a sentence."""
+    """Yield every place that is over a limit, as a sentence."""
     homes = _public_homes()
     texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in texts.items()}
-    files = {path.name for folder in (PACKAGE, Path("tests"), Path("benchmarks")) for path in folder.rglob("*.py")}
+    files = [str(path) for folder in (PACKAGE, Path("tests"), Path("benchmarks")) for path in folder.rglob("*.py")]
     own = {name for tree in trees.values() for name in _defined(tree)}
     for path, text in texts.items():
         if (lines := len(text.splitlines())) > LINES_PER_FILE:
             yield f"{path}: {lines} lines, at most {LINES_PER_FILE}"
         tree = trees[path]
         yield from _mocks(path, tree)
-        yield from _named_files(path, tree, files)
+        yield from _named_files(path, files)
         if path != COMPAT:
             yield from _private_names(path, tree, own)
         for node in ast.walk(tree):
@@ -58,14 +72,27 @@ def _mocks(path: Path, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{node.lineno}: unittest is for tests"
 
 
-def _named_files(path: Path, tree: ast.Module, files: set[str]) -> Iterator[str]:
-    for name in re.findall(r"\b[a-z_]+\.py\b", ast.get_docstring(tree) or ""):
-        if name not in files:
-            yield f"{path}: its docstring names {name}, which is no file here"
+def _named_files(path: Path, files: list[str]) -> Iterator[str]:
+    """Yield names of files in comments and docstrings, those under fields too, that no path here ends with."""
+    for line, text in _prose(path):
+        for name in re.findall(r"(?<![\w./])[\w./]*\w\.py\b", text):
+            if not any(f"/{file}".endswith(f"/{name}") for file in files):
+                yield f"{path}:{line}: {name} is no file here"
+
+
+def _prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines and texts of comments, and of strings that are statements: docstrings."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
 
 
 def _private_names(path: Path, tree: ast.Module, own: set[str]) -> Iterator[str]:
-    """Private names that this package does not define, so that they are another library's."""
+    """Yield private names that this package does not define, so that they are another library's."""
     for node in ast.walk(tree):
         found: list[str] = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OTHERS:
@@ -81,7 +108,7 @@ def _private_names(path: Path, tree: ast.Module, own: set[str]) -> Iterator[str]
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:
-    """Names of functions, classes, variables and attributes that the package itself defines."""
+    """Yield names of functions, classes, variables and attributes that the package itself defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -100,10 +127,14 @@ def _is_private(name: str) -> bool:
 
 
 def _first_word(path: Path, node: Function) -> Iterator[str]:
-    """A docstring begins with a verb, or is the noun phrase of a property."""
-    word = (ast.get_docstring(node) or "").partition(" ")[0]
-    if word in NO_FIRST_WORDS:
-        yield f"{path}:{node.lineno}: the docstring of {node.name} begins with {word}; begin with a verb"
+    """Say where a docstring begins with no verb, and is not the noun phrase of a property."""
+    word = next(iter((ast.get_docstring(node) or "").split()), "").rstrip(".,:")
+    if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+        begins_well = word not in NO_FIRST_WORDS
+    else:
+        begins_well = not word or word.capitalize() in VERBS.split()
+    if not begins_well:
+        yield f"{path}:{node.lineno}: the docstring of {node.name} begins with {word}; begin with one of VERBS"
 
 
 def _length(path: Path, node: Function) -> Iterator[str]:
@@ -113,7 +144,7 @@ def _length(path: Path, node: Function) -> Iterator[str]:
 
 
 def _public_homes() -> dict[str, str]:
-    """The module of each public name, as `expertmesh/__init__.py` has it."""
+    """Return the module of each public name, as `expertmesh/__init__.py` has it."""
     for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["_HOME"]:
             return dict(ast.literal_eval(node.value))
@@ -121,7 +152,7 @@ def _public_homes() -> dict[str, str]:
 
 
 def _counted(tree: ast.Module, public: set[str]) -> Iterator[tuple[Function, bool]]:
-    """Functions whose arguments are counted, and whether keyword-only ones are."""
+    """Yield functions whose arguments are counted, and whether keyword-only ones are."""
     autograd = {
         id(method)
         for node in ast.walk(tree)

@@ -172,7 +172,7 @@ def _targets(meta_model: nn.Module, layers: Mapping[str, Any], adapter: str) -> 
     """Yield the targets of the layers in module order of the model without PEFT, each with its rank and scaling.
 
     Args:
-        twin: A meta copy of the model without PEFT.
+        meta_model: A meta copy of the model without PEFT.
     """
     adapted: dict[tuple[str, str | None], str] = {}
     for name, layer in layers.items():

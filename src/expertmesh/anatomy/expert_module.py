@@ -26,15 +26,19 @@ _HIDDEN, _INTERMEDIATE, _TOKENS = 16, 12, 5
 
 @dataclass(frozen=True, slots=True)
 class ExpertModuleSpec:
-    """`ups` and `down` are names in the member; `between` maps pre-activations to activations by the member's code."""
+    """One expert that is a module of its own, and how its code computes."""
 
     ups: tuple[str, ...]
+    """Names of the up projections in the module."""
     down: str
+    """Name of the down projection in the module."""
     biased: bool
     hidden_size: int
     intermediate_size: int
     between: nn.Module
+    """Maps pre-activations to activations by the module's own code."""
     silu_gated: bool
+    """Whether that is `silu(gate) * up`."""
 
 
 def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:

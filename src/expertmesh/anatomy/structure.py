@@ -29,33 +29,37 @@ HIDDEN_OF_KEYS = frozenset({"key_hidden_states", "value_hidden_states"})
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """One experts module: where it is and how its parameters are laid out.
-
-    `up` maps hidden to intermediate (gate and up fused when `gated`): `[E, 2I, H]`, or `[E, H, 2I]` when
-    `transposed`; `down` maps back: `[E, H, I]` or `[E, I, H]`. Biases are `[E, 2I]` and `[E, H]`. `post_norm`: each
-    expert's output passes the module's `post_expert_norm`, one for all experts, before the routing weight.
-
-    `flat_gate`: gate, up and down are apart and each flattened to `[E * I, H]`; this is the gate's name. `call`: what
-    the block passes: "interface" through transformers' own, "pairs" the same arguments without it, "dense" one row per
-    (expert, token), weighted already, with zeros where the token did not choose the expert. "sorted": the module is the
-    mixture as a whole, called with hidden states; its `router` gives the order of pairs by expert, the token and the
-    weight of each in it, and a list of their counts, for `up` and `down`, each a module with one parameter.
-    """
+    """One experts module: where it is and how its parameters are laid out."""
 
     name: str
+    """The module's name in the model."""
     num_experts: int
     hidden_size: int
     intermediate_size: int
     gated: bool
+    """Whether gate and up are fused in `up`."""
     transposed: bool
+    """Whether parameters are `[E, in, out]`."""
     biased: bool
+    """Whether there are biases `[E, 2I]` and `[E, H]`."""
     up: str
+    """Name of the parameter that maps hidden to intermediate: `[E, 2I, H]` when gated, transposed `[E, H, 2I]`."""
     down: str
+    """Name of the parameter that maps back: `[E, H, I]`, transposed `[E, I, H]`."""
     top_k: int | None
+    """None if the model does not give it."""
     post_norm: bool = False
+    """Whether each expert's output passes the module's `post_expert_norm` before the routing weight; one norm for all
+    experts."""
     flat_gate: str | None = None
+    """The gate's name, if gate, up and down are apart and each is flattened to `[E * I, H]`."""
     router: str | None = None
+    """Name of the module that gives a "sorted" call the order of pairs by expert, the token and the weight of each pair
+    in it, and a list of their counts."""
     call: Literal["interface", "pairs", "dense", "sorted"] = "interface"
+    """What the block passes. "interface": through transformers' own. "pairs": the same arguments without it. "dense":
+    one row per (expert, token), weighted already, zero where the token did not choose the expert. "sorted": the module
+    is the full mixture, called with hidden states; `up` and `down` are modules with one parameter each."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -76,6 +80,7 @@ class Anatomy:
     """The names of the parts of a model, in module order."""
 
     blocks: tuple[str, ...]
+    """Decoder blocks, those of other towers included."""
     experts: tuple[ExpertsSpec, ...]
     routers: tuple[str, ...]
     shared_experts: tuple[str, ...]

@@ -44,6 +44,7 @@ class HeldPart:
     sharding: str
     """The result of `sharding_of`, equal for tensors that every rank cuts in the same way."""
     box: Box
+    """The part's box in the global tensor."""
     writes: bool
     """This rank writes the part."""
     fingerprint: int | None
@@ -58,6 +59,7 @@ class RankPart:
     leads: bool
     """This rank is the first of its pipeline stage, and lists the stage's tensors for all of its ranks."""
     held: tuple[HeldPart, ...]
+    """Every part that the rank holds."""
     values: Mapping[str, dict[str, Tensor]]
     """The local tensors that this rank writes, by kind and name."""
     rng: dict[str, str]
@@ -79,8 +81,11 @@ class SharedBox(NamedTuple):
 
 class ListedTensor(NamedTuple):
     dtype: str
+    """The name that safetensors uses."""
     shape: tuple[int, ...]
+    """Shape of the global tensor."""
     sharding: str
+    """The field of `HeldPart`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,11 +61,12 @@ _INDENT = " " * 11
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of the report, and a sentence for each thing that has to be mended."""
+    """A line of the report."""
 
     what: str
     says: str
     faults: tuple[str, ...] = ()
+    """A sentence for each thing that has to be mended."""
 
 
 def run(output: str, as_json: bool = False) -> int:
@@ -170,12 +171,12 @@ def environment(variables: Mapping[str, str] = os.environ) -> Finding:
 
 
 def shown(name: str, value: str) -> str:
-    """`value` without what a stranger may not read."""
+    """Return `value` without secrets: hidden if the name says so, otherwise as `without_secrets` leaves it."""
     return HIDDEN if _SECRET_NAME.search(name) else without_secrets(value)
 
 
 def without_secrets(text: str) -> str:
-    """`text` without passwords in addresses and tokens of the hub."""
+    """Return `text` without passwords in addresses and without tokens of the hub."""
     return _SECRET_VALUE.sub(HIDDEN, text)
 
 
@@ -200,7 +201,7 @@ def disk(directory: Path) -> Finding:
 
 
 def hub() -> Finding:
-    """Ask the hub whether models can be downloaded. Who works offline needs none."""
+    """Ask the hub whether models can be downloaded. Offline work does not need it."""
     cache, token = Path(constants.HF_HUB_CACHE), "a token is set" if get_token() else "no token"
     faults: tuple[str, ...] = ()
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
@@ -267,7 +268,9 @@ def _file_system(directory: Path) -> str:
 
 
 def _ask_hub() -> tuple[float | None, float] | None:
-    """(seconds that our clock is ahead, seconds that it took), or None. A name service may hang: it gets no longer."""
+    """Return (seconds that our clock is ahead or None, seconds until the answer), or None if no answer comes in
+    `HUB_SECONDS`: a name service may hang.
+    """
     answers: list[tuple[float | None, float]] = []
 
     def ask() -> None:

@@ -57,9 +57,9 @@ def frozen_rows(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def disk_text(config: PreTrainedConfig, directory: Path) -> str:
-    """Size, number of files, dtypes and quantisation of a directory's weights, from headers alone.
+    """Describe the size, number of files, dtypes and quantisation of a directory's weights, from headers alone.
 
-    Weights need not be there, or not all of them; `IntegrityError` for a file that is there but damaged.
+    Some or all of the weight files may be missing. Raises `IntegrityError` for a damaged one.
     """
     expected = {SINGLE_FILE} if (directory / SINGLE_FILE).exists() else set[str]()
     if not expected and (directory / INDEX_FILE).exists():
@@ -94,22 +94,25 @@ activations come on top"""
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The counts of a model that `inspect` prints.
-
-    `blocks` are the language model's. Sizes are parameters; tied parameters count once. `router`: how tokens choose
-    experts, in words.
-    """
+    """The counts of a model that `inspect` prints. Sizes are parameters; tied parameters count once."""
 
     blocks: int
+    """Blocks of the language model."""
     other_blocks: int
+    """Blocks of other towers."""
     moe_blocks: int
     experts: ExpertsSpec
+    """The first experts module of the model."""
     router: str
+    """How tokens choose experts, in words."""
     shared_experts: int
     total: int
     expert: int
+    """Parameters of all routed experts."""
     largest_block_dense: int
+    """Parameters of a block without its routed experts, at most."""
     largest_block_expert: int
+    """Parameters of a block's routed experts, at most."""
 
     @property
     def dense(self) -> int:
@@ -211,9 +214,9 @@ class _Operations(TorchDispatchMode):
 
 
 def _score_function(layer: nn.Module, experts: nn.Module, spec: ExpertsSpec) -> str | None:
-    """`softmax` or `sigmoid`, whichever the layer applies on the way from its input to its experts.
+    """Return `softmax` or `sigmoid`, whichever the layer applies between its input and its experts.
 
-    None for a layer that cannot be called with hidden states alone: nothing but this word depends on it.
+    Return None for a layer that cannot be called with hidden states alone: nothing but the printed word depends on it.
     """
 
     def stop(*_: object) -> None:

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         verb = app(list(arguments), prog_name="expertmesh", standalone_mode=False, obj=said)
         # An exit code, after --help and the like. The verb runs here because typer takes every broken pipe for a
-        # reader that has gone.
+        # reader that has ended.
         return verb if isinstance(verb, int) else int(verb())
     except typer.TyperException as error:
         return report(_usage_error(error), as_json=said.get("error_format") == "json")

@@ -19,7 +19,7 @@ _THOUSANDS = ("", "K", "M", "B", "T")
 
 
 def duration(text: str) -> float:
-    """Seconds in `text`: a number, or a number with s, m, h or d (`90s`, `1.5h`)."""
+    """Return the seconds that `text` names: a number, or a number with s, m, h or d (`90s`, `1.5h`)."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     if matched is None or float(matched[1]) == 0:
         raise ValueError(f"{text!r} is not a length of time; write 90s, 30m, 2h or seconds")
@@ -45,7 +45,7 @@ def rank_range(text: str) -> tuple[int, int]:
 
 
 def size(text: str) -> int:
-    """Bytes in `text`: a number, or one with KB, MB, GB, TB (powers of 1000) or KiB, ... (of 1024)."""
+    """Return the bytes in `text`: a number, or one with KB, MB, GB, TB (powers of 1000) or KiB, ... (of 1024)."""
     try:
         count = TypeAdapter(ByteSize).validate_python(text)
     except ValidationError:
@@ -63,7 +63,7 @@ def token_count(text: str) -> float:
     return float(matched[1]) * 1000.0 ** _THOUSANDS.index(matched[2].upper())
 
 
-# Options that several verbs have, or have alike.
+# Options that several verbs share.
 N = functools.partial(Option, metavar="N", min=1)
 FILE = functools.partial(Option, metavar="FILE")
 ConfigFile = Annotated[str, Argument(metavar="CONFIG", help="the YAML file of the run")]

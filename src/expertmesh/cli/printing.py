@@ -65,7 +65,7 @@ def print_rows(console: Console, title: str, header: Sequence[str] | None, rows:
 
 
 def located_text(checkpoint: Path, found: int | None) -> str:
-    """Say which checkpoint is meant, and that it was chosen from several."""
+    """Say which checkpoint is meant, and that it is the newest of `found`; None if it was named itself."""
     chosen = "" if found is None else f", the newest of {found}" if found > 1 else ", the only one"
     return f"{checkpoint}{chosen}"
 

@@ -12,7 +12,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.io.terminal import tell
 
 PAGE = "report.html"
-# Runs are told apart by letters.
+# Letters name the runs.
 _MOST = 26
 
 

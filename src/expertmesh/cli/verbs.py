@@ -81,7 +81,7 @@ def with_options(options: type[Options]) -> Callable[[Callable[[Options], int]],
 
 
 def call(module: str, *arguments: object) -> int:
-    """Import `module`, which takes seconds (a terminal is told), and return the exit code of its `run(*arguments)`."""
+    """Import `module`, which takes seconds, and return the exit code of its `run(*arguments)`."""
     print_log("info")
     if sys.stderr.isatty():
         tell("starting   importing torch and transformers", error=True)
@@ -97,7 +97,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _keep_error_format(context: typer.Context, wanted: ErrorFormat) -> ErrorFormat:
-    """At once, so that it holds for an unknown verb too."""
+    """Store the format as soon as it is read, so that it holds for an unknown verb too."""
     context.ensure_object(dict)["error_format"] = wanted
     return wanted
 

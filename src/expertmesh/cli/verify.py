@@ -82,7 +82,7 @@ def _prove(config: Config, arguments: VerifyArguments, nproc: int | None) -> int
 
 
 def _sizes(text: str) -> dict[str, int]:
-    """`ep=4 fsdp=4` as numbers."""
+    """Return the size of each axis in a text such as `ep=4 fsdp=4`."""
     sizes = {}
     for word in text.replace(",", " ").split():
         axis, _, number = word.partition("=")

@@ -37,7 +37,7 @@ class Section(BaseModel):
     section: ClassVar[str] = ""
 
     def __init__(self, /, **values: Any) -> None:
-        """`ParallelConfig(tp="2")` ends in the `InputError` that `load_config` would raise."""
+        """Validate `values`; `ParallelConfig(tp="2")` raises the `InputError` that `load_config` would raise."""
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -108,7 +108,7 @@ Mapped = Annotated[dict[str, T], AfterValidator(_Frozen)]
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Why `pattern` is no regular expression, or None."""
+    """Return why `pattern` is no regular expression, or None."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:

@@ -103,9 +103,7 @@ class _Schema:
                 yield path, f"{key} must be {self._accepts(node, too_large)}, not {show(value)}"
 
     def _resolved(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Behind a reference; of a section that may also be null or a path, the section; and of a list that text may
-        stand for, the list.
-        """
+        """Return the node that a reference leads to; of alternatives the section, else the first list."""
         options = [self._resolved(option) for option in node.get("anyOf", [])]
         wanted = [option for option in options if "properties" in option] or [o for o in options[:1] if "items" in o]
         if wanted:

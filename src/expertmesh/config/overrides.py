@@ -48,7 +48,7 @@ def apply_override(values: dict[str, Any], override: str) -> Path:
 
 
 def _key_in(container: Container, part: str, path: Path, override: str) -> str | int:
-    """`part` as a key or position of `container`; `InputError` where a list has no such position."""
+    """Return `part` as a key or position of `container`. Raises `InputError` if a list has no such position."""
     if isinstance(container, dict):
         return part
     if not _is_place(part) or int(part) > len(container):

@@ -48,7 +48,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _rate_of_adapters(cls, values: Any) -> Any:
-        """Adapters start at zero and learn at a higher rate than a model that is there; pairs ask for a low one."""
+        """Give LoRA a higher default learning rate: adapters start at zero. Preference pairs keep the low one."""
         if not isinstance(values, dict) or values.get("lora") is None or values.get("objective") is not None:
             return values
         optim = values.get("optim", {})

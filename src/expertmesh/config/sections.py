@@ -135,7 +135,7 @@ class LoraConfig(Section):
         return alpha / (math.sqrt(r) if self.use_rslora else r)
 
     def of(self, name: str) -> tuple[int, float]:
-        """r and alpha of the adapter on the module, or parameter, of this name."""
+        """Return r and alpha of the adapter on the module, or parameter, of this name."""
         r = next((r for pattern, r in self.rank_pattern.items() if is_named(name, pattern)), self.r)
         alphas = (alpha for pattern, alpha in self.alpha_pattern.items() if is_named(name, pattern))
         return r, next(alphas, self.alpha)

@@ -19,7 +19,7 @@ Path = tuple[str | int, ...]
 
 
 def dotted(path: Path) -> str:
-    """`train.max_steps`, as a user writes it."""
+    """Return a path as a user writes it: `train.max_steps`."""
     return ".".join(str(part) for part in path)
 
 
@@ -77,7 +77,7 @@ def parse_yaml(text: str, source: str) -> Document:
 
 
 def _refuse_more_than_plain(event: yaml.Event, source: str) -> None:
-    """Tags could build objects, and aliases could expand to any size; no configuration needs either."""
+    """Refuse tags, which could build objects, and aliases, which could expand to any size."""
     where = f"{source}:{event.start_mark.line + 1}" if event.start_mark else source
     if isinstance(event, yaml.AliasEvent):
         raise InputError(
@@ -144,7 +144,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^(?:{_INT.pa
 
 
 def dump_yaml(value: Any, *, one_line: bool = False) -> str:
-    """YAML text that `parse_yaml` reads back as `value`, keys in their order; `one_line` of it, in braces, if asked."""
+    """Return YAML that `parse_yaml` reads back as `value`, keys in their order; `one_line` puts it in braces."""
     width = math.inf if one_line else 1000
     text = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width, default_flow_style=one_line

@@ -34,23 +34,26 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
-    """The facts of a block beside its samples, of which there are `samples`."""
+    """The facts of a block beside its samples."""
 
     place: Place
     file: SourceFile
     samples: int
+    """How many it has."""
     report: DataReport
 
 
 @dataclass(slots=True)
 class Block:
-    """The coded samples of a block, and the number of the row that each came from."""
+    """The coded samples of a block of rows."""
 
     place: Place
     file: SourceFile
     report: DataReport
     samples: list[Tokens] = field(default_factory=list)
+    """Coded tokens and targets, as `tokenized.coded` returns them."""
     rows: list[int] = field(default_factory=list)
+    """The number of the row that each sample came from."""
 
     def facts(self) -> BlockFacts:
         return BlockFacts(self.place, self.file, len(self.samples), self.report)

@@ -30,18 +30,17 @@ _ROWS_TRIED_FOR_A_FORMAT = 1000
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides which tokens a data set has.
-
-    `model_vocab_size` is the number of the model's embeddings. With `pairs` rows are preferences, and each gives two
-    samples, the chosen one first. `date` is what a chat template writes that asks for today's.
-    """
+    """All that decides which tokens a data set has."""
 
     sources: Sequence[DataSource]
     config: DataConfig
     tokenizer: PreTrainedTokenizerBase
     model_vocab_size: int
+    """Rows of the model's embedding."""
     pairs: bool = False
+    """Whether rows are preferences; each gives two samples, the chosen one first."""
     date: datetime.date | None = None
+    """What a chat template that asks for today's date writes; None takes today's."""
 
     @classmethod
     def of(
@@ -174,7 +173,7 @@ def _refuse_missing_columns(recipe: Recipe, source: DataSource) -> None:
         missing = [name for name in missing if name not in (raw.value or ())]
         if not missing:
             return
-    if first:  # else none of the rows can be read, which is said of them
+    if first:  # else none of the rows can be read, and each is reported
         none = f"none of the first {tried:,} rows" if tried == _ROWS_TRIED_FOR_A_FORMAT else "no row"
         raise InputError(
             f"{recipe.config.key_of(source)}.columns names {missing[0]!r}, and {none} of {source.path} has it; "
@@ -186,7 +185,7 @@ def _refuse_missing_columns(recipe: Recipe, source: DataSource) -> None:
 def joined(
     recipe: Recipe, sources: Sequence[SourceReport], blocks: Sequence[BlockFacts]
 ) -> tuple[DataReport, tuple[SourceFile, ...]]:
-    """Return what all blocks, in their order, count together, and the files that they are from, in theirs."""
+    """Return the report of all blocks together, in their order, and the files that they are from, in order of use."""
     report = DataReport(recipe.config.max_length, sources=list(sources))
     for number, source in enumerate(report.sources):
         own = [block for block in blocks if block.place[0] == number]

@@ -33,7 +33,7 @@ _SHAREGPT_ROLES = {
 _TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 _TARGET_KEYS = ("weight", "train", "train_on_turn")
-# Columns that tell good answers from bad, which learning every answer would not heed.
+# Columns that separate good answers from bad: training on every answer would ignore them.
 _JUDGEMENTS = ("label", "score", "rejected")
 _KEYS_NAMED = 30
 _TURNS = ("messages", "conversations")
@@ -65,16 +65,15 @@ class MalformedRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation, all of it.
-
-    `untrained`: places of messages that are no targets though their role is. `tools` and `template_args` are what the
-    row gives its chat template beside the messages.
-    """
+    """One conversation, all of it."""
 
     messages: Messages
     untrained: frozenset[int] = frozenset()
+    """Positions of messages that are no targets though their role is."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """What the row gives its chat template as tools."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    """What the row gives its chat template as further arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +97,20 @@ class Preference:
 
     prompt: str | Messages
     chosen: str | Messages
+    """The better response."""
     rejected: str | Messages
+    """The worse response."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """What the row gives its chat template as tools."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    """What the row gives its chat template as further arguments."""
 
 
 Record = Conversation | PromptCompletion | PlainText | Preference
 
 
 def fitting_formats(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the formats whose keys `row` has, the most specific first; `auto` takes the first."""
+    """Return the names of the formats whose keys `row` has, the most specific first; `auto` takes the first."""
     return tuple(name for name, fits in _FITS.items() if fits(row))
 
 
@@ -237,7 +240,7 @@ def _for_template(row: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...]
 
 
 def _messages(turns: Sequence[Any], what: str, role_key: str, text_key: str, roles: Mapping[str, str]) -> Messages:
-    """Messages as templates take them; `what` they are called in complaints."""
+    """Return messages as templates take them; errors call a message `what`."""
     messages: list[Mapping[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         where = f"{what} {number}"
@@ -260,7 +263,7 @@ def _messages(turns: Sequence[Any], what: str, role_key: str, text_key: str, rol
 
 
 def _calls(value: Any, where: str) -> list[Mapping[str, Any]]:
-    """Calls as templates read them: a function's name, and its arguments as an object."""
+    """Return calls as templates read them: a function's name, and its arguments as an object."""
     calls: list[Mapping[str, Any]] = []
     for call in _listed(value, f"the calls of {where}"):
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -344,7 +347,10 @@ def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Prefe
 
 
 def _refuse_missing_prompt(row: Mapping[str, Any], shared: int) -> None:
-    """Responses that begin alike may do so by chance: a prompt under another name counts for more."""
+    """Refuse a preference row without a prompt, unless its responses share their beginning and no other column fits.
+
+    Responses may share a beginning by chance, so a column under a usual name of prompts is stronger evidence.
+    """
     named = next((key for key in _USUAL_NAMES["prompt"] if not _is_empty(row.get(key))), None)
     if shared and named is None:
         return

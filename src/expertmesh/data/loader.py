@@ -27,39 +27,45 @@ if TYPE_CHECKING:
 class Step:
     """One optimizer step as one data rank sees it.
 
-    `micro_batches` are this rank's, equally many on every rank; beside what the model takes they hold `row_numbers`
-    `[B]`, which no two rows of a run share and no layout changes (for adapters' dropout), `real_tokens` `[B, S]`, false
-    for padding and for rows that only keep a rank busy, and `reference` `[B]` where the data set has it. `rows` (for
-    preferences, pairs), `tokens` (without padding) and `target_tokens` count the whole step over all data ranks and
-    micro-batches: what the summed loss is divided by is known here without a collective. `progress` is that through the
-    data in passes, after the step; `position` is where a stream goes on.
+    Counts are of the whole step, over all data ranks and micro-batches, so that the divisor of the summed loss is known
+    without a collective.
     """
 
     epoch: int
     step_in_epoch: int
     rows: int
+    """Rows, for preferences pairs."""
     tokens: int
+    """Input tokens, padding left out."""
     target_tokens: int
     micro_batches: tuple[Batch, ...]
+    """This rank's, equally many on every rank. Beside the model's inputs each holds `row_numbers` `[B]`, unique in a
+    run and equal in every layout (for adapters' dropout); `real_tokens` `[B, S]` bool, false for padding and for filler
+    rows; and `reference` `[B]` if the data set has it."""
     progress: float = 0.0
+    """Passes over the data that are done after this step."""
     position: "StreamPosition | None" = None
+    """Where a stream continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
     """The way rows become the micro-batches of one data rank.
 
-    Rows are dealt to the `data_ranks` ranks in turn, so that no two ranks differ by more than one row. A row is one
-    sample, or with `packing` several that together have at most `max_length` tokens. A row of preferences is a pair,
-    whose two samples follow one another in a micro-batch. `fill` of a plan is relative to `max_length` in each case.
+    Rows are dealt to the ranks in turn, so that no two ranks differ by more than one row. A row of preferences is a
+    pair, whose two samples follow one another in a micro-batch. `fill` of a plan is relative to `max_length` in each
+    case.
     """
 
     micro_batch_size: int
+    """Rows."""
     data_rank: int
     data_ranks: int
     packing: bool
+    """Whether a row is several samples that together have at most `max_length` tokens; else it is one sample."""
     pad_token_id: int
     max_length: int
+    """Tokens of a row."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.data_rank < self.data_ranks
@@ -140,7 +146,7 @@ class TrainingBatches:
         return self.steps_in_epoch(0)
 
     def steps_in_epoch(self, epoch: int) -> int:
-        """Steps of one epoch."""
+        """Return the optimizer steps of one epoch."""
         if epoch not in self._steps:
             fixed = not (self._layout.packing and self._shuffle)
             rows = self.plan(0 if fixed else epoch).rows
@@ -148,11 +154,11 @@ class TrainingBatches:
         return self._steps[epoch]
 
     def total_steps(self, num_epochs: int) -> int:
-        """Steps of epochs 0 … `num_epochs`-1."""
+        """Return the optimizer steps of epochs 0 … `num_epochs`-1."""
         return sum(self.steps_in_epoch(epoch) for epoch in range(num_epochs))
 
     def plan(self, epoch: int) -> PackedRows:
-        """Return the rows of one epoch in training order, equal on every rank; `fill` tells how full they are."""
+        """Return the rows of one epoch in training order, equal on every rank, and how full they are."""
         if epoch not in self._plans:
             order = self._mixture.order(self._seed, epoch, shuffle=self._shuffle)
             self._plans.clear()  # one epoch is in use at a time, and a plan holds an array per row
@@ -202,7 +208,7 @@ class EvaluationBatches:
         self.rows, self.target_tokens = len(self._rows), dataset.target_tokens
 
     def __len__(self) -> int:
-        """Batches per rank."""
+        """Return the micro-batches per rank."""
         return -(-len(self._rows) // (self._layout.data_ranks * self._layout.micro_batch_size))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -210,7 +216,10 @@ class EvaluationBatches:
 
 
 def accumulation_of(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> int:
-    """Micro-batches per optimizer step and rank; `InputError` with the nearest valid sizes if not whole."""
+    """Return the micro-batches per optimizer step and rank.
+
+    Raises `InputError` with the nearest valid sizes if `global_batch_size` is not a multiple of the other two.
+    """
     per_pass = micro_batch_size * data_ranks
     if global_batch_size > 0 and global_batch_size % per_pass == 0:
         return global_batch_size // per_pass

@@ -1,7 +1,7 @@
 """Which rows an epoch has, in which order: a function of the seed and the epoch alone.
 
 Each source is `repeat`ed, or, where sources have weights, drawn by them. A draw is exact, not only on average: an epoch
-has of each source the rows that its probability gives, and goes on in the source where the epoch before ended, in an
+has of each source the rows that its probability gives, and continues in the source where the epoch before ended, in an
 order that is new each time the source is through.
 """
 
@@ -21,11 +21,14 @@ _OF_A_SOURCE = 1
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The way the rows of each source, of which there are `rows`, enter an epoch; `shares` are None without weights."""
+    """The way the rows of each source enter an epoch."""
 
     rows: tuple[int, ...]
+    """Rows of each source."""
     repeats: tuple[int, ...]
+    """How often an epoch has each source's rows; without weights."""
     shares: tuple[int, ...] | None = None
+    """Rows that an epoch draws from each source; None without weights."""
 
     @classmethod
     def of(cls, sources: Sequence[DataSource], report: DataReport, samples_per_row: int) -> "Mixture":

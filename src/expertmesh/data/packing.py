@@ -55,10 +55,12 @@ class Rows(Sequence[Row]):
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of sample indices, ordered by their first document; `fill` is tokens / (rows × max_length)."""
+    """The rows of an epoch."""
 
     rows: Rows
+    """Sample indices of each row, ordered by their first document."""
     fill: float
+    """tokens / (rows × max_length)."""
 
 
 def pack(
@@ -68,11 +70,15 @@ def pack(
     *,
     open_rows: int = OPEN_ROWS,
 ) -> PackedRows:
-    """Distribute the samples `order` (indices into `lengths`, tokens each) over rows of at most `max_length`.
+    """Distribute samples over rows of at most `max_length` tokens.
 
     A sample goes into the open row that it leaves the least room in, the oldest of equals. If none has room,
-    a new row is opened; when `open_rows` are open, the fullest is closed first. No sample may be longer than
-    `max_length`.
+    a new row is opened; when `open_rows` are open, the fullest is closed first.
+
+    Args:
+        lengths: Tokens of each sample of the data set, none above `max_length`.
+        order: Indices into `lengths`, in the order of packing.
+        open_rows: Rows that may be filled at the same time.
     """
     assert not len(order) or int(lengths[order].max()) <= max_length, "a sample is longer than a row"
     row_of = array("q")
@@ -100,7 +106,7 @@ def pack(
 
 
 def packed_batch(dataset: TokenizedDataset, rows: Sequence[Row], pad_token_id: int) -> Batch:
-    """`input_ids`, `labels`, `position_ids` [B, S] int64 of packed rows; S is the longest of them.
+    """Return `input_ids`, `labels`, `position_ids` [B, S] int64 of packed rows; S is the longest of them.
 
     Shorter rows are padded on the right by tokens that form a document of their own (positions from 0, labels
     -100). There is no `attention_mask`: transformers finds the documents by `position_ids`, which needs
@@ -123,7 +129,7 @@ def packed_batch(dataset: TokenizedDataset, rows: Sequence[Row], pad_token_id: i
 
 
 def padded_batch(dataset: TokenizedDataset, rows: Sequence[Row], pad_token_id: int) -> Batch:
-    """`input_ids`, `labels`, `attention_mask` [B, S] int64 of rows of one sample, padded on the right."""
+    """Return `input_ids`, `labels`, `attention_mask` [B, S] int64 of rows of one sample, padded on the right."""
     batch = packed_batch(dataset, rows, pad_token_id)
     del batch["position_ids"]
     lengths = torch.from_numpy(dataset.lengths[np.concatenate(rows)])

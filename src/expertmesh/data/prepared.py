@@ -47,7 +47,9 @@ class Origin(BaseModel):
 
     name: str
     stamp: str
+    """A text that changes if the content may have changed."""
     content: str
+    """The result of the location's `content()`, equal for equal content."""
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
@@ -145,9 +147,10 @@ class _Manifest(BaseModel):
 
 
 class _Written(BaseModel):
-    """The notes of one process about its share; `stamps` are the locations' from before it read them."""
+    """The notes of one process about its share of the rows."""
 
     stamps: list[str]
+    """Those of the locations, from before they were read."""
     sources: list[SourceReport]
     blocks: list[BlockFacts]
 
@@ -161,12 +164,13 @@ class _Failure(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """Tokens as they were found; `date` is the one that the chat template may have written, if it writes one."""
+    """Tokens found on the disk."""
 
     directory: Path
     dataset: TokenizedDataset
     report: DataReport
     date: datetime.date | None
+    """The date that the chat template may have written; None if it writes none."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,8 @@ class Preparation:
     def write_share(self, building: Path, share: Share, told: Callable[[int], None]) -> None:
         """Tokenize the share of this process into `building`. Bad rows are noted, and raised by `finish`.
 
-        `told` hears of the rows that each block had.
+        Args:
+            told: Called with the number of rows of each block.
         """
         with _unwritable(building):
             building.mkdir(parents=True, exist_ok=True)
@@ -322,9 +327,7 @@ def _content_sha256(origins: list[Origin]) -> str:
 
 
 def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
-    """Return the tokens of `recipe` where they are prepared, else made in memory (of a stream, the first). Writes
-    nothing.
-    """
+    """Return the prepared tokens of `recipe`, or make them in memory (of a stream, the first). Write nothing."""
     if config.data.stream and recipe.sources == config.data.train:
         return first_rows(recipe)
     found = Preparation.of(config, recipe).find()
@@ -409,7 +412,7 @@ def _failures(building: Path) -> list[_Failure]:
 
 
 def _remove_abandoned(directory: Path, but: Path) -> None:
-    """Remove what killed preparations have left, if nobody has written into it for a day.
+    """Remove what killed preparations have left, if nothing was written into it for a day.
 
     Clocks may jump: `but`, which this preparation writes, stays.
     """

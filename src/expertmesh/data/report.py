@@ -27,23 +27,24 @@ ODD_ROWS = {
 
 @dataclass(slots=True)
 class SourceReport:
-    """One entry of `data.train` or `data.eval`: the format its rows were read in and how that was decided.
-
-    `unused` are columns with something in them that the format does not read, the first POSITIONS_KEPT. `repeat` and
-    `epoch_rows` (None without weights) say what an epoch has of it.
-    """
+    """One entry of `data.train` or `data.eval`: the format its rows were read in, and what it holds."""
 
     path: str
     format: str
     detected: bool
+    """Whether the format was found by the first rows, not configured."""
     also_fits: tuple[str, ...]
+    """Other formats that the first rows have the keys of."""
     files: int = 0
     rows: int = 0
     samples: int = 0
     tokens: int = 0
     unused: list[str] = field(default_factory=list)
+    """Columns with values that the format does not read, the first POSITIONS_KEPT."""
     repeat: int = 1
+    """How often an epoch has each of its rows."""
     epoch_rows: int | None = None
+    """Rows that an epoch draws from it; None without weights."""
 
     def lines(self, *, tokens: bool) -> list[str]:
         how = "detected" if self.detected else "configured"
@@ -61,10 +62,12 @@ class SourceReport:
 
 @dataclass(frozen=True, slots=True)
 class HistogramBin:
-    """Samples of `above` < tokens <= `up_to`, before cutting; the last bin is open (`up_to` None)."""
+    """Samples with lengths in one range, before cutting."""
 
     above: int
+    """Tokens that each sample has more than."""
     up_to: int | None
+    """Tokens that each sample has at most; None for the last bin, which is open."""
     samples: int
 
 
@@ -73,13 +76,7 @@ class DataReport:
     """Counts of one data set, or of one block of its rows; those of blocks are added up in their order.
 
     `rows` = `samples` + `skipped` + `dropped` + `left_out` + `no_target`, unless `data.thinking: every_turn` makes
-    several samples of a row. `cut` counts samples shortened to `max_length`; `no_target_after_cut` are those among
-    `no_target` whose targets were all cut off. `odd` counts rows by their kind in ODD_ROWS, kept or not; `left_out` are
-    those that `data.on_*` drops. The `*_at` fields name the first rows concerned. `methods` counts samples by how their
-    targets were found, `ends` by the token that ends them, `unwritten` rows by what the chat template leaves out.
-    `length_counts` are those of `histogram`. `open_ended`, `empty_thoughts`, `same_pairs` and `dated` (blocks whose
-    template may have written the date) count what `notes` say in the end. `unused` of a block is what its source's will
-    be made of.
+    several samples of a row. The `*_at` fields name the first rows concerned.
     """
 
     max_length: int
@@ -87,27 +84,44 @@ class DataReport:
     rows: int = 0
     samples: int = 0
     unused: list[str] = field(default_factory=list)
+    """Columns that the format does not read; a source's are collected from its blocks."""
     skipped: int = 0
+    """Malformed rows."""
     skipped_at: list[str] = field(default_factory=list)
     cut: int = 0
+    """Samples shortened to `max_length`."""
     dropped: int = 0
+    """Rows longer than `max_length`."""
     no_target: int = 0
+    """Rows without a target token."""
     no_target_at: list[str] = field(default_factory=list)
     no_target_after_cut: int = 0
+    """Those among `no_target` whose targets were all cut off."""
     odd: Counter[str] = field(default_factory=Counter)
+    """Rows by their kind in ODD_ROWS, used or not."""
     odd_at: dict[str, list[str]] = field(default_factory=dict)
     left_out: int = 0
+    """Rows that `data.on_*` drops."""
     tokens: int = 0
     target_tokens: int = 0
     length_counts: list[int] = field(default_factory=lambda: [0] * (LENGTH_BINS + 1))
+    """Samples in each bin of `histogram`."""
     methods: Counter[str] = field(default_factory=Counter)
+    """Samples by how their targets were found."""
     ends: Counter[int] = field(default_factory=Counter)
+    """Samples by the token that ends them."""
     unwritten: Counter[str] = field(default_factory=Counter)
+    """Rows by what the chat template leaves out."""
     open_ended: int = 0
+    """Samples whose last answer ends without a special token."""
     empty_thoughts: int = 0
+    """Thinking blocks without a thought."""
     same_pairs: int = 0
+    """Pairs whose two responses have the same tokens."""
     dated: int = 0
+    """Blocks whose chat template may have written the date."""
     notes: list[str] = field(default_factory=list)
+    """Sentences to print, made when all blocks are added."""
 
     def add(self, block: "DataReport") -> None:
         """Count the next block of rows as well."""
@@ -178,7 +192,7 @@ def length_edges(max_length: int) -> list[int]:
 
 
 def length_counts(lengths: Sequence[int], max_length: int) -> list[int]:
-    """Return how many of the lengths lie in each bin; one of zero belongs to the first."""
+    """Return how many lengths (tokens) are in each bin of `length_edges`; a length of zero is in the first."""
     counts, _ = np.histogram(np.maximum(np.array(lengths), 1) - 1, bins=[*length_edges(max_length), np.inf])
     return [int(count) for count in counts]
 

@@ -42,50 +42,58 @@ _OF_FILES, _OF_DRAWS, _OF_WINDOWS = 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The position of reading in a sequence of files: passes that are through, files of this one, and in the next file
-    the number of the last row.
-    """
+    """The position of reading in a sequence of files."""
 
     passes: _Count = 0
+    """Complete passes over all files."""
     file: _Count = 0
+    """Files of this pass that are read."""
     row: _Count = 0
+    """Number of the last row read in the next file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """The position of a run: `row` rows of window `window` are trained on, which began at `cursors` (one, or that of
-    each source with a weight) and whose tokens have this crc32.
-    """
+    """The position of a run in a stream."""
 
     window: _Count
+    """Number of the window."""
     row: _Count
+    """How many of its rows are trained on."""
     cursors: list[Cursor]
+    """Where the window began: one cursor, or one for each source with a weight."""
     crc32: _Count
+    """crc32 of the window's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that read a stream together. `from_first` gives what rank 0 has, `of_all` what all have, by rank;
-    every rank calls them. A block in `together` that fails on one rank fails on all.
-    """
+    """The processes that read a stream together; every rank calls each of the functions."""
 
     rank: int = 0
     count: int = 1
     from_first: Callable[[Any], Any] = lambda own: own
+    """Returns rank 0's value on all ranks."""
     of_all: Callable[[Any], list[Any]] = lambda own: [own]
+    """Returns the values of all ranks, by rank."""
     together: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    """A block in it that fails on one rank fails on all."""
 
 
 @dataclass(slots=True)
 class Window:
-    """Its samples in the order that they are trained in, and the rows that they are packed into."""
+    """A part of a stream that is shuffled and packed as a whole."""
 
     number: int
     cursors: list[Cursor]
+    """Where it began."""
     dataset: TokenizedDataset
     samples: list[Tokens]
+    """The samples in the order that they are trained in."""
     rows: Rows
+    """Sample indices of each packed row."""
     crc32: int
+    """crc32 of its tokens."""
     report: DataReport
 
 
@@ -173,7 +181,7 @@ class _Ahead:
         while not self._closed.is_set() and not isinstance(made, Exception):
             try:
                 made = self._reader.read()
-            except Exception as error:  # whoever asks for the window gets it
+            except Exception as error:  # raised where the window is requested
                 made = error
             while not self._closed.is_set():
                 with suppress(queue.Full):
@@ -192,12 +200,13 @@ class _Ahead:
 
 @dataclass(slots=True)
 class Stream:
-    """The windows of `data.train`, for all ranks alike."""
+    """The windows of `data.train`, equal on all ranks."""
 
     recipe: Recipe
     seed: int
     ranks: Ranks
     sources: list[SourceReport] = field(default_factory=list)
+    """The format of each source, known on all ranks once rank 0 has opened its reader."""
     _encoder: BlockEncoder | None = None
 
     def first(self) -> Window:

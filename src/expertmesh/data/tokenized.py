@@ -39,23 +39,28 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleIndex:
-    """An index of samples `[samples]`: how many tokens and targets it has, in which shard it begins where, from which
-    row of which file it came, and the crc32 of its tokens.
-    """
+    """An index of samples; each array is `[samples]`."""
 
     lengths: npt.NDArray[np.int32]
+    """Tokens."""
     target_counts: npt.NDArray[np.int32]
+    """Target tokens."""
     shards: npt.NDArray[np.int16]
+    """Number of the shard that holds it."""
     starts: npt.NDArray[np.int64]
+    """Position of its first token in the shard."""
     files: npt.NDArray[np.int32]
+    """Number of the file that its row came from."""
     rows: npt.NDArray[np.int64]
+    """Number of the row in that file."""
     checksums: npt.NDArray[np.uint32]
+    """crc32 of its tokens."""
 
 
 class TokenizedDataset:
     """Samples in the order of the sources.
 
-    `shards` are arrays of tokens, which may be memory-mapped: nothing but the samples that are asked for is read.
+    `shards` are arrays of tokens, which may be memory-mapped: nothing but the requested samples is read.
     `samples_per_row` is 2 for preferences: samples 2p and 2p + 1 are the chosen and the rejected one of pair p, and
     belong together wherever they go. `sha256`, where it is known already, is that of `sha256()`. `reference`
     (`[samples]` float64) may be given later: the log-probability of each sample's targets under the reference of
@@ -161,7 +166,12 @@ def coded(input_ids: npt.NDArray[Any], targets: npt.NDArray[np.bool_]) -> Tokens
 def index_of(
     samples: Sequence[Tokens], shard: int, start: int, file_of: Sequence[int] | npt.NDArray[Any], rows: Any
 ) -> SampleIndex:
-    """Return the index of samples that lie in `shard`, one after the other from token `start` on."""
+    """Return the index of samples that are in `shard`, one after the other from token `start`.
+
+    Args:
+        file_of: Number of the file that each sample came from.
+        rows: Number of the row in that file, for each sample.
+    """
     lengths = np.array([len(each) for each in samples], dtype=np.int32)
     return SampleIndex(
         lengths=lengths,

@@ -103,7 +103,7 @@ def _is_deepseek_v4(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> b
         return False
     try:
         content = parse_json(read_file(path))
-    except ValueError:  # said by who reads the model's config
+    except ValueError:  # reported by the code that reads the model's config
         return False
     return isinstance(content, dict) and content.get("model_type") == "deepseek_v4" and _has_its_encoder(model)
 

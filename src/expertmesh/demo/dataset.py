@@ -46,9 +46,9 @@ class Sample:
 
 
 def stdlib_samples(library: Path | None = None) -> list[Sample]:
-    """Samples of the public names in `library` (default: the running Python's), by name, no answer twice.
+    """Return samples of the public names in `library` (default: the running Python's), by name, no answer twice.
 
-    Raises `InputError` when there are no source files to read, as in a Python that ships bytecode only.
+    Raises `InputError` if there are no source files to read, as in a Python that ships bytecode only.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, Sample] = {}
@@ -144,7 +144,7 @@ def clean_docstring(docstring: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """`text` up to the last whole sentence within the limit; empty when there is none."""
+    """Return `text` up to the last complete sentence within the limit; empty if there is none."""
     if len(text) <= MAX_CHARACTERS:
         return text.strip()
     head, stop, _ = text[:MAX_CHARACTERS].rpartition(". ")

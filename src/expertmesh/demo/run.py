@@ -193,12 +193,12 @@ def build_inputs(root: Path, ranks: int = RANKS, long: bool = False) -> Path:
 
 
 def _yaml_text(text: str) -> str:
-    """`text` as a YAML scalar: plain where that is safe, quoted otherwise."""
+    """Return `text` as a YAML scalar: plain where that is safe, quoted otherwise."""
     return text if re.fullmatch(r"[\w./-]+", text) else json.dumps(text)
 
 
 def _build_model(samples: Sequence[Sample], directory: Path) -> tuple[int, int]:
-    # Imported here: torch takes seconds, and a bad Python installation is told before that.
+    # Imported here: torch takes seconds, and a bad Python installation is reported before that.
 
     _hide_progress_bars()
     texts = (text for sample in samples for text in (sample.question, sample.answer))
@@ -214,7 +214,7 @@ def _hide_progress_bars() -> None:
 
 
 def fresh_run(root: Path) -> Path:
-    """`root/run`, or the first of `run-2`, `run-3`, ... that does not exist yet."""
+    """Return `root/run`, or the first of `run-2`, `run-3`, ... that does not exist yet."""
     runs = (root / f"run-{number}" for number in count(2))
     return next(run for run in chain([root / "run"], runs) if not run.exists())
 
@@ -255,7 +255,7 @@ def draw(run: Path) -> int:
 
 
 def losses(metrics: Path) -> tuple[float, float]:
-    """Training loss of the first step and mean over the last `WINDOW` reported steps of a run."""
+    """Return the training loss of the first step and the mean over the last `WINDOW` reported steps of a run."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     values = [float(row["loss"]) for row in rows if "loss" in row]
     last = values[-WINDOW:]
@@ -263,7 +263,7 @@ def losses(metrics: Path) -> tuple[float, float]:
 
 
 def answers(directory: Path) -> list[str]:
-    """Greedy answers of the model in `directory` to `PROMPTS`, by plain transformers; one line each."""
+    """Return greedy answers of the model in `directory` to `PROMPTS`, by plain transformers; one line each."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _hide_progress_bars()

@@ -35,12 +35,15 @@ class Rank:
     """This process is one rank of a job. A field is None if the launcher did not give it."""
 
     starter: str
+    """Name of the launcher."""
     rank: int
     world_size: int
     local_rank: int | None = None
     local_world_size: int | None = None
     address: str | None = None
+    """Address of the rendezvous."""
     port: int | None = None
+    """Port of the rendezvous."""
 
     def with_meeting_place(self) -> "Rank":
         """Return this rank, on one machine with an address to meet at.
@@ -73,17 +76,20 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """This process has to start the ranks of machine `number` of `count`, which meet at `address` and `port`.
-
-    `ranks`: how many on each machine; None leaves it to the machine. Port 0: any free port, on one machine.
-    """
+    """This process has to start the ranks of one machine of a job."""
 
     starter: str
+    """Name of the launcher."""
     number: int
+    """Number of the machine, from 0."""
     count: int
+    """Number of machines."""
     ranks: int | None
+    """Ranks on each machine; None leaves it to the machine."""
     address: str
+    """Address of the rendezvous."""
     port: int
+    """Port of the rendezvous; 0 takes any free port, on one machine."""
 
     @classmethod
     def of(cls, rank: Rank, ranks: int | None) -> "Node":

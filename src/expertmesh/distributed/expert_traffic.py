@@ -23,22 +23,30 @@ START = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """One rank and micro-batch: `tokens` here, rows `sent`, `rows` received, `pairs` of token and expert computed."""
+    """The tokens and rows of one rank and micro-batch."""
 
     tokens: float
+    """Tokens on this rank."""
     sent: float
+    """Rows that leave it: one for each token and rank that holds any of its experts."""
     rows: float
+    """Rows that it receives."""
     pairs: float
+    """Pairs of token and expert that it computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopKRouter:
-    """A token takes `top_k` of `experts`, all of them in the `top_groups` best of `groups` groups of neighbours."""
+    """A router's choice: K experts a token."""
 
     experts: int
+    """How many there are."""
     top_k: int
+    """How many a token takes."""
     groups: int = 1
+    """Groups of neighbouring experts."""
     top_groups: int = 1
+    """Groups that a token's experts may come from."""
 
     def routed(self, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
         """Return the rows for `tokens` tokens on each of an EP group's `ranks`; the busiest rank gets `imbalance` times
@@ -80,9 +88,9 @@ class ExpertTraffic:
     row: int
     """Bytes of one token's hidden states."""
     tokens: int
-    """Of a data rank's micro-batch."""
+    """Tokens of a data rank's micro-batch."""
     trips: int = 4
-    """How often rows travel: there and back, forward and backward; once more where whole blocks are recomputed."""
+    """All-to-alls of rows: dispatch and combine, forward and backward; one more if full blocks are recomputed."""
     can_have: Callable[["Layout"], bool] = lambda layout: True
     """Whether the experts can be sharded so."""
 

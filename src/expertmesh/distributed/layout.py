@@ -24,8 +24,9 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of all axes, the order of stages, and what is in host memory. Build it with `resolve_layout`, which
-    refuses impossible combinations.
+    """The sizes of all axes, the order of stages, and what is in host memory.
+
+    Build it with `resolve_layout`, which refuses impossible combinations.
     """
 
     pp: int = 1
@@ -35,8 +36,11 @@ class Layout:
     tp: int = 1
     ep: int = 1
     pp_schedule: str = "1f1b"
+    """A value of parallel.pp_schedule, resolved."""
     pp_virtual_stages: int = 1
+    """Stages of each pp rank."""
     offload: str = "none"
+    """parallel.offload."""
 
     @property
     def efsdp(self) -> int:
@@ -96,10 +100,10 @@ def resolve_layout(
     them. Its groups never have parts of nodes, but may have several nodes.
 
     Args:
-        num_experts: The number of routed experts of a layer, against which `ep` is checked. ranks_per_node: Ranks of a
-        node; by default LOCAL_WORLD_SIZE, else 8. A given ep whose groups have parts of nodes is
-            refused, unless `ep_across_nodes` is set.
-        traffic: What `auto` weighs.
+        num_experts: The number of routed experts of a layer, against which `ep` is checked.
+        ranks_per_node: Ranks of a node; by default LOCAL_WORLD_SIZE, else 8. A given ep whose groups have parts of
+            nodes is refused, unless `ep_across_nodes` is set.
+        traffic: The cost by which `ep: auto` chooses.
 
     Raises:
         InputError: With the numbers and the valid choices.

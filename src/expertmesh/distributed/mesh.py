@@ -37,21 +37,23 @@ THREADS_REST_SECONDS = 0.1
 class Mesh:
     """The views of a running job as torch meshes. Axes of size 1 are left out, except fsdp, efsdp and ep.
 
-    `dense` and `expert` are the two views. Ranks along cp and tp hold other tokens of the same rows, so most dense
-    parameters are sharded over them as well: `dense_mesh` is the dense view with fsdp, cp and tp joined to one axis.
-    `dense_tp_mesh` joins fsdp and cp alone, for parameters that tp has split. Both call the joined axis fsdp.
-    `ep_nodes` has the nodes of an EP group (`across`) and the ranks of each (`inside`), if the group has several whole
-    nodes.
+    Ranks along cp and tp hold other tokens of the same rows, so most dense parameters are sharded over them as well.
     """
 
     layout: Layout
     dense: DeviceMesh
+    """The dense view."""
     expert: DeviceMesh
+    """The expert view."""
     dense_mesh: DeviceMesh
+    """The dense view with fsdp, cp and tp joined to one axis, which is called fsdp."""
     dense_tp_mesh: DeviceMesh
+    """The dense view with fsdp and cp joined to one axis, which is called fsdp: for parameters that tp splits."""
     device: torch.device
     rank: int
+    """Global rank."""
     ep_nodes: DeviceMesh | None = None
+    """The nodes of an EP group (`across`) and the ranks of each (`inside`), if the group has several full nodes."""
 
     @property
     def data_rank(self) -> int:

@@ -106,7 +106,7 @@ def _interface_of(address: Address) -> str | None:
 
 
 def _interfaces() -> Iterator[tuple[str, Address]]:
-    """Return the names of interfaces with their addresses on Linux; nothing elsewhere."""
+    """Return the names of interfaces with their addresses on Linux; nothing on other systems."""
     if sys.platform != "linux":
         return
     import fcntl

@@ -40,15 +40,18 @@ Exchanged = TypeVar("Exchanged")
 
 @dataclass(slots=True)
 class _Record:
-    """What the first run leaves for the second, in the order of the calls: the choices of each `topk`, the experts of
-    each expert layer, the counts that ranks exchanged, the results, and the contexts in which attention runs again.
-    """
+    """What the first run leaves for the second; each list is in the order of the calls."""
 
     topk: list[torch.Tensor] = field(default_factory=list)
+    """The choices of each `topk`."""
     experts: list[torch.Tensor] = field(default_factory=list)
+    """The experts of each expert layer."""
     exchanges: list[Any] = field(default_factory=list)
+    """The counts that ranks exchanged."""
     results: list[torch.Tensor] = field(default_factory=list)
+    """The expert layers' results."""
     attention: list[AbstractContextManager[Any]] = field(default_factory=list)
+    """The contexts in which attention runs again."""
 
 
 class _BlockRun(TorchFunctionMode):
@@ -178,6 +181,7 @@ class Rest:
     """
 
     compute: Callable[[], torch.Tensor] | None = None
+    """The function that runs in forward after the autograd function, and returns its result."""
     _gradient: torch.Tensor | None = None
 
     def edge(self, like: torch.Tensor) -> torch.Tensor:

@@ -33,16 +33,17 @@ _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How one model's routing is balanced. `top_k`: experts per token in the auxiliary loss. `biases`: pairs of the
-    names of an experts module and of the bias that its router adds; empty without an update.
-    """
+    """How one model's routing is balanced."""
 
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     bias_update_rate: float = 0.0
+    """0 for no update."""
     num_experts: int = 0
     top_k: int = 0
+    """Experts per token in the auxiliary loss."""
     biases: tuple[tuple[str, str], ...] = ()
+    """Names of an experts module and of the bias that its router adds, in pairs; empty without an update."""
 
     @property
     def has_losses(self) -> bool:

@@ -66,6 +66,7 @@ class LocalDispatcher:
 
     num_experts: int
     triton: bool = False
+    """Whether Triton's kernels sort the pairs."""
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         tokens, top_k = index_TK.shape
@@ -91,25 +92,31 @@ class Route:
     """
 
     token_Q: torch.Tensor
+    """The token of each row that is sent."""
     rows_of_token: Segments
-    pair_S: torch.Tensor  # the pair sent in each place, as token * K + k
-    row_in_block_S: torch.Tensor  # its row, counted within the block of its rank
-    arrival_P: torch.Tensor  # the place at which each local pair, ordered by expert, arrives
-    block_start_P: torch.Tensor  # the first row of the block that the arriving pair belongs to
+    """The rows that each token is sent as."""
+    pair_S: torch.Tensor
+    """The pair sent in each place, as token * K + k."""
+    row_in_block_S: torch.Tensor
+    """Its row, counted within the block of its rank."""
+    arrival_P: torch.Tensor
+    """The place at which each local pair, ordered by expert, is received."""
+    block_start_P: torch.Tensor
+    """The first row of the block that the received pair belongs to."""
     expert_end_L: torch.Tensor
+    """Where each local expert's pairs end."""
     splits: Splits
 
 
 @dataclass(frozen=True, eq=False)
 class AllToAllDispatcher:
-    """De-duplicated all-to-all dispatch with pre-reduced combine over `group`, the EP group.
-
-    `triton`: Triton's kernels sort the routes and sum the rows.
-    """
+    """De-duplicated all-to-all dispatch with pre-reduced combine."""
 
     num_experts: int
     group: dist.ProcessGroup
+    """The EP group."""
     triton: bool = False
+    """Whether Triton's kernels sort the routes and sum the rows."""
 
     def dispatch(
         self,

@@ -34,13 +34,13 @@ KernelsName = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The resolved `moe.kernels`. `gates`: those that Triton's kernels compute, by experts module; torch computes other
-    activations. `said` is printed.
-    """
+    """The resolved `moe.kernels`."""
 
     triton: bool = False
     gates: Mapping[str, Gate] = field(default_factory=dict)
+    """Gates that Triton's kernels compute, by experts module; torch computes other activations."""
     said: str = "torch"
+    """What the plan prints."""
 
 
 def install(

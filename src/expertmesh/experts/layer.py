@@ -37,20 +37,21 @@ from expertmesh.state.sharded_model import attach_to_module, module_state
 
 @dataclass(eq=False)
 class ExpertLayer:
-    """The running part of one experts module: its dispatcher and its MLP.
-
-    `tokens_per_expert`: real tokens that this rank's router sent to each expert since the last `pop`, in training only;
-    a recomputed forward does not count again. `step_tokens_per_expert`: popped once per optimizer step.
-    """
+    """The running part of one experts module: its dispatcher and its MLP."""
 
     spec: ExpertsSpec
     dispatcher: Dispatcher
     mlp: ExpertMlpSpec
     dtype: torch.dtype
+    """The dtype in which the experts compute."""
     first_expert: int = 0
+    """Global number of this rank's first expert."""
     shared: "SharedExpert | None" = None
     tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
+    """Real tokens that this rank's router sent to each expert since the last `pop`, in training only; recomputation
+    does not count again."""
     step_tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
+    """The same; popped once per optimizer step."""
 
     def forward(
         self, experts: nn.Module, hidden: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor

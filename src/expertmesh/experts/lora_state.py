@@ -25,25 +25,24 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """`number_P` int64: the token of the optimizer step of each row, equal in every layout."""
+    """The dropout of one adapter's input rows."""
 
     probability: float
     salt: int
     number_P: torch.Tensor
+    """The token of the optimizer step of each row, int64, equal in every layout."""
 
 
 @dataclass(slots=True)
 class AdapterState:
-    """One per model, held by the model and by every adapted module.
-
-    `number_T` int64 numbers the tokens of the micro-batch that is being computed: no two tokens of a run have the same
-    number, and a token has the same one in every layout. `is_off`: the base computes alone.
-    """
+    """The state of a model's adapters, held by the model and by every adapted module."""
 
     dropout: float = 0.0
     seed: int = 0
     number_T: torch.Tensor | None = None
+    """Numbers of the tokens of the current micro-batch, int64: unique in a run, equal in every layout."""
     is_off: bool = False
+    """Whether the base computes alone."""
 
     def dropout_of(self, module: str, tokens: int) -> Dropout | None:
         """Return the dropout of one adapted module's input of `tokens` rows, or None if there is none."""

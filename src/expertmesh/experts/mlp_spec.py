@@ -20,13 +20,13 @@ _PARTS, _LEAST_ELEMENTS = 8, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A gated activation in closed form: `gate * sigmoid(alpha * gate) * (up + offset)`, gate at most `limit` and up
-    between `-limit` and `limit`. Columns are `[gate; up]`, or alternate.
-    """
+    """A gated activation in closed form: `gate * sigmoid(alpha * gate) * (up + offset)`."""
 
     interleaved: bool = False
+    """Whether columns of gate and up alternate; else they are `[gate; up]`."""
     alpha: float = 1.0
     limit: float | None = None
+    """The most of gate, and of up's absolute value."""
     offset: float = 0.0
 
     def __call__(self, pre_P2I: torch.Tensor) -> torch.Tensor:
@@ -42,31 +42,34 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlpSpec:
-    """How one family's experts compute, for any sizes.
-
-    `activation` maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code; `silu_gated`: it is `silu(gate) *
-    up` with gate and up concatenated. `per_expert`: multiply one expert after the other. `triton`: sums run Triton's
-    kernels, and so do activations that are a `gate` in closed form.
-    """
+    """How one family's experts compute, for any sizes."""
 
     activation: Callable[[torch.Tensor], torch.Tensor]
+    """Maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code."""
     silu_gated: bool
+    """Whether it is `silu(gate) * up` with gate and up concatenated."""
     transposed: bool
+    """Whether weights are `[L, in, out]`."""
     per_expert: bool
+    """Whether one expert is multiplied after the other."""
     triton: bool = False
+    """Whether sums, and activations that are a `gate`, run Triton's kernels."""
     gate: Gate | None = None
+    """The activation in closed form, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """This rank's experts: `up` `[L, 2I, H]` and `down` `[L, H, I]` (transposed: `[L, H, 2I]`, `[L, I, H]`), biases
-    `[L, 2I]` and `[L, H]` or None.
-    """
+    """This rank's experts."""
 
     up: torch.Tensor
+    """`[L, 2I, H]`, transposed `[L, H, 2I]`."""
     down: torch.Tensor
+    """`[L, H, I]`, transposed `[L, I, H]`."""
     up_bias: torch.Tensor | None = None
+    """`[L, 2I]`."""
     down_bias: torch.Tensor | None = None
+    """`[L, H]`."""
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return the fields as autograd functions take them."""
@@ -75,20 +78,24 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One projection's adapter on this rank: `a_LrK` `[L, r, in]`, `b_LNr` `[L, out, r]`."""
+    """One projection's adapter on this rank."""
 
     a_LrK: torch.Tensor
+    """`[L, r, in]`."""
     b_LNr: torch.Tensor
+    """`[L, out, r]`."""
     scaling: float
+    """The factor of B A."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapted projections. `first_expert` is the global number of this rank's first expert."""
+    """The adapters of this rank's experts; None for a projection without."""
 
     up: Adapter | None
     down: Adapter | None
     first_expert: int
+    """Global number of this rank's first expert."""
 
 
 def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:

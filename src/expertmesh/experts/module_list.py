@@ -28,11 +28,14 @@ from expertmesh.state.patching import exchanged, replace_forward
 
 @dataclass(slots=True)
 class _ExpertCalls:
-    """One run of a block: the inputs of its experts, in order, and in the second run their results."""
+    """One run of a block."""
 
     experts: list[int] = field(default_factory=list)
+    """Numbers of the experts called, in order."""
     rows: list[torch.Tensor] = field(default_factory=list)
+    """Their inputs."""
     answers: list[torch.Tensor] | None = None
+    """Their results, in the second run."""
 
 
 class FusedExperts(nn.Module):

@@ -17,26 +17,24 @@ from expertmesh.experts.kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The items of each row, as a list of lists in compressed form.
-
-    `item_P`: item numbers ordered by row, int64. `start_R1`: where each row's items start in it, then P, int64.
-    """
+    """The items of each row, as a list of lists in compressed form."""
 
     item_P: torch.Tensor
+    """Item numbers ordered by row, int64."""
     start_R1: torch.Tensor
+    """Where each row's items start in `item_P`, then P; int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPairs:
-    """The pairs this rank computes, ordered by local expert.
-
-    `row_P`: the row of each pair, int64. `expert_end_L`: where each expert's pairs end, int32 (grouped_mm's offsets).
-    `by_row`: the same pairs grouped by row.
-    """
+    """The pairs this rank computes, ordered by local expert."""
 
     row_P: torch.Tensor
+    """The row of each pair, int64."""
     expert_end_L: torch.Tensor
+    """Where each expert's pairs end, int32 (grouped_mm's offsets)."""
     by_row: Segments
+    """The same pairs grouped by row."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors for autograd to save; `of` rebuilds the object from them."""
@@ -129,7 +127,7 @@ def arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Numbers of rows and pairs exchanged with each rank of the group, on the host."""
+    """Numbers of rows and pairs exchanged with each rank of the group, on the host; each list is by rank."""
 
     rows_sent: list[int]
     rows_received: list[int]

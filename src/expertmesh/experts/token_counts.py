@@ -20,9 +20,10 @@ _Made = TypeVar("_Made")
 
 @dataclass(eq=False, slots=True)
 class PackedSamples:
-    """The start and end of each sample of packed rows; the rows are concatenated."""
+    """The samples of packed rows; the rows are concatenated."""
 
     borders: Borders
+    """Start and end of each sample, in tokens."""
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[Borders], _Made]) -> _Made:
@@ -49,9 +50,10 @@ _real_T: ContextVar[torch.Tensor | None] = ContextVar("expertmesh_real_tokens", 
 
 @dataclass(eq=False)
 class TokensPerExpert:
-    """A running count, int64 `[E]`; None if nothing was counted since the last `pop`."""
+    """A running count of tokens."""
 
     counts_E: torch.Tensor | None = None
+    """int64; None if nothing was counted since the last `pop`."""
 
     def add(self, tokens_E: torch.Tensor) -> None:
         self.counts_E = tokens_E if self.counts_E is None else self.counts_E + tokens_E

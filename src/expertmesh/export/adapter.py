@@ -46,10 +46,12 @@ from expertmesh.weights.write import StateReader
 
 @dataclass(frozen=True, slots=True)
 class PerExpertAdapter:
-    """The file's tensors, and the last parts of the names of the modules that adapter_config.json is to target."""
+    """An adapter with keys for each expert."""
 
     tensors: dict[str, LazyTensor]
+    """The file's, by key."""
     modules: tuple[str, ...]
+    """The last parts of the names of the modules that adapter_config.json is to target."""
 
     def config(self, content: Mapping[str, Any], plan: AdapterPlan) -> bytes:
         """Return adapter_config.json, made of PEFT's own `content`.
@@ -63,7 +65,7 @@ class PerExpertAdapter:
 
 
 def per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> PerExpertAdapter:
-    """Made of the adapters of `model`, whose files have the family's published layout.
+    """Build the adapter with keys for each expert from the adapters of `model`, in the family's published layout.
 
     Raises `InputError` for a model whose files do not hold one matrix per expert (GPT-OSS and others with all experts
     of a layer in one tensor).

@@ -26,11 +26,13 @@ from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """`method` is how the source is quantised, if it is; `source_bytes` are those of its tensors."""
+    """A model that was converted."""
 
     source: Path
     method: str | None
+    """How the source is quantised; None if it is not."""
     source_bytes: int
+    """Bytes of its tensors."""
     saved: SaveReport
     seconds: float
 

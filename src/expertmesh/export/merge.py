@@ -30,18 +30,18 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32", "as_loaded")
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """`base` is its directory; `base_checked`: the adapter said which weights it was trained on, and these are they.
-    `frozen`: the format that its experts were quantised to for training; they are merged as that keeps them.
-
-    `unused[weight]` are the experts of an adapted weight whose B is all zero: nothing was added to them.
-    """
+    """An adapter that was merged into its base."""
 
     plan: AdapterPlan
     base: Path
+    """Directory of the base."""
     base_checked: bool
+    """Whether the adapter names a hash of its base's weights, which these have."""
     frozen: str | None
+    """The format that the experts were quantised to for training, and are merged in; None without."""
     saved: SaveReport
     unused: dict[str, tuple[int, ...]]
+    """Experts of an adapted weight whose B is all zero, by the weight's name: nothing was added to them."""
     compared: Compared
     seconds: float
 

@@ -38,19 +38,21 @@ _FP32_ERROR = 2.0**-20
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """`matrices` were compared, `experts` of them of one expert each; `worst` is the largest difference, as a share of
-    what rounding allows. `left`: of what was written as codes, how much of the adapter's change rounding has left,
-    along that change; None where nothing was.
-    """
+    """The comparison of merged weights with their files."""
 
     matrices: int
+    """How many were compared."""
     experts: int
+    """How many of them are one expert's."""
     worst: float
+    """The largest difference, as a share of what rounding allows."""
     left: float | None = None
+    """Share of the adapter's change, along that change, that rounding to codes has left; None if nothing was written as
+    codes."""
 
 
 def base_hash(tensors: Mapping[str, Tensor], load: LoadPlan, files: WeightFiles) -> str:
-    """`content_hash` of a model with these `tensors` (on meta, of its dtypes), filled from `files` as `load` says."""
+    """Return the `content_hash` of a model of these `tensors` (on meta, of its dtypes), filled from `files`."""
 
     sums = {}
     for name, tensor in tensors.items():

@@ -30,8 +30,10 @@ class Piece:
     """Box `dest` of a lazy tensor is box `source` of `leaf`."""
 
     dest: Box
+    """The box in the lazy tensor."""
     leaf: Leaf
     source: Box
+    """The box in the leaf."""
     dims: tuple[int | None, ...]
     """`dims[i]` is the leaf's dim that runs along dim i of the lazy tensor, or None if dim i has size 1 and no
     counterpart. Dims of the leaf that are not in `dims` have extent 1 in `source`."""

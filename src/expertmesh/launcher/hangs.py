@@ -38,17 +38,17 @@ _DEVICE_WAITS = ("/torch/accelerator/", "/torch/cuda/", "/torch/autograd/graph.p
 
 @dataclass(frozen=True, slots=True)
 class RankSnapshot:
-    """One rank at the time when another timed out. `stack` is faulthandler's, innermost line first.
-
-    `still_running`: also after the others had had time to fail as well.
-    """
+    """One rank at the time when another timed out."""
 
     rank: int
     status: RankStatus
     taken: float
+    """`time.monotonic()` of the snapshot."""
     stopped: bool
     stack: tuple[str, ...]
+    """Lines of its Python stack, innermost call first."""
     still_running: bool
+    """Whether it ran on after the others had had time to fail as well."""
 
     @property
     def without_heartbeat(self) -> bool:

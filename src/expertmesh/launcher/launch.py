@@ -37,20 +37,22 @@ CPU_RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options beside the configuration: how to run, not what to compute. Not part of a run's identity.
-
-    `max_seconds` counts from the start of the command, over all restarts; None is no limit. `audit`: compare samples or
-    all of the loaded weights with their files. `profile`, `arguments`: see `Control`. `elastic`: how many ranks of
-    torchrun the job may have, from one of its starts to the next.
-    """
+    """Options beside the configuration: how to run, not what to compute. Not part of a run's identity."""
 
     nproc: int | None = None
+    """Ranks to start on this machine."""
     max_seconds: float | None = None
+    """Seconds from the start of the command, over all restarts; None is no limit."""
     max_restarts: int = 0
+    """How often all local ranks are started again after one died or hung."""
     audit: Literal["sampled", "full"] = "sampled"
+    """Whether samples or all of the loaded weights are compared with their files."""
     profile: tuple[int, int] | None = None
+    """The field of `Control`."""
     arguments: str = ""
+    """The field of `Control`."""
     elastic: tuple[int, int] | None = None
+    """The fewest and most ranks of torchrun that a start of the job may have."""
 
     def told(self) -> dict[str, Any]:
         """Return the options as ranks get them, for `Control`."""

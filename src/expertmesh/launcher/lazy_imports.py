@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def lazy_imports() -> Iterator[None]:
-    """Speed up imports of torch inside the block.
+    """Make imports of torch inside the block faster.
 
-    They make a million objects that stay. Python would search them for garbage meanwhile again and again, and later
-    with every full collection.
+    They make a million objects that stay. Python's garbage collector would search them again and again meanwhile, and
+    later in every full collection.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -24,13 +24,14 @@ THIS_MACHINE = Node("expertmesh", 0, 1, None, LOCALHOST, 0)
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The rendezvous of `ranks` on each machine of a job, of which `node` is this one. The other launchers are waited
-    for at most `timeout_seconds`.
-    """
+    """The rendezvous of a job's launchers."""
 
     ranks: int
+    """Ranks on each machine."""
     node: Node
+    """This machine."""
     timeout_seconds: float
+    """The most that the other launchers are waited for."""
 
     def places(self, port: int) -> list[Rank]:
         """Return the places of the ranks on this machine, which meet at `port`."""

@@ -28,14 +28,17 @@ _BY_EXIT_CODE = {error.exit_code: error for error in (InputError, IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How one rank ended. `traceback` is empty for an `ExpertmeshError`, whose sentence says everything."""
+    """How one rank ended."""
 
     rank: int
     exit_code: int
     message: str
     traceback: str
+    """Empty for an `ExpertmeshError`, whose message says everything."""
     time_ns: int
+    """When it failed, in nanoseconds since the epoch."""
     key: str = ""
+    """Key of the error in docs/errors.md; empty for others."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "RankFailure":

@@ -42,14 +42,16 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A rank's answer about itself. `since`: seconds in its phase; `failed`: it has failed already."""
+    """A rank's answer about itself."""
 
     host: str
     step: int
     phase: str
     since: float
+    """Seconds in its phase."""
     stack: tuple[str, ...]
     failed: bool
+    """Whether it has failed already."""
 
     def snapshot(self, rank: int) -> RankSnapshot:
         """Return the answer as a snapshot of one machine's launcher, by this machine's clock."""

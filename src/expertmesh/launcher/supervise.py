@@ -41,10 +41,12 @@ _ENDED_WELL = (0, 130, 143)
 
 @dataclass(slots=True)
 class StopRequests:
-    """Requests of signals to the launcher: `requested` to stop when the ranks can, `forced` to stop at once."""
+    """Requests of signals to the launcher; each is a signal's number, 0 for none."""
 
     requested: int = 0
+    """The request to stop when the ranks can."""
     forced: int = 0
+    """The request to stop at once."""
     _requested_at: float = 0.0
 
     @property
@@ -122,7 +124,7 @@ class Job:
     timeout_seconds: float
     """How long a rank may be stopped before the job ends."""
     exit_codes: dict[int, int] = field(default_factory=dict)
-    """Of the ranks that ended by themselves."""
+    """Exit codes of the ranks that ended by themselves."""
     _moved: dict[int, float] = field(default_factory=dict)
     _looked_at: float = 0.0
 

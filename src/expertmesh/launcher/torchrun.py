@@ -39,15 +39,16 @@ _SAID_ONCE = ("cli.", "config.", "install.", "launch.nproc-differs", "launch.res
 
 @dataclass(frozen=True, slots=True)
 class TorchrunAgent:
-    """The agent that started this rank, if one did. `notes`: a directory that is the same for all of its attempts.
-    `run_id`: of the whole job.
-    """
+    """The agent that started this rank."""
 
     rank: int
     attempt: int
+    """Number of the agent's start, from 0."""
     notes: Path | None
+    """A directory that is the same for all of its attempts; None if it has none."""
     world_size: int = 1
     run_id: str | None = None
+    """The full job's name at torchrun."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "TorchrunAgent":

@@ -345,7 +345,7 @@ def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, 
 
 
 def _without(anatomy: Anatomy, gone: Sequence[str]) -> Anatomy:
-    """Return the anatomy without the modules in `gone`."""
+    """Return the anatomy without the modules named in `gone`."""
 
     def stays(name: str) -> bool:
         return not any(name == part or is_inside(name, part) for part in gone)

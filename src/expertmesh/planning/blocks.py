@@ -23,22 +23,27 @@ _LOOKED_UP = 0.5 + 2 + 4
 
 @dataclass(frozen=True, slots=True)
 class BlockSharding:
-    """The figures that a block's bytes depend on beside the model: `ranks` of fsdp and cp, tp, cp, ep, whether there
-    are replicas, `rows` sequences of a micro-batch, `imbalance`, whether devices are CPUs and gloo is at work, whether
-    experts live in host memory, and whether shared ones run while rows travel.
-    """
+    """The figures of a layout and a micro-batch that a block's bytes depend on, beside the model."""
 
     ranks: int
+    """Ranks of fsdp and cp together."""
     tp: int
     cp: int
     ep: int
     replicated: bool
+    """Whether there are replicas (HSDP)."""
     rows: int
+    """Sequences of a micro-batch."""
     imbalance: float
+    """Rows of the busiest rank of an EP group over their mean."""
     on_cpu: bool
+    """Whether devices are CPUs."""
     gloo: bool
+    """Whether gloo reduces, from a copy of its input."""
     offload: bool = False
+    """Whether packed experts live in host memory."""
     shared_beside: bool = False
+    """Whether shared experts run while rows are in flight."""
 
     @classmethod
     def of(cls, workload: Workload) -> "BlockSharding":
@@ -74,57 +79,67 @@ class BlockSharding:
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
-    """Activations of `blocks` equal blocks, the first of them number `first`: bytes that one saves of a micro-batch for
-    backward, by checkpointing mode.
-    """
+    """Activations that equal blocks save for backward."""
 
     first: int
+    """Number of the first of these blocks in the model, from 0."""
     blocks: int
+    """How many blocks are equal."""
     has_experts: bool
     by_mode: dict[CheckpointingMode, float]
+    """Bytes that one of them saves of a micro-batch, by checkpointing mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMemory:
-    """The memory of one block's routed experts. `saved`: what their backward reads; they are `gathered`, out of what is
-    `buffered`; `forward`, `again` (a second run) and `backward` come on top while they run; `reduced` is the most while
-    their gradients are, and `reducing` what is left of that afterwards.
-    """
+    """The memory of one block's routed experts, in bytes of one rank."""
 
     saved: float = 0.0
+    """What backward reads."""
     gathered: float = 0.0
+    """Unsharded parameters, 0 if FSDP2 does not gather them."""
     buffered: float = 0.0
+    """The flat buffer that gathered parameters are copied out of."""
     forward: float = 0.0
+    """What forward needs on top of `saved`."""
     again: float = 0.0
+    """What recomputation needs on top of `saved`."""
     backward: float = 0.0
+    """What backward needs on top of `saved`."""
     reduced: float = 0.0
+    """The most while gradients are reduced: gradients, reduction buffers, shards."""
     reducing: float = 0.0
+    """The buffer that gradients are reduced from; it lives until the next reduction."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """The memory of one block in one mode. `reads`: everything that its backward reads; `saved`: what stays between
-    forward and backward. `dense`: its dense parameters gathered; `flats`: everything of it prefetched as flat buffers;
-    `reducing`: the buffer its dense gradients are reduced from, which lives until the next one. `gradients`: its dense
-    parameters', and `copied`, gloo's copy. `working`: what its own code needs in backward on top of them, `growing` the
-    parameters' gradients among it.
-    """
+    """The memory of one block in one checkpointing mode, in bytes of one rank."""
 
     reads: float
+    """Everything that backward reads, routed experts included."""
     saved: float
+    """What stays between forward and backward."""
     dense: float
+    """Gathered dense parameters."""
     flats: float
+    """The flat buffers of all its prefetched parameters, routed experts included."""
     reducing: float
+    """The buffer that dense gradients are reduced from; it lives until the next reduction."""
     gradients: float
+    """Dense gradients, unsharded, in the compute dtype."""
     copied: float
+    """Gloo's copy of the reduction buffer, else 0."""
     working: float
+    """What the block's own code needs in backward on top of `reads`; grows with the micro-batch."""
     growing: float
+    """Parameters' gradients that the block's backward makes on top of `working`; tp splits them."""
     experts: ExpertsMemory
 
 
 @cache
 def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sharding: BlockSharding) -> BlockMemory:
-    """Return the memory of `block`, a block of `model`."""
+    """Return the bytes of one rank for `block`, a block of `model`, and one micro-batch."""
     groups = (block.own, block.split, block.uncast)
     own, split, uncast = (group_bytes(group, sharding.ranks, sharding.tp) for group in groups)
     reducing = reduced_bytes(model, own) + reduced_bytes(model, split)
@@ -158,7 +173,7 @@ def _dequantised(block: Block, width: int, sharding: BlockSharding) -> float:
 
 
 def saved_by_kind(workload: Workload, modes: Sequence[CheckpointingMode]) -> list[SavedActivations]:
-    """Activations of each kind of block of the whole model, in the order of their first."""
+    """Return the saved activations of each kind of block of the full model, in the order of their first."""
     model, sharding = workload.model, BlockSharding.of(workload)
     return [
         SavedActivations(
@@ -177,7 +192,7 @@ def hidden_bytes(model: ModelFigures, sharding: BlockSharding) -> float:
 
 
 def reduced_bytes(model: ModelFigures, sizes: GroupBytes) -> float:
-    """Return the buffer that a dense group's gradients are reduced from."""
+    """Return the bytes of the buffer that a dense group's gradients are reduced from."""
     return sizes.reduced * model.reduce_bytes
 
 
@@ -206,7 +221,7 @@ def _checkpointed(
         saved += sharding.part * model.length * block.experts.router.top_k * 4
         if mode == "selective":
             saved += by_experts + hidden
-        else:  # the rows' way back (dispatch.SumRows)
+        else:  # indices of the backward all-to-all's rows (dispatch.SumRows)
             saved += block.experts.router.routed(sharding.part * model.length, sharding.ep).sent * INDEX
     return saved
 
@@ -225,7 +240,7 @@ class _Experts:
         self.pairs_PI = self.routed.pairs * self.spec.intermediate_size * self.compute
 
     def memory(self, ends: bool) -> ExpertsMemory:
-        """`ends`: a second run does not come to the down projection."""
+        """Return the memory of the block's experts; `ends`: recomputation stops before the down projection."""
         efsdp = self.sharding.efsdp
         reducing = self.here(self.reduce, trains=True) if self.gathers else 0.0
         gradients = self.here(self.compute, trains=True) if self.gathers else 0.0
@@ -275,7 +290,7 @@ class _Experts:
         return pairs + rows + way_back
 
     def forward(self) -> float:
-        """On top of what is saved."""
+        """Return the bytes of forward, on top of what is saved."""
         if self.experts.looped:
             return self.rows_RH * (1 + 4 / self.compute) + self.dequantised()
         return self.pairs_PI + self.pairs_PH + max(self.rows_RH, self.dequantised())

@@ -1,7 +1,7 @@
 """A cached view of the shard plan for thousands of layouts: which are refused, what tp splits, where stages are cut.
 
-The answers are those of `plan_axes`, which decides for `train` as well, each asked for once: tp for every size; cp and
-pp for the family with the smallest size that could do, the rest of their conditions being arithmetic (heads, blocks).
+The answers are those of `plan_axes`, which decides for `train` as well, each computed once: tp for every size; cp and
+pp with the smallest size that could do, because the remaining conditions are arithmetic (heads, blocks).
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ class Feasibility:
     def __init__(
         self, model: Any, anatomy: Anatomy, heads: int, kept_in_fp32: KeptInFp32, cut: Cut | None = None
     ) -> None:
-        """`cut`: how the model is cut in the layout that is planned already, if it is."""
+        """Keep the model on meta; `cut` is its cut into stages if a layout with pp was planned before, else None."""
         self._cut = cut
         self._model, self._anatomy, self._heads, self._kept = model, anatomy, heads, kept_in_fp32
         self._blocks = decoder_blocks(anatomy)
         self._view = ModelView(model)
 
     def refusal(self, layout: Layout) -> str | None:
-        """Why `train` would not split this model so, or None."""
+        """Return why `train` would not split this model so, or None."""
         one_axis = [Layout(tp=layout.tp)] if layout.tp > 1 else []
         if layout.cp > 1:
             one_axis.append(Layout(cp=next((size for size in _SMALL if self._heads % size == 0), layout.cp)))

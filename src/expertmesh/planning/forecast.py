@@ -27,14 +27,21 @@ from expertmesh.training.startup.model_check import Checked, checkpointing_mode
 
 
 def train_with_forecast(config: Config, control: Control | None = None) -> None:
-    """`training.run.train`, with what a step is predicted to take in the printed plan and in run.json."""
+    """Run `training.run.train`, with a prediction of a step's time and memory in the printed plan and in run.json."""
     elastic = control is not None and control.elastic
     train(config, control, predict=forecast, arrange=arrange if elastic else None)
 
 
 def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], Checked]) -> Arrangement:
-    """Return how a start of an elastic job lays out `world_size` ranks: as `config` says if it can, else what is
-    planned to be fastest. `preflight` refuses what cannot be. No communication. `InputError` where nothing fits.
+    """Return the layout of a start of an elastic job: that of `config` if it can be had, else the fastest planned one.
+
+    Nothing communicates.
+
+    Args:
+        preflight: Refuses a configuration for a number of ranks by an `InputError`, or returns the checked model.
+
+    Raises:
+        InputError: No layout of `world_size` ranks fits.
     """
     mode = config.train.activation_checkpointing
     try:
@@ -63,7 +70,11 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
 
 
 def forecast(config: Config, checked: Checked, devices: Devices | None = None) -> Forecast:
-    """Time and memory of a step of what preflight has let pass, on `devices` or those here. No communication."""
+    """Predict time and memory of a step of the job that preflight accepted. Nothing communicates.
+
+    Args:
+        devices: The devices to predict for; None takes those of this job.
+    """
     devices = devices or devices_here(checked.layout.world_size)
     if devices is None:
         return Forecast("nothing: the planner does not know this device")
@@ -91,7 +102,7 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
 
 
 def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
-    """At most three changes of the configuration with which a step is predicted to fit, the fastest first."""
+    """Return at most three changes of the configuration with which a step is predicted to fit, the fastest first."""
     now = config.train.micro_batch_size, checkpointing_mode(config)
     fitting: dict[str, float] = {}
     for length in (config.data.max_length, config.data.max_length // 2):
@@ -113,7 +124,7 @@ def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
 def devices_here(world_size: int) -> Devices | None:
     """Return the devices of this job, by this rank's own, or None if the table does not know them."""
     table = hardware_table()
-    # The launcher's ranks are all here, and they are told so.
+    # The launcher sets LOCAL_WORLD_SIZE for its ranks, which are all on this machine.
     per_node = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
@@ -130,7 +141,7 @@ def devices_here(world_size: int) -> Devices | None:
 
 
 def host_memory() -> float:
-    """Bytes of memory of this machine, or of the control group that this process is confined to."""
+    """Return the bytes of memory of this machine, or of the control group that this process is confined to."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -153,8 +164,9 @@ def _memory_warning(job: Job, found: Candidate) -> str | None:
 
 
 def _fitting_ep(config: Config, job: Job, auto: Layout) -> list[str]:
-    """Return another ep that is predicted to fit where `ep: auto` (which asks no device, distributed/layout.py)
-    is not.
+    """Return another ep that is predicted to fit if that of `ep: auto` is not.
+
+    `ep: auto` does not depend on the device's memory (distributed/layout.py).
     """
     free, node = explicit(auto).model_copy(update={"ep": "auto"}), job.devices.per_node
     others = (layout for layout in layouts(job, free) if node % layout.ep == 0 or layout.ep % node == 0)

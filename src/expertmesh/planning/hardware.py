@@ -91,18 +91,20 @@ class Hardware(Section):
         return self
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of products in `dtype`; a 16th of bfloat16's where float32 is not listed, half of that for float64."""
+        """Return the FLOP/s of products in `dtype`; float32 defaults to 1/16 of bfloat16's, others to half of that."""
         float32 = self.flops.get("float32", self.flops["bfloat16"] / 16)
         return float(self.flops.get(dtype, float32 if dtype == "float32" else float32 / 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices of a job: `nodes` of `per_node` devices each."""
+    """The devices of a job."""
 
     name: str
+    """Kind of device, a name of the hardware table."""
     nodes: int
     per_node: int
+    """Devices of each node."""
     hardware: Hardware
 
     @property
@@ -128,13 +130,14 @@ def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
 
 
 def name_of(called: str, table: Mapping[str, Hardware]) -> str | None:
-    """Return the entry for a device that the driver calls so, or None; the first that matches counts."""
+    """Return the table's name of a device that the driver names `called`, or None; the first that matches counts."""
     return next((name for name, each in table.items() if any(p.lower() in called.lower() for p in each.matches)), None)
 
 
 def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
-    """`2x8 h200` or `2x8xh200` (nodes x devices), `16 h200` or `16xh200` (whole nodes as far as they go). `InputError`
-    names what is wrong.
+    """Read `2x8 h200` or `2x8xh200` (nodes x devices), `16 h200` or `16xh200` (full nodes, or a part of one).
+
+    Raises `InputError` for other text, a device that is not in `table`, or more than 65,536 devices.
     """
     matched = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*[x\s]\s*([\w.-]*[a-z][\w.-]*)\s*", text.lower())
     if matched is None:

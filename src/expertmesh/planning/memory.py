@@ -20,23 +20,30 @@ CHUNK_TOKENS = 1024  # causal_lm_loss's own
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank at its worst moment. `frozen` are parameters that do not train, `master` those that do;
-    `unsharded` are parameters and gradients of the blocks in flight, gathered; `activations` what is saved for
-    backward; `dispatch` what routed experts hold while they run; `logits` what the head does; `working` what blocks
-    hold while they run; `overhead` the device's own.
-    """
+    """Bytes of one rank at its worst moment."""
 
     frozen: float
+    """Parameters that do not train."""
     master: float
+    """Parameters that train."""
     gradients: float
+    """Gradients of `master` that exist at that moment."""
     moments: float
+    """Optimizer state."""
     unsharded: float
+    """Gathered parameters, their gradients and their buffers."""
     activations: float
+    """What is saved for backward."""
     dispatch: float
+    """What routed experts need while they run."""
     logits: float
+    """What the head needs while losses are computed."""
     working: float
+    """What blocks need while they run."""
     overhead: float
+    """What the device's driver and communication take."""
     moment: str
+    """Name of the moment."""
 
     @property
     def total(self) -> float:
@@ -49,7 +56,7 @@ class Memory:
 
 
 def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
-    """Return the peak of the worst rank."""
+    """Return the peak of the worst rank; `overhead`: bytes that the device takes beside tensors."""
     memory = _RankMemory(workload)
     found = [(memory.peak(stage), stage) for stage in workload.distinct_stages()]
     (_, worst), stage = max(found, key=lambda each: each[0][0])
@@ -80,8 +87,11 @@ def fullest_stage(workload: Workload) -> int:
 
 
 def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
-    """Bytes saved between forward and backward of one micro-batch, by the blocks of one of a pp rank's stages, what is
-    around them and the head.
+    """Return the bytes that one stage saves of a micro-batch for backward: blocks, what is around them, and the head.
+
+    Args:
+        stage: The pp rank.
+        chunk: Which of its `pp_virtual_stages` stages, counted as in a list; -1 is the last.
     """
     memory, chunk = _RankMemory(workload), range(workload.layout.pp_virtual_stages)[chunk]
     saved = memory.saved(stage, chunk)[-1] + memory.tables + memory.at_borders(stage, chunk)
@@ -89,10 +99,11 @@ def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
 
 
 class _Moment(NamedTuple):
-    """The memory at one moment beside state; the share of gradients that is `accumulated` by then."""
+    """The bytes of one rank at one moment, beside its parameters and optimizer state."""
 
     name: str
     accumulated: float
+    """Share of the gradients that exist."""
     unsharded: float
     activations: float
     dispatch: float = 0.0
@@ -115,7 +126,7 @@ class _RankMemory:
         self.head_input = self.hidden if self.model.head_trains else 0.0
         self.targets = self.batch.rows * (self.model.length - 1) / self.layout.cp
         self.head = self.model.head / self.layout.tp if self.model.head_trains else 0.0
-        # The head's gradients, taken in forward and kept for backward (step/loss.py).
+        # The head's gradients, computed in forward and saved for backward (step/loss.py).
         self.head_saved = (self.targets * self.model.hidden + self.head) * self.model.compute_bytes + self.head_input
 
     def block(self, piece: Piece) -> BlockMemory:
@@ -143,7 +154,7 @@ class _RankMemory:
         return at_borders + (self.outside + self.head_input if stage == self.layout.pp - 1 and not is_last else 0.0)
 
     def received(self, stage: int) -> float:
-        """Buffers for what a step's micro-batches receive: hidden states, and their gradients (torch's stages)."""
+        """Return the bytes of a step's receive buffers: hidden states and their gradients (torch's stages)."""
         ends = 2 * self.layout.pp_virtual_stages - (stage == 0) - (stage == self.layout.pp - 1)
         return ends * self.batch.accumulation * self.hidden
 
@@ -157,7 +168,7 @@ class _RankMemory:
         chunk = min(CHUNK_TOKENS, targets)
         chunks = -(-targets // chunk)
         wide = max(4, compute)
-        # torch's cross-entropy makes two more in backward, when those of its input are gone; ours of a part of the
+        # torch's cross-entropy makes two more in backward, after those of its input are freed; ours of a part of the
         # vocabulary (vocabulary.py) makes them in forward.
         logits = chunk * vocabulary * (3 * wide if self.layout.tp == 1 else compute * (compute < wide) + 2 * wide)
         product = chunk * vocabulary * (compute + wide * (compute < wide)) + head * compute
@@ -198,7 +209,7 @@ class _Backward:
         self.is_last = memory.is_last(stage, situation.chunk)
         ranks, tp = memory.sharding.ranks, memory.sharding.tp
         self.head = group_bytes(memory.model.root, ranks, tp)
-        self.embedding = group_bytes(self.rank.embedding, ranks, tp)  # zeros where it is elsewhere
+        self.embedding = group_bytes(self.rank.embedding, ranks, tp)  # zeros if it is on another stage
         self.root = self.head.gathered if self.rank.has_root else 0.0
         self.head_gradient = self.head.gradients if self.is_last else 0.0
         self.blocks = sum(map(len, saved))
@@ -283,7 +294,7 @@ class _Backward:
 
 @cache
 def _edges(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
-    """Blocks at which the peak can be: what is saved falls and gradients grow evenly in between."""
+    """Return the blocks at which the peak can be: what is saved falls and gradients grow evenly in between."""
     places: dict[Piece, list[int]] = {}
     for index, piece in enumerate(pieces):
         places.setdefault(piece, []).append(index)

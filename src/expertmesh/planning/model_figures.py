@@ -19,55 +19,67 @@ from expertmesh.training.optimizers.build import moment_bytes
 
 @dataclass(slots=True)
 class BlockFigures:
-    """The figures of one block without its routed experts, for one sequence on one rank (no tp, no cp); bytes and
-    FLOPs.
-
-    `saved` stays from forward to backward, `backward` comes on top while that runs; `gradients` is the part of it that
-    is parameters' gradients and does not grow with the micro-batch. `choices` is what checkpointing keeps of the
-    router's choice, `attended` what attention gives and `normalisers` its number per row, `mask` the part of `saved`
-    that is masks, for all pairs of positions on every rank, `latents` the part that tp does not split. `queries` are
-    bytes of all queries and of what attention gives for them, `keys` of a key and value head, `heads` how many queries
-    have. `products` are FLOPs of matrix products in forward, `attention` those of attention for all pairs of positions,
-    and `hidden` what a causal kernel would not compute of them but this one does. `moved`: bytes that other operations
-    read and write in forward and in backward; `operations`: how many all are. `whole`: products, attention, and bytes
-    moved in forward, of the parts that every rank of cp computes for whole rows. `behind`: how many tensors are saved
-    behind the routed experts, `behind_shared` those of their shared expert, which are not among them.
-    """
+    """The figures of one block without its routed experts, for one sequence on one rank (no tp, no cp)."""
 
     saved: int = 0
+    """Bytes that stay from forward to backward."""
     backward: int = 0
+    """Bytes on top of `saved` while backward runs; they grow with the micro-batch."""
     gradients: int = 0
+    """Bytes of parameters' gradients on top of those; they do not grow with the micro-batch."""
     choices: int = 0
+    """Bytes of the router's top-k indices, which checkpointing saves."""
     attended: int = 0
+    """Bytes of attention's output."""
     normalisers: int = 0
+    """Bytes of attention's fp32 number per head and query."""
     mask: int = 0
+    """The part of `saved` that is attention masks: all pairs of positions, on every rank of cp and tp."""
     latents: int = 0
+    """The part of `saved` that tp does not split (latents of all heads)."""
     queries: int = 0
+    """Bytes of all queries and of attention's output for them."""
     keys: int = 0
+    """Bytes of keys and values of one key-value head."""
     heads: int = 0
+    """Query heads."""
     products: int = 0
+    """FLOPs of matrix products in forward, attention left out."""
     attention: int = 0
+    """FLOPs of attention in forward, for all pairs of positions."""
     hidden: int = 0
+    """FLOPs that this attention computes beyond a causal kernel's: all pairs under a mask, padded values."""
     whole: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """FLOPs of products, FLOPs of attention and bytes moved, in forward, of what every cp rank computes for full
+    rows."""
     moved: list[int] = field(default_factory=lambda: [0, 0])
+    """Bytes that operations other than products read and write, in forward and in backward."""
     operations: list[int] = field(default_factory=lambda: [0, 0])
+    """Operations launched in forward and in backward."""
     behind: int = 0
+    """Tensors saved after the routed experts, those of shared experts left out."""
     behind_shared: int = 0
+    """Tensors that shared experts save after the routed experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter that is not a routed expert's. `bytes` per element as stored, `compute` as gathered; `split`: the
-    dim that tp splits, or None; `is_matrix`: whether Muon is for it; `packed`: it is dequantised for each use.
-    """
+    """One parameter that is not a routed expert's."""
 
     shape: tuple[int, ...]
+    """Shape of the full parameter."""
     trains: bool
+    """Whether it requires a gradient."""
     bytes: float
+    """Bytes per element, as stored."""
     compute: float
+    """Bytes per element, as gathered."""
     split: int | None
+    """The dim that tp splits, or None."""
     is_matrix: bool
+    """Whether Muon can update it."""
     packed: bool = False
+    """Whether it is stored in packed codes and dequantised for each use."""
 
     @property
     def numel(self) -> int:
@@ -100,29 +112,37 @@ class ParamGroup:
         return [weight.numel for weight in self.weights if weight.packed]
 
     def sharded_over(self, ranks: int, tp: int) -> int:
-        """Ranks that share a group: `ranks` of fsdp and cp, and those of tp for what tp does not split."""
+        """Return how many ranks share the group: `ranks` of fsdp and cp, times tp for what tp does not split."""
         return ranks if self.weights and self.weights[0].split is not None else ranks * tp
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    """The bytes of a group on one rank: shards that do not train and that do, what the optimizer keeps; then, in the
-    compute dtype, gathered parameters, their flat buffer and gradients. `reduced`: elements of the buffer that is
-    reduced.
-    """
+    """The bytes of a dense FSDP2 group on one rank."""
 
     frozen: float
+    """Shards that do not train."""
     master: float
+    """Shards that train."""
     moments: float
+    """Optimizer state of the shards."""
     gathered: float
+    """Unsharded parameters, in the compute dtype."""
     flat: float
+    """The flat buffer of the all-gather, dim 0 padded over the ranks; 0 on one rank."""
     gradients: float
+    """Unsharded gradients, in the compute dtype."""
     reduced: float
+    """Elements, not bytes, of the buffer that gradients are reduced from."""
 
 
 @cache
 def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: OptimizerName = "adamw") -> GroupBytes:
-    """Return the bytes of a group for `ranks` of fsdp and cp together."""
+    """Return the bytes of a dense group on rank 0, which has the largest shards; zeros for None.
+
+    Args:
+        ranks: Ranks of fsdp and cp together.
+    """
     totals = [0.0] * 7
     for weight in () if group is None else group.weights:
         # FSDP2 pads dim 0, of which tp may have taken its part, over the ranks; what tp does not split is over its too.
@@ -145,17 +165,22 @@ def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: Optimi
 
 
 class ExpertWeight(NamedTuple):
-    """One parameter of routed experts, of all of them together; `elements` are of one expert, `bytes` per element as
-    stored; `is_matrix`: whether Muon is for each expert's; `packed`: it is gathered as it is stored, too.
-    """
+    """One parameter of routed experts, all of them together."""
 
     shape: tuple[int, ...]
+    """Shape of the full parameter, of all experts."""
     elements: int
+    """Elements of one expert."""
     trains: bool
+    """Whether it requires a gradient."""
     bytes: float
+    """Bytes per element, as stored."""
     is_adapter_a: bool
+    """Whether it is LoRA's A."""
     is_matrix: bool
+    """Whether Muon can update each expert's."""
     packed: bool = False
+    """Whether it is stored and gathered in packed codes."""
 
     @property
     def is_muons(self) -> bool:
@@ -170,23 +195,25 @@ class ExpertWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """The routed experts of one block, `rank` that of their adapters, 0 without. `last`: elements of one expert that
-    are multiplied when all that its backward reads has been saved: of the down projection, and of its adapter's B.
-    """
+    """The routed experts of one block."""
 
     spec: ExpertsSpec
     router: TopKRouter
     matrices: tuple[ExpertWeight, ...]
+    """Their parameters, adapters included."""
     looped: bool
+    """Whether the backend computes one expert after another."""
     rank: int
+    """LoRA rank of their adapters, 0 without."""
     last: int
+    """Elements of one expert multiplied after the last tensor that backward reads is saved: down projection, its B."""
 
     def elements(self, trains: bool | None = None) -> int:
         """Return the elements of one expert; if `trains` is given, of those that train or do not."""
         return sum(each.elements for each in self.matrices if trains in (None, each.trains))
 
     def gathered(self, compute: int) -> float:
-        """Bytes of one expert for computing in a dtype of `compute` bytes: those of its codes, where it is packed."""
+        """Return the bytes of one gathered expert: `compute` bytes an element; a packed weight stays packed."""
         return sum(each.elements * (each.bytes if each.packed else compute) for each in self.matrices)
 
     @property
@@ -202,30 +229,34 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelParts:
-    """The number of parts of a block that gather positions under tp: `split` ones, the last of which may be the block's
-    `last` module, and those that each rank computes `whole`, counted once for each hidden states that it gets.
-    `features`: of outputs that are put together again. Under cp those that gather whole rows, and are computed by
-    heads, or whole on each rank.
-    """
+    """The parts of a block that gather positions, under tp and under cp."""
 
     split: int = 0
+    """Parts that tp splits."""
     last: bool = False
+    """Whether the last of them does not mix positions (an MLP); recomputation ends before its sum."""
     whole: int = 0
+    """Hidden states that tp gathers for parts computed in full on each rank."""
     features: int = 0
+    """Output features, in all, of split linear layers whose outputs tp gathers again."""
     rows_by_heads: int = 0
+    """Parts for which cp gathers full rows and ranks share the heads."""
     rows_whole: int = 0
+    """Hidden states that cp gathers for parts computed in full on each rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """One kind of decoder block. `own` is what FSDP2 groups at the block, `uncast` what it must not cast, and `split`
-    what tp splits (a group for each such part under tp, otherwise part of the block's own).
-    """
+    """One kind of decoder block."""
 
     own: ParamGroup
+    """What FSDP2 groups at the block."""
     uncast: ParamGroup | None
+    """Parameters that FSDP2 must not cast, a group of their own."""
     split: ParamGroup | None
+    """Parameters that tp splits: under tp a group for each part, otherwise in the block's own group."""
     experts: Experts | None
+    """None for a dense block."""
     figures: BlockFigures
     parts: TensorParallelParts
 
@@ -244,29 +275,46 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelFigures:
-    """A model, a precision and a sequence length. Blocks in order; equal ones are the same object."""
+    """The figures of a model, a precision and a sequence length."""
 
     family: str
+    """`model_type` of its configuration."""
     blocks: tuple[Block, ...]
+    """The blocks in order; equal blocks are the same object."""
     embedding: ParamGroup | None
+    """None if it is tied to the head, and then in `root`."""
     root: ParamGroup
+    """Parameters outside of the blocks: head, final norm and others."""
     head: int
+    """Elements of the head's weight, 0 without one."""
     head_trains: bool
     vocabulary: int
+    """Columns of the logits."""
     hidden: int
+    """Hidden size."""
     heads: int
+    """Query heads."""
     key_value_heads: int
     length: int
+    """Tokens of a sequence."""
     packed: bool
+    """Whether the figures include masks, or attention by samples, of packed rows."""
     outside: int
+    """Bytes that stay of one sequence from what is around the blocks, `tables` included."""
     tables: int
+    """The part of `outside` made before the first block (rotary tables), of full rows on every rank."""
     first_saves_less: int
+    """Bytes of one sequence that the first block saves less if nothing before it trains."""
     precision: PrecisionConfig
     adapted: bool
+    """Whether it has LoRA adapters."""
     checkpointable: bool
+    """Whether transformers can recompute its blocks."""
     anatomy: Anatomy
     feasibility: Feasibility
+    """Answers which layouts it can have."""
     traffic: ExpertTraffic
+    """Costs by which `ep: auto` chooses."""
 
     @property
     def experts(self) -> Experts:

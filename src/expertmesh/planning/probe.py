@@ -41,15 +41,16 @@ class NotProbed(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Figures of each probed block, and `outside`: bytes that stay of what is around the blocks, the base model's
-    output left out; `tables` is the part of it that was there before the first block (rotary tables), for whole rows.
-    `first_saves_less`: how much less the first block saves when nothing before it trains (adapters).
-    """
+    """The figures of a model's blocks and of what is around them, for one sequence."""
 
     blocks: list[BlockFigures]
+    """Figures of each measured block."""
     outside: int
+    """Bytes that stay of what is around the blocks, the base model's output left out."""
     tables: int
+    """The part of `outside` that exists before the first block (rotary tables), of full rows."""
     first_saves_less: int
+    """Bytes that the first block saves less if nothing before it trains (adapters)."""
 
 
 def probe(
@@ -64,9 +65,14 @@ def probe(
 ) -> Probed:
     """Run `model` (on meta, in the compute dtype, not sharded) on one and two sequences of `length` tokens.
 
-    `measured` names the first block of each kind, in the model's order. `packed`: what keeps samples apart, if they are
-    packed. `latents` names modules of which tp leaves every rank the whole, `whole` those that every rank of cp
-    computes for whole rows. Raises `NotProbed` where the family's code needs values.
+    Args:
+        measured: First block of each kind, in the model's order.
+        packed: What separates the samples of packed rows.
+        latents: Modules that every rank of tp computes in full.
+        whole: Modules that every rank of cp computes for full rows.
+
+    Raises:
+        NotProbed: The family's code needs values, which meta tensors do not have.
     """
     skipped = forwards_of_experts(model, anatomy.experts, _stand_in)
     embedding = next(model.get_input_embeddings().parameters())  # type: ignore[operator]
@@ -93,7 +99,7 @@ def probe(
 
 
 def kept_apart(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtype) -> Packed:
-    """Return how `train` keeps the samples of packed rows apart. Nothing of it is counted where transformers does."""
+    """Return how `train` separates the samples of packed rows; "no" if transformers does, which costs nothing."""
     if varlen.varlen_refusal(model, anatomy, device_type, dtype) is None:
         return "by samples"
     return "no" if attention_of(model.config) == "flash_attention_2" else "by masks"
@@ -110,7 +116,7 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.__bool__:
-            return True  # what mask functions ask about positions: whether they are those of one sample, unpadded
+            return True  # mask functions test whether positions are those of one sample, unpadded
         if func is F.scaled_dot_product_attention:
             query, key, value, *rest = args
             mask = rest[0] if rest else kwargs.get("attn_mask")
@@ -264,7 +270,7 @@ def _run(
 
 
 def _start_graph(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Under adapters the first block's input has no gradient; every other block's has. Not as a leaf, which stays."""
+    """Give the first block's input a gradient under adapters too, as every other block's has one; a leaf would stay."""
     return output if output.requires_grad else output + torch.zeros_like(output[0, 0, 0], requires_grad=True)
 
 

@@ -48,10 +48,15 @@ def figures_of(
     packed: bool = True,
     device: str = "cuda",
 ) -> ModelFigures:
-    """Build the model on meta and look at it; no weights, no ranks, no communication.
+    """Build the model on meta and read its figures; no weights, no ranks, no communication.
 
-    `packed`: samples of a row are kept apart, on a `device` of this type as `train` keeps them apart there. Raises
-    `InputError` for what `train` would refuse about the model.
+    Args:
+        length: Tokens of a sequence.
+        packed: Whether rows are packed, so that masks or attention by samples are counted.
+        device: Torch device type that rows are attended on; it decides which of the two.
+
+    Raises:
+        InputError: `train` would refuse the model.
     """
     model = build_model(config, Path(config.name_or_path or ""), ModelOptions(precision, lora))
     return figures_of_plan(
@@ -62,8 +67,9 @@ def figures_of(
 def figures_of_plan(
     plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool, device: str
 ) -> ModelFigures:
-    """Return the same for a model whose shards are planned, in any layout, on its meta copy, which is left as
-    it was.
+    """Return the figures of a model whose shards are planned, in any layout; arguments as in `figures_of`.
+
+    The plan's meta copy is run and left unchanged.
     """
     meta_model: Any = plan.view.meta
     compute = plan.dtypes[1]
@@ -85,7 +91,7 @@ def _figures(
     """Return the figures of a model on meta in the compute dtype."""
     anatomy, precision = plan.anatomy, plan.options.precision
     text = model.config.get_text_config()
-    sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
+    sizes = text.to_dict()  # not by attributes: reading one that differs between layers raises
     attention_heads = int(sizes.get("num_attention_heads") or 1)
     feasibility = Feasibility(model, anatomy, attention_heads, fp32, plan.cut)
     tensor_plan = feasibility.any_tensor_plan()

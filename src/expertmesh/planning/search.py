@@ -1,7 +1,7 @@
 """Every layout a job could have: which fit, how fast each is, why the others are rejected, and what a run costs.
 
-All arithmetic; 16,384 devices take seconds. What `train` refuses is asked of the code that trains, so a plan never
-names it.
+All arithmetic; 16,384 devices take seconds. The code that trains decides what is refused, so a plan never proposes what
+`train` refuses.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -24,7 +24,7 @@ from expertmesh.planning.speed import Speed, speed_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, pipeline_rank, resident_state
 
 Goal = Literal["speed", "memory"]
-# Sizes of cards that are told apart, and what CUDA takes of one without NCCL.
+# Sizes of usual cards in GiB, and bytes that CUDA takes of one without NCCL.
 CARDS, ALONE = (12, 24, 48, 80), 0.8e9
 GIB = 2**30
 # Layouts of which every mode and micro-batch size is looked at, and the most sequences of a micro-batch.
@@ -35,18 +35,21 @@ RESTART_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The model and the devices of a plan: everything that is the same for all layouts. `layers`:
-    train.checkpoint_layers, `dispatch`: moe.dispatch.
-    """
+    """The model and the devices of a plan: everything that is the same for all layouts."""
 
     model: ModelFigures
     devices: Devices
     global_batch_size: int
+    """Sequences of an optimizer step."""
     optimizer: OptimizerName = "adamw"
     imbalance: float = 1.0
+    """Rows of the busiest rank of an EP group over their mean."""
     layers: CheckpointedLayers = "all"
+    """train.checkpoint_layers."""
     offload: str = "none"
+    """parallel.offload."""
     dispatch: str = "auto"
+    """moe.dispatch."""
 
     @property
     def budget(self) -> float:
@@ -77,19 +80,22 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A layout that cannot be, and why, in a sentence. `least`: its most frugal form, where only memory is missing."""
+    """A layout that the job cannot have."""
 
     layout: Layout
     reason: str
+    """One sentence."""
     least: Candidate | None = None
+    """The candidate that needs least memory, if memory alone is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Feasible candidates, best first (the best mode and micro-batch of each layout), and rejected layouts."""
+    """Feasible candidates and rejected layouts."""
 
     job: Job
     candidates: tuple[Candidate, ...]
+    """Best first: the best mode and micro-batch size of each layout."""
     rejected: tuple[Rejected, ...]
 
     @property
@@ -98,9 +104,12 @@ class Plan:
 
 
 def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) -> Plan:
-    """Look at every layout of the job's devices. `fixed` holds axes the user has set; `auto` ones are free.
+    """Look at every layout of the job's devices.
 
-    For speed, ep is what `ep: auto` would be of those that fit, by the same rule; for memory each is looked at.
+    Args:
+        goal: The order of candidates. For speed, ep is the one of those that fit that `ep: auto` would take; for
+            memory every ep is a candidate.
+        fixed: Axes that the user has set; those that are `auto` are free. None leaves all free.
     """
     order = _order(goal)
     rejected: list[Rejected] = []
@@ -116,7 +125,7 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
             frugal.setdefault(replace(layout, ep=1) if goal == "speed" else layout, []).append(least)
         else:
             rejected.append(Rejected(layout, _too_large(job, least), least))
-    # Thousands of layouts of a large job are told apart by their most frugal form; the best get all their variants.
+    # Thousands of layouts of a large job are compared by their most frugal form; the best get all their variants.
     found = {axes: _least_moved(job, each) for axes, each in frugal.items()}
     for axes in sorted(found, key=lambda axes: order(found[axes]))[:FULLY_CONSIDERED]:
         found[axes] = min([found[axes], *variants(job, [each.layout for each in frugal[axes]])], key=order)
@@ -135,7 +144,7 @@ def _least_moved(job: Job, candidates: Sequence[Candidate]) -> Candidate:
 
 
 def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
-    """Yield every layout that the mesh accepts; equal splits come once."""
+    """Yield every layout that the mesh accepts; equal splits come once. `fixed` as in `plan`."""
     world, model = job.devices.count, job.model
     limits = {"pp": len(model.blocks), "tp": job.devices.per_node, "cp": model.length, "replicate": world}
     sizes = [
@@ -155,8 +164,9 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
 
 
 def cards_that_fit(job: Job) -> tuple[float, list[int]]:
-    """Bytes of one device that trains alone, one sequence at a time with as much recomputed as there is, and which of
-    the usual cards, in GB, have as much and the device's headroom.
+    """Return the bytes that one device needs alone, and the usual cards' sizes in GiB that hold them with headroom.
+
+    The device trains one sequence at a time, in the mode that recomputes most.
     """
     alone = Workload(job.model, Layout(offload=job.offload), Batch(1, 2), modes(job.model)[-1], job.layers)
     needed = memory_of(alone, overhead=ALONE).total
@@ -164,7 +174,7 @@ def cards_that_fit(job: Job) -> tuple[float, list[int]]:
 
 
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
-    """Return the memory and time of one choice."""
+    """Return the memory and time of one layout with a mode and a batch."""
     on_cpu = job.devices.name == "cpu"
     nodes = nodes_of_ep(layout, job.devices.per_node) if job.dispatch == "hierarchical" else 1
     workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, on_cpu, job.optimizer, nodes)
@@ -179,32 +189,41 @@ def modes(model: ModelFigures) -> tuple[CheckpointingMode, ...]:
 
 
 def supported_mode(model: ModelFigures, wanted: str) -> CheckpointingMode:
-    """`wanted`, or none for a model whose blocks cannot be recomputed."""
+    """Return `wanted`, or "none" for a model whose blocks cannot be recomputed."""
     return next((mode for mode in modes(model) if mode == wanted), "none")
 
 
 @dataclass(frozen=True, slots=True)
 class RunCosts:
-    """The hours, money and lost work of a candidate. `checkpoint_bytes` is the whole job's; `interval_seconds`
-    the best time between checkpoints (Young's rule), `lost` the share of time that failures and checkpoints then cost.
-    `hours` and `cost` are for the token budget, with what is lost; None without a budget or a price.
-    """
+    """The hours, money and lost work of a candidate."""
 
     checkpoint_bytes: float
+    """Bytes of a checkpoint of the full job."""
     save_seconds: float
+    """Duration of one checkpoint."""
     hours_between_failures: float
+    """Mean of the full job."""
     interval_seconds: float
+    """The best time between checkpoints (Young's rule)."""
     lost: float
+    """Share of the time that failures and checkpoints cost."""
     hours: float | None
+    """Hours for the token budget, lost time included; None without a budget."""
     device_hours: float | None
+    """`hours` of all devices."""
     cost: float | None
+    """Money, in the currency of the price; None without a budget or a price."""
 
 
 def run_costs(
     job: Job, candidate: Candidate, tokens: float | None, price: float | None, device_hours_per_failure: float | None
 ) -> RunCosts:
-    """`tokens` is the budget, `price` that of a device and hour; it and `device_hours_per_failure` default to the
-    hardware table's.
+    """Return what a run of `candidate` costs, checkpoints and failures included.
+
+    Args:
+        tokens: Budget of input tokens; without it (None) hours and cost are None.
+        price: Price of a device and hour; None takes the hardware table's.
+        device_hours_per_failure: Mean time between failures of one device; None takes the hardware table's.
     """
     hardware, layout = job.devices.hardware, candidate.layout
     states = (resident_state(job.model, layout, stage, job.optimizer) for stage in range(layout.pp))
@@ -242,7 +261,7 @@ def _schedule(pp: int, fixed: ParallelConfig | None) -> tuple[str, int]:
 
 
 def _refusal(job: Job, layout: Layout) -> str | None:
-    """Why `train` would refuse a layout, or None."""
+    """Return why `train` would refuse a layout, or None."""
     model, data_ranks = job.model, layout.data_ranks
     try:
         if model.anatomy.num_experts % layout.ep:
@@ -263,8 +282,10 @@ def _refusal(job: Job, layout: Layout) -> str | None:
 
 
 def variants(job: Job, layouts: Sequence[Layout]) -> Iterator[Candidate]:
-    """Yield each mode with every micro-batch size from one sequence up to the first that does not fit; of `layouts`,
-    which differ in ep, the one that moves least of those that fit.
+    """Yield each mode with every micro-batch size from one sequence up to the first that does not fit.
+
+    Args:
+        layouts: Layouts that differ in ep alone; of those that fit, the one that moves least is taken.
     """
     each = job.global_batch_size // layouts[0].data_ranks
     for mode in modes(job.model):

@@ -26,31 +26,42 @@ DEQUANTISING = 22
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One axis's part of a step: what it sends, how long that takes, and how much of it compute does not hide."""
+    """One transfer's part of a step."""
 
     transfer: Transfer
     seconds: float
+    """Its duration."""
     exposed: float
+    """Seconds of it that compute does not hide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds of one optimizer step and where they go; `model_flops` are those of the whole job's step, nothing
-    recomputed counted.
-    """
+    """Seconds of one optimizer step on the slowest pp rank, and what they are spent on."""
 
     products: float
+    """Dense matrix products."""
     experts: float
+    """Grouped products."""
     attention: float
+    """Attention's products."""
     memory: float
+    """Reads and writes of device memory by all else."""
     host: float
+    """Waits for the host's launches."""
     head: float
+    """Head and loss."""
     optimizer: float
+    """Gradient norm and optimizer."""
     links: tuple[Link, ...]
     bubble: float
+    """Idle time of the pipeline, as a share of the other seconds."""
     tokens: int
+    """Input tokens of the step, full job."""
     model_flops: float
+    """FLOPs of the step, full job, recomputation not counted."""
     peak_flops: float
+    """FLOP/s of all devices at their peak."""
 
     @property
     def compute(self) -> float:
@@ -72,7 +83,7 @@ class Speed:
 
 
 def speed_of(workload: Workload, devices: Devices) -> Speed:
-    """Return the time of a step on `devices`."""
+    """Return the time of a step on `devices`, by the pp rank whose micro-batch takes longest."""
     model, layout, batch = workload.model, workload.layout, workload.batch
     rates, times, shares = _Rates.of(model, devices), batch.accumulation, (layout.cp, layout.tp)
     routing = layout.ep, workload.imbalance, runs_shared_beside(layout, workload.ep_nodes)
@@ -103,7 +114,7 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
 
 
 def _copied(workload: Workload, stage: int) -> float:
-    """Bytes of device memory through which a micro-batch casts and copies masters and gradients.
+    """Return the bytes of device memory that casts and copies of masters and gradients move in a micro-batch.
 
     FSDP2 casts a shard, copies it into the buffer that is gathered and copies the result out of it, before forward and
     again before backward; it copies gradients into the buffer that is reduced, and scales what it gets. Experts that
@@ -135,8 +146,9 @@ def _copied(workload: Workload, stage: int) -> float:
 
 
 def _orthogonalising(rank: PipelineRank, layout: Layout) -> float:
-    """FLOPs of Muon's five Newton-Schulz steps on a rank's share of all matrices: of s rows and l columns, the gram
-    matrix, its square, and its product with the matrix.
+    """Return the FLOPs of Muon's five Newton-Schulz steps on a rank's share of all matrices.
+
+    A step computes the gram matrix of s rows and l columns, its square, and its product with the matrix.
     """
     ranks = layout.fsdp * layout.cp * layout.tp
     found = [(weight.shape, times) for group, times in rank.groups for weight in group.weights if weight.is_muons]
@@ -148,7 +160,7 @@ def _orthogonalising(rank: PipelineRank, layout: Layout) -> float:
 
 @cache
 def model_flops(model: ModelFigures) -> float:
-    """FLOPs per token, forward and backward: 6 per active parameter (4 where it is frozen), and causal attention."""
+    """Return FLOPs per token, forward and backward: 6 per active parameter (4 if frozen), and causal attention."""
     total = 0.0
     for block in model.blocks:
         products = block.figures.products / model.length
@@ -161,15 +173,18 @@ def model_flops(model: ModelFigures) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """The rates that a device reaches: FLOP/s of each kind of product, bytes per second of everything else, seconds a
-    launch.
-    """
+    """The rates that a device reaches."""
 
     products: float
+    """FLOP/s of dense products."""
     experts: float
+    """FLOP/s of grouped products."""
     attention: float
+    """FLOP/s of attention."""
     bandwidth: float
+    """Bytes per second of device memory."""
     launch: float
+    """Seconds that the host takes for one operation."""
 
     @classmethod
     def of(cls, model: ModelFigures, devices: Devices) -> "_Rates":
@@ -265,8 +280,13 @@ def _expert_seconds(
     *,
     last: bool = False,
 ) -> tuple[float, float]:
-    """Seconds of the grouped products of a block's forward, and of what routed experts move beside them; of the `last`
-    part, when its backward's tensors are saved: activation, down projection, and the way back.
+    """Return the forward's seconds of a block's grouped products, and of the memory traffic of its routed experts.
+
+    Args:
+        tokens: Tokens of one rank.
+        routing: ep and imbalance.
+        last: Count only the part after the last tensor that backward needs is saved: activation, down projection and
+            combine all-to-all.
     """
     experts = block.experts
     if experts is None:
@@ -289,13 +309,13 @@ def _expert_seconds(
 
 
 def _head_seconds(model: ModelFigures, tokens: float, rates: _Rates) -> float:
-    """Products of the head and its gradients, and what the softmax moves."""
+    """Return the seconds of the head's products, forward and backward, and of the softmax's memory traffic."""
     products = tokens * 2 * model.head * (3 if model.head_trains else 2)
     return products / rates.products + tokens * model.vocabulary * 30 / rates.bandwidth
 
 
 def _links(workload: Workload, stage: int, devices: Devices, compute: float) -> Iterator[Link]:
-    """Prefetched transfers hide behind a share of a step's compute and slow what they hide behind; the others add."""
+    """Yield the time of each transfer: prefetched ones hide behind a share of compute and slow it, others add to it."""
     reach = devices.hardware.efficiency
     room = compute * reach.overlap
     in_node = _ranks_in_node(workload.layout, devices.per_node)
@@ -313,8 +333,10 @@ def _links(workload: Workload, stage: int, devices: Devices, compute: float) -> 
 
 
 def _transfer_seconds(transfer: Transfer, in_node: int, devices: Devices) -> float:
-    """Time on the wire; `in_node` ranks of a group share a node. A ring over nodes has all adapters of a node's ranks
-    in the group at its disposal; an all-to-all sends what leaves the node through each rank's own.
+    """Return the seconds of a transfer; `in_node` ranks of a group share a node.
+
+    A ring over nodes uses the network adapters of all the group's ranks in a node; an all-to-all sends what leaves the
+    node through each rank's own adapter.
     """
     hardware, reach = devices.hardware, devices.hardware.efficiency
     local = min(transfer.ranks, in_node)

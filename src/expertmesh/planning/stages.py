@@ -1,7 +1,7 @@
 """A training step as the planner sees it, and what each pipeline rank holds and runs of it.
 
 `stage` is a pp rank throughout; its stages (one, or `pp_virtual_stages`) are its chunks, in the order of the model.
-Which blocks are on a stage is asked of the code that cuts the model; the order of forwards and backwards is that of the
+The code that cuts the model decides which blocks are on a stage; the order of forwards and backwards is that of the
 schedules which step/pipeline_schedule.py chooses from torch.distributed.pipelining. docs/formulas.md derives the state.
 """
 
@@ -31,27 +31,33 @@ Piece = tuple[Block, CheckpointingMode]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The division of an optimizer step: `accumulation` micro-batches of `rows` sequences."""
+    """The division of an optimizer step on one data rank."""
 
     rows: int
+    """Sequences of a micro-batch."""
     accumulation: int
+    """Micro-batches of a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineRank:
-    """The blocks of one pp rank: `chunks` are the blocks of each of its stages with their modes, `pieces` and `blocks`
-    the different ones among them and their number, `groups` the same for dense FSDP2 groups. The embedding is on the
-    first rank; `has_root`: what is behind the blocks is here (tied: what is before them as well).
-    """
+    """The blocks and dense FSDP2 groups of one pp rank."""
 
     stage: int
+    """The pp rank."""
     is_last: bool
     chunks: tuple[tuple[Piece, ...], ...]
+    """Blocks and checkpointing modes of each of its stages, in order."""
     pieces: tuple[tuple[Piece, int], ...]
+    """Different blocks with their modes, and how often each occurs."""
     blocks: tuple[tuple[Block, int], ...]
+    """Different blocks, and how often each occurs."""
     groups: tuple[tuple[ParamGroup, int], ...]
+    """Different dense FSDP2 groups, and how often each occurs."""
     embedding: ParamGroup | None
+    """None unless it is the first pp rank and the embedding is not tied."""
     has_root: bool
+    """Whether head and final norm are here; if the embedding is tied, the first pp rank has them as well."""
 
 
 @cache
@@ -63,7 +69,11 @@ def pipeline_rank(
     mode: CheckpointingMode = "none",
     layers: CheckpointedLayers = "all",
 ) -> PipelineRank:
-    """Return the pp rank of number `stage`, of `pp` ranks with `virtual` stages each."""
+    """Return the pp rank of number `stage`, of `pp` ranks with `virtual` stages each.
+
+    Args:
+        mode: Activation checkpointing of the blocks that `layers` (train.checkpoint_layers) names.
+    """
     number = len(model.blocks)
     numbers = (range(number),) if pp * virtual == 1 else model.feasibility.stages(pp, virtual)[stage::pp]
     chosen = frozenset(checkpointed_layers(layers, number))
@@ -81,20 +91,22 @@ def pipeline_rank(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One optimizer step of a model in a layout. `layers`: train.checkpoint_layers; `imbalance`: what the busiest
-    expert rank gets over the mean; `on_cpu`: gloo reduces, from a copy of its input; `ep_nodes`: to how many nodes an
-    EP group sends rows before ranks (moe.dispatch: hierarchical).
-    """
+    """One optimizer step of a model in a layout."""
 
     model: ModelFigures
     layout: Layout
     batch: Batch
     mode: CheckpointingMode
+    """Activation checkpointing of the blocks that `layers` names."""
     layers: CheckpointedLayers = "all"
+    """train.checkpoint_layers."""
     imbalance: float = 1.0
+    """Rows of the busiest rank of an EP group over their mean."""
     on_cpu: bool = False
+    """Whether gloo reduces, from a copy of its input."""
     optimizer: OptimizerName = "adamw"
     ep_nodes: int = 1
+    """Nodes that an EP group sends rows to before ranks (moe.dispatch: hierarchical); 1 sends to ranks."""
 
     def rank(self, stage: int) -> PipelineRank:
         layout = self.layout
@@ -109,7 +121,10 @@ class Workload:
 
 
 def runs_shared_beside(layout: Layout, ep_nodes: int) -> bool:
-    """Return whether shared experts run while rows travel, where a family lets them (`parallel.refusals`)."""
+    """Return whether shared experts run while rows are in flight, if a family lets them (`parallel.refusals`).
+
+    `ep_nodes` as in `Workload`.
+    """
     return layout.ep > 1 and layout.tp == 1 and ep_nodes == 1
 
 
@@ -125,20 +140,22 @@ def _distinct(
 
 @dataclass(frozen=True, slots=True)
 class ResidentState:
-    """Bytes of one rank's shards: of what does not train, of what does, as which its gradients take as many, and of
-    what the optimizer keeps.
-    """
+    """Bytes of one rank's shards."""
 
     frozen: float
+    """Parameters that do not train, those in host memory left out."""
     master: float
+    """Parameters that train; their gradients take as many."""
     moments: float
+    """Optimizer state."""
 
 
 def resident_state(
     model: ModelFigures, layout: Layout, stage: int = 0, optimizer: OptimizerName = "adamw"
 ) -> ResidentState:
-    """Return what rank 0 of a stage keeps of parameters; the largest shard of each, as FSDP2 gives the first ranks
-    more.
+    """Return the bytes of parameters and optimizer state on rank 0 of pp rank `stage`.
+
+    FSDP2 gives the first ranks the largest shards.
     """
     ranks, rank = layout.fsdp * layout.cp, pipeline_rank(model, layout.pp, layout.pp_virtual_stages, stage)
     return _state(rank, ranks, layout.tp, layout.ep, optimizer, layout.offload)
@@ -170,7 +187,7 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: Optimize
 
 
 def parts_of_last_dim(experts: Experts, weight: ExpertWeight, layout: Layout) -> int:
-    """Into how many parts efsdp cuts the rows of an expert's matrix."""
+    """Return the number of parts that efsdp cuts the rows of an expert's matrix into."""
     if experts.spec.num_experts // layout.ep % layout.efsdp == 0:
         return 1
     on_last = weight.is_adapter_a if experts.rank else expert_shard_dim(experts.spec, layout) == 2
@@ -178,33 +195,35 @@ def parts_of_last_dim(experts: Experts, weight: ExpertWeight, layout: Layout) ->
 
 
 class InFlight(NamedTuple):
-    """A micro-batch of a rank's `chunk` runs backward while `saved[c]` micro-batches of each chunk have activations
-    saved, this one included; `accumulated[c]`: gradients of chunk c are there from an earlier backward;
-    `extra_gather`: FSDP2 prefetches a block of another micro-batch at its end.
-    """
+    """One situation of a pp rank: a micro-batch runs backward while others have activations saved."""
 
     chunk: int
+    """The stage, among the rank's own, that runs backward."""
     saved: tuple[int, ...]
+    """Micro-batches that have activations saved, by chunk; this one included."""
     accumulated: tuple[bool, ...]
+    """Whether an earlier backward has left gradients, by chunk."""
     extra_gather: bool
+    """Whether FSDP2 prefetches a block of another micro-batch at its end."""
 
 
 class Prefetches(NamedTuple):
-    """Backwards of `chunk`, `times` of them, as FSDP2 prefetches in them: in the reverse order of the forwards recorded
-    by then. `recorded`: any of this chunk are among them. `behind`: the chunk that ran right before the last of those,
-    or None. `other`: the chunk that ran last of all, if it is another one.
-    """
+    """Equal backwards of a chunk, by the forwards that FSDP2 has recorded and prefetches in reverse order."""
 
     chunk: int
     recorded: bool
+    """Whether a forward of this chunk is among them."""
     behind: int | None
+    """The chunk that ran right before the last of those, or None."""
     other: int | None
+    """The chunk that ran last, or None if it is this one."""
     times: int
+    """How many backwards of a step are equal."""
 
 
 @cache
 def in_flight(layout: Layout, count: int, stage: int) -> tuple[InFlight, ...]:
-    """Return every different situation of the backwards of a step's `count` micro-batches, on one pp rank."""
+    """Return the different situations in which a step's `count` micro-batches run backward on pp rank `stage`."""
     pp, chunks = layout.pp, layout.pp_virtual_stages
     if chunks == 1:
         first = min(pp - stage, count) if layout.pp_schedule != "gpipe" and count >= pp else count
@@ -228,7 +247,10 @@ def in_flight(layout: Layout, count: int, stage: int) -> tuple[InFlight, ...]:
 
 @cache
 def prefetches(layout: Layout, count: int, stage: int) -> tuple[Prefetches, ...]:
-    """FSDP2 forgets what it has recorded at the end of each backward, so only what ran since the one before counts."""
+    """Return the different backwards of a step's `count` micro-batches, by what FSDP2 prefetches, on one pp rank.
+
+    FSDP2 clears its record of forwards at the end of each backward, so only forwards since the previous one count.
+    """
     pp, chunks = layout.pp, layout.pp_virtual_stages
     if chunks == 1:
         first = in_flight(layout, count, stage)[0].saved[0]
@@ -250,7 +272,10 @@ def prefetches(layout: Layout, count: int, stage: int) -> tuple[Prefetches, ...]
 
 
 def schedule_order(pp: int, chunks: int, count: int, stage: int) -> Iterator[tuple[int, bool]]:
-    """(chunk, whether forward) in the order of interleaved 1F1B; of looped breadth-first where rounds are unequal."""
+    """Yield (chunk, whether forward) in the order of interleaved 1F1B; looped breadth-first if rounds are unequal.
+
+    `chunks` are the stages of each of `pp` ranks; `count` micro-batches run on pp rank `stage`.
+    """
     rounds = max(1, count // pp)
     if count % rounds:
         yield from ((chunk, True) for chunk in range(chunks) for _ in range(count))

@@ -39,6 +39,7 @@ class CollectiveCount:
 
     calls: int = 0
     bytes: int = 0
+    """Bytes of all calls together."""
 
 
 class UsageTracker(TorchDispatchMode):

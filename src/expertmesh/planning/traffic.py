@@ -26,17 +26,19 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_a
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One kind of collective over one axis: `calls` and `bytes` of a rank in an optimizer step, over `ranks` ranks.
-
-    `prefetched`: issued before its result is needed, so that compute can hide it.
-    """
+    """One kind of collective over one axis, in an optimizer step of one rank."""
 
     axis: str
+    """Name of the axis; `EP_NODES`, or "host" for copies from host memory."""
     kind: CollectiveKind
     calls: float
+    """How many are issued."""
     bytes: float
+    """Bytes of all calls together, as the module docstring counts them."""
     ranks: int
+    """Ranks of the group."""
     prefetched: bool = False
+    """Whether it is issued before its result is needed, so that compute can hide it."""
 
     @property
     def wire(self) -> float:
@@ -59,7 +61,7 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     """Return all transfers of one rank of pp rank `stage` in an optimizer step; axes of one rank have none."""
     model, layout, rank, times = workload.model, workload.layout, workload.rank(stage), workload.batch.accumulation
     ranks, virtual = layout.fsdp * layout.cp, layout.pp_virtual_stages
-    # What layouts have in common is added up once: a plan of a large job asks for thousands.
+    # What layouts have in common is added up once: a plan of a large job computes thousands.
     axes = Layout(pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, pp_virtual_stages=virtual)
     per_token = _of_tokens(model, rank, axes, workload.batch.rows, workload.imbalance, workload.ep_nodes)
     dense, calls, reduced = _dense(model, rank, virtual, ranks, layout.tp)
@@ -75,10 +77,12 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
 
 
 def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> float:
-    """Return the bytes of `transfer` that a rank sends to ranks on other nodes of `per_node` ranks in a step, in the
-    mean.
+    """Return the bytes of `transfer` that a rank sends to other nodes in a step, the mean over ranks.
 
     An all-to-all sends each of its ranks an equal part; all else goes around a ring in the order of ranks.
+
+    Args:
+        per_node: Ranks of a node.
     """
     world, ranks = layout.world_size, transfer.ranks
     if world <= per_node or ranks == 1:
@@ -97,7 +101,7 @@ def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> fl
 
 
 def _stride(transfer: Transfer, layout: Layout) -> int:
-    """Between neighbours of a group: what faster axes have, fsdp joined with them for dense parameters."""
+    """Return the distance in ranks between neighbours of a transfer's group."""
     if transfer.axis == EP_NODES:
         return layout.ep // transfer.ranks
     if transfer.axis == "fsdp":
@@ -107,7 +111,10 @@ def _stride(transfer: Transfer, layout: Layout) -> int:
 
 
 def host_copies(workload: Workload, stage: int) -> Transfer:
-    """Return a rank's copies of packed experts from host memory in a step, before forward and again before backward."""
+    """Return the copies of packed experts from host memory in a step of one rank of pp rank `stage`.
+
+    Experts are copied before forward and again before backward; nothing without parallel.offload.
+    """
     layers = size = 0.0
     for block, times in workload.rank(stage).blocks:
         if block.experts is not None:
@@ -129,7 +136,7 @@ def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
 
 
 def _of_shared_blocks(rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
-    """Largest magnitudes of the blocks of both moments, where ranks hold parts of the same rows."""
+    """Yield the all-reduces of 8-bit AdamW: block maxima of both moments, where ranks hold parts of the same rows."""
     over = layout.fsdp * layout.cp
     for group, times in rank.groups:
         for weight in group.weights:
@@ -148,7 +155,7 @@ def _of_shared_blocks(rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
 
 
 def _of_matrices(model: ModelFigures, rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
-    """Parts of matrices to the rank that orthogonalises each, and back; of ranks that get as many as others."""
+    """Yield Muon's all-to-alls: parts of matrices to the rank that orthogonalises each, and back, spread evenly."""
     width, over = model.compute_bytes, layout.fsdp * layout.cp * layout.tp
     for group, times in rank.groups:
         for weight in group.weights:
@@ -250,7 +257,7 @@ def _of_experts(model: ModelFigures, rank: PipelineRank, layout: Layout, accumul
 
 @cache
 def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float]:
-    """Layers with routed experts of a rank, and bytes of all their experts as gathered and as reduced."""
+    """Return a rank's layers with routed experts, and the bytes of all their experts as gathered and as reduced."""
     layers, gathered, reduced = 0, 0.0, 0.0
     for block, times in rank.blocks:
         if block.experts is not None:
@@ -264,10 +271,15 @@ def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float
 def _of_dispatch(
     experts: Experts, width: int, routed: RoutedTokens, runs: tuple[int, int], ranks: tuple[int, int]
 ) -> Iterator[Transfer]:
-    """Counts, pairs and rows there and rows back in forward; rows, weights and rows in backward (dispatch.py). `runs`:
-    how often rows go there in forward, and back. A second run has the counts. `width`: bytes of a value; `ranks`: of an
-    EP group, and of how many nodes it is where rows go once to each node first (hierarchical.py), with their choices
-    and weights.
+    """Yield a micro-batch's all-to-alls of one block over ep, as experts/dispatch.py issues them.
+
+    Forward sends counts, pairs and rows, and the rows' results; backward sends rows, weights and rows. Recomputation
+    sends no counts. If rows go to nodes first (hierarchical.py), expert ids and weights go with them.
+
+    Args:
+        width: Bytes of a value.
+        runs: Dispatches and combines of forward, recomputation included.
+        ranks: Ranks of an EP group, and the nodes that rows go to first (1: directly to ranks).
     """
     (ep, nodes), (there, back), spec, top_k = ranks, runs, experts.spec, experts.router.top_k
     row, weight = spec.hidden_size * width, max(4, width)
@@ -304,7 +316,7 @@ def _of_sequence(
         yield Transfer("cp", "all_gather", there, there * rows_whole, layout.cp)
         yield Transfer("cp", "reduce_scatter", back, back * rows_whole, layout.cp)
     elif (queries := block.figures.heads) and layout.cp > 1:
-        # Keys and values go together with the queries, repeated as far as a rank's queries need (context.py).
+        # Keys and values go together with the queries, repeated as far as a rank's queries need (context/exchange.py).
         groups = queries // model.key_value_heads
         keys = model.key_value_heads * groups // gcd(queries // (layout.cp * layout.tp), groups)
         exchanged = (block.figures.queries + keys * block.figures.keys) * rows / (layout.cp * layout.tp)

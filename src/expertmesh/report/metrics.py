@@ -1,7 +1,7 @@
 """Reads `metrics.jsonl` as columns of numbers, whatever state the run is in or ended in.
 
 Nothing in the file is trusted: a line cut short by a kill, values that are null because they were not finite, rows
-without keys that are optional, lines that are no rows at all. What could not be used is said in `notes`.
+without keys that are optional, lines that are no rows at all. What could not be used is reported in `notes`.
 """
 
 import json
@@ -29,41 +29,48 @@ EVALUATED = ("loss", "token_accuracy", "rewards/margins", "rewards/accuracies")
 # What a row says of a layer's experts, and which end of it needs attention.
 WORST = {"max_over_mean": np.nanmax, "entropy": np.nanmin, "dead": np.nanmax}
 _LINES_NAMED = 5
-# Sets of data that are drawn, evaluations whose answers are kept, and answers of each.
+# Sets of data that are drawn, evaluations whose answers are shown, and answers of each.
 MAX_SETS, _SAMPLED, _SAMPLES = 8, 4, 50
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A prompt of an evaluation set, what the data answer, and what the model has answered, by step."""
+    """A prompt of an evaluation set, and answers to it."""
 
     source: str
     prompt: str
     expected: str
+    """The answer in the data."""
     answers: dict[int, str] = field(default_factory=dict)
+    """The model's, by step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Rows in the order of their steps. S reported steps, L MoE layers; what a row does not say is NaN.
-
-    `numbers` has a column `[S]` for each of `NUMBERS`, `evaluated` one for each of `EVALUATED`, as long as `eval_step`;
-    `load_SL` has one table `[S, L]` for each of `WORST`. `tokens`: the last step with the tokens of every
-    expert, and these, `[L, E]`. `sets`: what `evaluated` has, for each named set. `answered`: of the first evaluation
-    that has samples, the last, and some between. `eval_seconds`: what each evaluation took.
-    """
+    """Rows in the order of their steps. S reported steps, L MoE layers; what a row lacks is NaN."""
 
     step: npt.NDArray[np.int64]
+    """`[S]`."""
     numbers: dict[str, Column]
+    """A column `[S]` for each of `NUMBERS`."""
     load_SL: dict[str, npt.NDArray[np.float32]]
+    """A table for each of `WORST`."""
     tokens: tuple[int, npt.NDArray[np.float64]] | None
+    """The last step with the tokens of every expert, and these, `[L, E]`."""
     skipped: tuple[tuple[int, str], ...]
+    """Steps without an update, and why."""
     eval_step: npt.NDArray[np.int64]
+    """Steps after which there was an evaluation."""
     eval_seconds: Column
+    """What each evaluation took."""
     evaluated: dict[str, Column]
+    """A column for each of `EVALUATED`, as long as `eval_step`."""
     sets: dict[str, dict[str, Column]]
+    """The same, for each named set."""
     answered: tuple[Answered, ...]
+    """The samples of the first evaluation that has any, of the last, and of some between."""
     notes: tuple[str, ...]
+    """Sentences about rows that could not be read."""
 
     def __getitem__(self, name: str) -> Column:
         return self.numbers[name]
@@ -77,7 +84,7 @@ class Metrics:
         return int(self.load_SL["dead"].shape[1])
 
     def step_seconds(self) -> Column:
-        """Seconds per step since the row before, pauses for evaluation and checkpoints included; NaN for the first."""
+        """Return seconds per step since the row before, evaluation and checkpoints included; NaN for the first."""
         if not len(self.step):
             return np.empty(0)
         steps, seconds = np.diff(self.step, prepend=np.nan), np.diff(self["elapsed_seconds"], prepend=np.nan)
@@ -232,7 +239,7 @@ def _number(value: Any) -> float:
 
 
 def _load(value: Any) -> npt.NDArray[np.float32]:
-    """`[L, K]`: a row for every layer, NaN where it says nothing."""
+    """Return `[L, K]`: a row for each layer, K figures of its load, NaN if missing."""
     layers: Iterable[Any] = value if isinstance(value, list) else ()
     numbers = [[_number(layer.get(key)) if isinstance(layer, dict) else math.nan for key in WORST] for layer in layers]
     with np.errstate(over="ignore"):
@@ -242,7 +249,7 @@ def _load(value: Any) -> npt.NDArray[np.float32]:
 
 
 def _tokens(step: int, value: Any) -> tuple[int, npt.NDArray[np.float64]] | None:
-    """Counts `[L, E]` of a row; None for anything else."""
+    """Return the step and token counts `[L, E]` of a row, or None if `value` is no such table."""
     layers = value if isinstance(value, list) else []
     counts = [[_number(each) for each in layer] for layer in layers if isinstance(layer, list)]
     if not counts or not counts[0] or len({len(layer) for layer in counts}) > 1 or len(counts) != len(layers):

@@ -1,6 +1,6 @@
 """The whole page, from a run that was read: `render` gives it as text, `write` puts it in its place.
 
-One file without fonts, pictures or scripts from elsewhere: its own content security policy lets the browser load
+One file without fonts, pictures or scripts from other places: its own content security policy lets the browser load
 nothing at all, and run hover.js alone, by its hash. page.html.j2 and together.html.j2 lay it out; every text in it is
 escaped unless it is a figure of ours.
 """
@@ -35,7 +35,7 @@ from expertmesh.training.reporting.record import Start
 from expertmesh.training.resume import flat
 
 Column = npt.NDArray[np.floating[Any]]
-# Shorter runs tell too little.
+# Shorter runs show too little.
 _ROWS = 20
 # "First" and "last" are this share of the rows at either end.
 _END = 10
@@ -114,7 +114,7 @@ def _of_experts(run: Run) -> Iterator[str]:
 
 
 def _ends(values: Column) -> tuple[float, float]:
-    """Medians over the first and the last rows."""
+    """Return the medians over the first and the last rows."""
     rows = max(1, len(values) // _END)
     return float(ignoring_nan(np.nanmedian, values[:rows])), float(ignoring_nan(np.nanmedian, values[-rows:]))
 
@@ -199,7 +199,7 @@ def _filled(template: str, **content: Any) -> str:
 
 
 def write(path: Path, page: str) -> None:
-    """Put the page at `path`, whole or not at all. `InputError` if that cannot be written."""
+    """Put the page at `path`, completely or not at all. Raises `InputError` if that cannot be written."""
     try:
         replace_synced(path, page.encode())
     except OSError as error:

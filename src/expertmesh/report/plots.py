@@ -40,15 +40,18 @@ _LOG_RATIO = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One value over steps; without a `label` evaluations alone have it. A `noisy` one gets a smoothed line; `unit` is
-    what its axis counts in; `beside` are key and label of another that is drawn with it.
-    """
+    """One value over steps."""
 
     label: str | None
+    """None if evaluations alone have it."""
     noisy: bool = True
+    """Whether it gets a smoothed line."""
     from_zero: bool = False
+    """Whether its axis begins at zero."""
     unit: float = 1.0
+    """What its axis counts in."""
     beside: tuple[str, str] | None = None
+    """Key and label of another value that is drawn with it."""
 
 
 CURVES = {
@@ -66,9 +69,9 @@ CURVES = {
 }
 
 
-# At most so many cells of a heat map are told under the pointer.
+# At most so many cells of a heat map have a text under the pointer.
 _MOST_CELLS = 16_000
-# Of several runs in one figure; they can be told apart on a light and on a dark page.
+# Of several runs in one figure; they can be distinguished on a light and on a dark page.
 _RUNS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 
@@ -83,6 +86,7 @@ class HoverLines:
     """By name: steps and values, in the units of the axis."""
 
     lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = field(default_factory=dict)
+    """Steps and values by name, in the units of the axis."""
 
     def data(self, axes: Axes) -> dict[str, Any]:
         lines = []
@@ -95,11 +99,14 @@ class HoverLines:
 
 @dataclass(slots=True)
 class HoverGrid:
-    """A heat map: names of rows and columns, where it lies (left, right, top, bottom) in the axis, and its values."""
+    """A heat map."""
 
     rows: list[str]
+    """Their names."""
     columns: list[str]
+    """Their names."""
     extent: tuple[float, float, float, float]
+    """Left, right, top and bottom in the axis."""
     values: npt.NDArray[Any]
 
     def data(self, axes: Axes) -> dict[str, Any]:
@@ -110,7 +117,7 @@ class HoverGrid:
 
 
 def _to_svg(axes: Axes, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[list[float], list[float]]:
-    """Places in the picture, once it is drawn; it counts points from the top."""
+    """Return places in the drawn picture, in points; y counts from the top."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     places = axes.transData.transform(np.column_stack([x, y])) * 72 / figure.dpi
@@ -175,7 +182,7 @@ def _draw_lines(lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]], fig
 
 
 def _draw_tokens(run: Run, tokens_LE: npt.NDArray[np.float64], figure: Figure, axes: Axes) -> Hover:
-    """Tokens of every expert over the mean of its layer."""
+    """Draw the tokens of each expert over the mean of its layer."""
     load_LE = tokens_LE / np.maximum(tokens_LE.mean(axis=1, keepdims=True), 1e-9)
     layers, experts = load_LE.shape
     extent = (-0.5, experts - 0.5, layers - 0.5, -0.5)
@@ -265,7 +272,7 @@ def _draw_line(axes: Axes, line: Line, noisy: bool, label: str, colour: str) -> 
 
 
 def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> Hover | None:
-    """Layers from top to bottom, steps from left to right; bright is what needs attention."""
+    """Draw layers from top to bottom, steps from left to right; bright is what needs attention."""
     grid = thin_grid(run.metrics.step, run.metrics.load_SL[key], WORST[key])
     low, high = float(np.nanmin(grid.values_LC)), float(np.nanmax(grid.values_LC))
     norm = {

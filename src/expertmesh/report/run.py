@@ -1,7 +1,7 @@
-"""Everything that a run's directory tells, read for the report; nothing in it is changed.
+"""Everything that a run's directory holds, read for the report; nothing in it is changed.
 
-A run may be going on, finished, stopped, killed or empty; files that are damaged or not there are said so in `notes`
-and the report goes without them.
+A run may be running, finished, stopped, killed or empty; files that are damaged or absent are reported in `notes`, and
+the report is made without them.
 """
 
 import re
@@ -29,25 +29,25 @@ from expertmesh.training.reporting.record import RECORD_FILE, RunRecord, Start, 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Seconds from the process of the first start in run.json to the last row of metrics, on rank 0; `wall` is all.
+    """Seconds from the process of the first start in run.json to the last row of metrics, on rank 0; `wall` is their
+    sum.
 
-    - `training`: steps that count, data and update included (`step_seconds` of the rows times their steps).
-    - `evaluation`: evaluations between these steps (`eval_runtime`).
-    - `saving`: what else held training up between them: checkpoint saves, as far as they block.
-    - `lost`: from a checkpoint to the last row before the run began again there, so steps that were done twice.
-    - `startup`: from a start's process to its first step: imports, data, weights.
-    - `waiting`: the rest, between starts: until the failure was noticed, and until there was a new process. What a
-      start did after its last row counts here, too.
-
-    Nothing is known of a time before run.json had these figures; it is in `waiting`.
+    A time before run.json had these figures is in `waiting`.
     """
 
     training: float
+    """Steps that count, data and update included (`step_seconds` of the rows times their steps)."""
     evaluation: float
+    """Evaluations between these steps (`eval_runtime`)."""
     saving: float
+    """What else held training up between them: checkpoint saves, as far as they block."""
     lost: float
+    """Steps that were done twice: from a checkpoint to the last row before the run began again there."""
     startup: float
+    """Imports, data, weights: from a start's process to its first step."""
     waiting: float
+    """The remainder, between starts: until the failure was noticed, and until there was a new process; and what a start
+    did after its last row."""
 
     @property
     def wall(self) -> float:
@@ -64,7 +64,7 @@ class Goodput:
 
 
 def goodput(starts: Sequence[Start], metrics: Metrics) -> Goodput | None:
-    """None where the records do not tell."""
+    """Return where the time of a run went, or None if the records lack times."""
     times = [_time(each.started) for each in starts]
     if None in times or not (metrics.has("step_seconds") and metrics.has("elapsed_seconds")):
         return None
@@ -120,8 +120,11 @@ class VerifiedCheck(_Frozen):
     name: str
     status: Status
     worst: VerifiedFigure | None
+    """None if nothing was compared."""
     compared: int
+    """How many."""
     note: str
+    """More about it, or why it was not run."""
 
 
 class VerifiedLayer(_Frozen):
@@ -167,20 +170,26 @@ class Audit(_Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. `config_text` is config.yaml as it is; `config` is None where it cannot be read as one."""
+    """One run, as its files show it; None for a file that is absent or cannot be read."""
 
     directory: Path
     config_text: str | None
+    """config.yaml as it is."""
     config: Config | None
+    """None if the text cannot be read as a configuration."""
     metrics: Metrics
     record: RunRecord | None
     verification: Verification | None
     audit: Audit | None
     data: DataRecord | None
     checkpoints: tuple[int, ...]
+    """Their steps."""
     results: tuple[str, ...]
+    """Those of `RESULTS` that exist."""
     holder: Holder | None
+    """The process named by the run's lock."""
     notes: tuple[str, ...]
+    """Sentences about files and rows that are absent or could not be read."""
 
     @property
     def last_step(self) -> int:

@@ -19,7 +19,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Summary(NamedTuple):
-    """A summary of a column's finite values, all NaN where there are none; `gaps` counts the others."""
+    """A summary of a column's finite values; all NaN if there are none."""
 
     first: float
     last: float
@@ -27,6 +27,7 @@ class Summary(NamedTuple):
     median: float
     highest: float
     gaps: int
+    """How many values are not finite."""
 
 
 def summarize(values: npt.NDArray[np.floating[Any]]) -> Summary:
@@ -40,27 +41,32 @@ def summarize(values: npt.NDArray[np.floating[Any]]) -> Summary:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points of a line, all of one length. `low` and `high` equal `middle` where a point is one row.
-
-    `smooth` is a median over the neighbourhood of each point, None for so few points that it would say nothing.
-    """
+    """Points of a line; each array has one value a point."""
 
     step: Numbers
     middle: Numbers
+    """Median of the point's rows."""
     low: Numbers
+    """The least of them; equals `middle` if the point is one row."""
     high: Numbers
+    """The greatest of them."""
     smooth: Numbers | None
+    """Median over the neighbourhood of each point; None for so few points that it would say nothing."""
     rows_per_point: int
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A heat map `[L, C]`: columns of equal width in steps from `first` to `last`; NaN where no row was reported."""
+    """A heat map of columns of equal width in steps."""
 
     values_LC: npt.NDArray[np.float32]
+    """NaN where no row was reported."""
     first: float
+    """Step at which the first column begins."""
     last: float
+    """Step at which the last column ends."""
     rows_per_column: int
+    """Rows of the column that has most."""
 
 
 def thin_line(step: npt.NDArray[np.int64], values: Numbers) -> Line:
@@ -94,7 +100,7 @@ def _smoothed(values: Numbers) -> Numbers | None:
 
 
 def thin_grid(step: npt.NDArray[np.int64], values_SL: npt.NDArray[np.float32], worst: Callable[..., Any]) -> Grid:
-    """Columns of equal width in steps, at most `MAX_COLUMNS`; `worst` (`np.nanmax` or `np.nanmin`) joins their rows."""
+    """Return at most `MAX_COLUMNS` columns of equal width in steps; `worst` (`np.nanmax` or `np.nanmin`) joins rows."""
     gap = float(np.median(np.diff(step))) if len(step) > 1 else 1.0
     first, last = float(step[0]) - gap / 2, float(step[-1]) + gap / 2
     columns = int(min(MAX_COLUMNS, max(1, round((last - first) / gap))))

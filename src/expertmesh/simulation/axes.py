@@ -24,8 +24,12 @@ AxisKind = tuple[str, str]
 
 
 def sent_by_axis(sent: Mapping[str, Mapping[str, CollectiveCount]], mesh: Mesh) -> dict[AxisKind, CollectiveCount]:
-    """Calls and bytes by (axis or axes, kind), zero where nothing was sent. Left out: what is received, which another
-    rank has sent, and what no axis is used for (single numbers).
+    """Return calls and bytes by (axis or axes, kind), zero if nothing was sent.
+
+    Left out are receives, which another rank counts as sent, and kinds that no axis is used for (single numbers).
+
+    Args:
+        sent: Counts by process group's name and kind, as `UsageTracker.sent` has them.
     """
     found: dict[AxisKind, CollectiveCount] = {}
     for group, axes in _axes(mesh).items():
@@ -39,7 +43,10 @@ def sent_by_axis(sent: Mapping[str, Mapping[str, CollectiveCount]], mesh: Mesh) 
 
 
 def planned_by_axis(transfers: Iterable[Transfer], counted: Iterable[AxisKind]) -> dict[AxisKind, Transfer]:
-    """Return the planner's transfers under the same keys as `counted`, which `sent_by_axis` has found."""
+    """Return the planner's transfers by the keys of `counted`, the result of `sent_by_axis`.
+
+    A transfer over an axis without a key has its own name and kind as key.
+    """
     names = list(counted)
     found: dict[AxisKind, Transfer] = {}
     for transfer in transfers:

@@ -69,7 +69,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fake_buffers(model: nn.Module) -> None:
-    """Rotary frequencies and the like have values, which a fake step must not meet."""
+    """Replace buffers that have values (rotary frequencies and the like), which a step on fake tensors cannot read."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, torch.empty_like(buffer), persistent=name in module.state_dict())
@@ -77,29 +77,42 @@ def fake_buffers(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The holdings and traffic of one rank in an optimizer step. `sent` is by axis (or axes that share their ranks) and
-    kind.
-    """
+    """The memory and traffic of one rank in an optimizer step."""
 
     world_size: int
     rank: int
+    """Global rank."""
     peak: int
+    """Bytes of live tensors at their most."""
     state: int
+    """Bytes of parameters and optimizer before the step."""
     sent: dict[AxisKind, CollectiveCount]
+    """Calls and bytes by axis (or axes that share their ranks) and kind of collective."""
     mesh_seconds: float
+    """Time to build the mesh and its process groups."""
     shard_seconds: float
+    """Time to build and shard the model."""
     step_seconds: float
+    """Time of two steps on fake tensors."""
     process_groups: int
+    """How many the process made."""
 
 
 def simulate(
     config: PreTrainedConfig, workload: Workload, *, lora: LoraConfig | None = None, stage: int = 0
 ) -> Simulated:
-    """Run a step of `workload`, whose figures are those of `config` with `lora`, on the first rank of pp rank `stage`,
-    with balanced routing.
+    """Run a step of `workload` on the first rank of pp rank `stage`, on fake tensors, with balanced routing.
 
-    Needs a process without a process group. Experts have to compute in bfloat16: torch's grouped product knows no other
-    dtype on fake tensors.
+    Experts have to compute in bfloat16: torch's grouped product knows no other dtype on fake tensors.
+
+    Args:
+        config: Configuration of the model that `workload.model` has the figures of.
+        lora: Adapters of that model.
+
+    Raises:
+        InputError: This process has a process group already, or the compute dtype is not bfloat16.
+
+    Collectives: all of a step, on a fake process group that is destroyed at the end; nothing is sent.
     """
     figures, layout, batch = workload.model, workload.layout, workload.batch
     if dist.is_initialized():
@@ -113,7 +126,7 @@ def simulate(
             key="simulation.only-bfloat16",
         )
     rank = stage * layout.ranks_per_stage
-    # torch registers its fake backend when this asks for it; nothing else here imports it.
+    # torch registers its fake backend when this names it; nothing else here imports it.
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size)
     try:
         started = time.monotonic()

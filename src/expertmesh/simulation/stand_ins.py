@@ -23,8 +23,12 @@ from expertmesh.step import loss, pipeline_schedule
 
 @contextmanager
 def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]:
-    """`tokens` of whole rows, over cp and tp, are routed as `router` says on every rank; one rank's share of every
-    exchange is the mean.
+    """Replace inside the block what needs values: routing counts, targets, masks and attention.
+
+    Each rank of every exchange gets an equal share, the mean that `router` predicts.
+
+    Args:
+        tokens: Tokens of a micro-batch's full rows, which cp and tp ranks share.
     """
     own, ranks = tokens // (layout.cp * layout.tp), layout.ep
     rows, pairs = round(own * rows_per_token(router, ranks) / ranks), own * router.top_k // ranks
@@ -52,7 +56,7 @@ def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]
 
 
 def _counted(stage: Any, received: torch.Tensor, number: torch.Tensor) -> Any:
-    """Give a stage the number of its micro-batch, which a tensor cannot tell; they come in order."""
+    """Give a stage the number of its micro-batch, which a fake tensor does not hold; they come in order."""
     stage.seen = getattr(stage, "seen", -1) + 1
     return stage.run_stage.forward(stage.stage, stage.seen, received)
 

@@ -138,11 +138,14 @@ def quantised_format(
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """The bytes of units, `[X, B]`, as views of codes, of scales in their own dtype, and of factors."""
+    """The bytes of units, `[X, B]`, as views."""
 
     codes_XRB: Tensor
+    """The codes, uint8."""
     scales_XGG: Tensor
+    """The scales, in their own dtype."""
     factors_XP: Tensor | None
+    """One for each part; None without."""
 
     @classmethod
     def of(cls, packed_XB: Tensor, kind: PackedFormat) -> "Sections":

@@ -91,11 +91,11 @@ class ModuleState:
     first_column: int = 0
     """The start of this rank's part of the inputs, if tensor parallelism splits them."""
     row_bias: Any = None
-    """Of a linear layer whose inputs are split: the bias, added once to the sum of the ranks' outputs."""
+    """The bias of a linear layer whose inputs are split, added once to the sum of the ranks' outputs."""
     tensor_part: Any = None
     """Its part in tensor parallelism: parallel/tensor.py."""
     context_attention: Any = None
-    """Its attention under context parallelism: parallel/context.py."""
+    """Its attention under context parallelism: parallel/context/exchange.py."""
 
 
 def sharded(model: nn.Module) -> ShardedModel:

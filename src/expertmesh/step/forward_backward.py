@@ -31,17 +31,19 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepLosses:
-    """This rank's shares of a step's values: fp64, on the rank's device, without graph. The values are the sums of the
-    shares over all ranks.
+    """This rank's shares of a step's values: fp64, on the rank's device, without graph.
 
-    `loss` is the objective's, 0-dim. `aux_loss` and `z_loss` are the routers', without their factors; zero where they
-    are off. `figures_F` follows the objective's `figures`.
+    The values are the sums of the shares over all ranks.
     """
 
     loss: torch.Tensor
+    """The objective's, 0-dim."""
     aux_loss: torch.Tensor
+    """The routers', without its factor; zero if it is off."""
     z_loss: torch.Tensor
+    """The routers', without its factor; zero if it is off."""
     figures_F: torch.Tensor
+    """Figures in the order of the objective's `figures`."""
 
 
 def forward_backward(

@@ -137,15 +137,15 @@ def _targets(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The modules behind the base model.
-
-    `output` makes the base model's output from hidden states; `split` has the head's rows under tp.
-    """
+    """The modules behind the base model."""
 
     model: nn.Module
     output: BaseOutput
+    """Makes the base model's output from hidden states."""
     split: SplitHead | None
+    """This rank's rows of the head under tp; None without."""
     chunk: int
+    """Targets whose logits are computed together."""
 
     def parameters(self) -> list[torch.Tensor]:
         """Return everything beside the base model, and the output embedding even if it is tied into the base."""
@@ -193,13 +193,17 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class _TargetLosses:
-    """The `TokenLosses` of targets `target_N` in rows `row_N` of `rows`, from the hidden states that predict them."""
+    """The `TokenLosses` of this rank's targets."""
 
     head: _Head
     hidden_NH: torch.Tensor
+    """Hidden states that predict the targets."""
     target_N: torch.Tensor
+    """Token ids of the targets."""
     row_N: torch.Tensor
+    """The row of each target in the micro-batch."""
     rows: int
+    """Rows of the micro-batch."""
     share: SequenceShare
 
     @property

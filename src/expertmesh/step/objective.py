@@ -55,12 +55,12 @@ class TokenLosses(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """This rank's share of a micro-batch: `loss` is 0-dim, `figures_F` float64 without graph, in the order of the
-    objective's `figures`. Both are summed over the whole step.
-    """
+    """This rank's share of a micro-batch; the shares are summed over the whole step."""
 
     loss: torch.Tensor
+    """0-dim."""
     figures_F: torch.Tensor
+    """float64 without graph, in the order of the objective's `figures`."""
 
 
 class Objective(Protocol):
@@ -86,8 +86,10 @@ class CrossEntropy:
     """The sum of the losses of target tokens, over the targets of the whole step."""
 
     count: int | torch.Tensor
+    """Targets of the whole step."""
     figures: tuple[str, ...] = ()
     over: str = "target tokens"
+    """What `count` counts, in words."""
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         total = losses.total() / self.count
@@ -99,8 +101,10 @@ class EvaluatedCrossEntropy:
     """`CrossEntropy` without gradients, and the share of targets with the largest logit."""
 
     count: int | torch.Tensor
+    """Targets of the evaluation set."""
     figures: tuple[str, ...] = ("token_accuracy",)
     over: str = "target tokens"
+    """What `count` counts, in words."""
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         total, hits = losses.total_and_hits()
@@ -118,9 +122,12 @@ class Dpo:
     """
 
     beta: float
+    """The factor of the log-ratios in the loss."""
     count: int
+    """Pairs of the whole step."""
     figures: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
     over: str = "pairs"
+    """What `count` counts, in words."""
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         if "reference" not in batch:

@@ -39,13 +39,13 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """The result of a stage's forward of micro-batch `number`; the last three fields are those of `run_base`. Only on
-    the last stage `base` has the decoder's result.
-    """
+    """The result of a stage's forward of one micro-batch; the last three fields are those of `run_base`."""
 
     number: int
+    """Number of the micro-batch."""
     is_last: bool
     base: ModelOutput
+    """Has the decoder's result on the last stage alone."""
     empty_logits: torch.Tensor
     router_logits: tuple[torch.Tensor, ...]
 
@@ -184,6 +184,7 @@ class _PipelineRun:
     term: Term
     router_logits: bool
     backwards: dict[int, int] = field(default_factory=dict)
+    """Backwards that have run, by stage."""
 
     def forward(self, stage: int, number: int, received: torch.Tensor) -> torch.Tensor:
         """Return the hidden state for the next stage; on the last one the stage's term, `[1]`."""

@@ -205,10 +205,12 @@ def nothing_on_device_of(micro_batches: Sequence[Batch]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Counts of the whole step, all ranks and micro-batches: chosen pairs of all layers together, real tokens; fp64."""
+    """Counts of the whole step, over all ranks and micro-batches, in fp64."""
 
     pairs_E: torch.Tensor
+    """Pairs of token and expert, all layers together."""
     tokens: torch.Tensor
+    """Real tokens."""
 
 
 _active: ContextVar[RouterLosses | None] = ContextVar("expertmesh_router_losses", default=None)

@@ -31,7 +31,9 @@ class VocabularyShare:
 
     group: dist.ProcessGroup
     start: int
+    """The first of this rank's rows."""
     stop: int
+    """The row after the last."""
 
     @property
     def ranks(self) -> int:
@@ -73,12 +75,14 @@ class VocabularyShare:
 
 @dataclass(frozen=True, slots=True)
 class SplitHead:
-    """An output embedding and this rank's rows of its parameters, both by their names in it."""
+    """An output embedding and this rank's rows of its parameters."""
 
     share: VocabularyShare
     head: nn.Module
     whole: dict[str, nn.Parameter]
+    """Its parameters, by their names in it."""
     rows: dict[str, torch.Tensor]
+    """This rank's rows of each, by the same names."""
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return this rank's rows of one of the head's parameters, and any other parameter unchanged."""
@@ -102,7 +106,14 @@ def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_CW: torch.Tensor, place_C: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """`place_C`: the target's row on this rank, outside of `range(W)` where another rank has it."""
+        """Return the loss of each target, `[C]`, and save its gradient.
+
+        Args:
+            logits_CW: This rank's part of the vocabulary, W columns.
+            place_C: The target's column on this rank, outside of `range(W)` if another rank has it.
+
+        Collectives: every rank of `group` issues two all-reduces.
+        """
         rows = logits_CW.shape[-1]
         here_C = (place_C >= 0) & (place_C < rows)
         place_C1 = place_C.clamp(0, rows - 1).unsqueeze(1)

@@ -44,23 +44,23 @@ _WORTH_A_LINE = 0.2
 
 @dataclass(slots=True)
 class RunCheckpoints:
-    """The checkpoints of one run. Every rank has one and uses it in step; make it with `open_checkpoints`.
-
-    `paused_seconds`: how long the last step's saving interrupted training.
-    """
+    """The checkpoints of one run. Every rank has one and uses it in step; make it with `open_checkpoints`."""
 
     run: "Prepared"
     optimizer: Optimizer
     writer: CheckpointWriter
     files: Mapping[str, bytes]
+    """Content of small files that every checkpoint holds, by name."""
     beside_weights: CopiedFiles
-    """On rank 0, what the result is written with in place of the tokenizer: the base may be gone by then."""
+    """The files that rank 0 writes with the result in place of the tokenizer: the base may be deleted by then."""
     saved_step: int
+    """The step of the last checkpoint."""
     selection: Selection
     uploads: RunUploads | None
     saved_at: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` of the last checkpoint."""
     best_seconds: float = FIRST_SECONDS
-    """Between saves, for `every_minutes: auto`; by what the last save has cost."""
+    """Seconds between saves for `every_minutes: auto`, by the cost of the last save."""
 
     def overdue(self) -> bool:
         """Return whether `every_minutes` have passed by this rank's clock; only rank 0's answer counts."""

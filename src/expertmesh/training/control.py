@@ -53,22 +53,23 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Control:
-    """One rank's connection to its surroundings. `deadline` is of `time.monotonic()`.
-
-    `launch` names the launcher that started this rank, the same for all its restarts; None without one. `elastic`: the
-    next start may have other ranks, so each start takes a layout that fits. `audit`: how much of the loaded weights to
-    compare with their files. `profile`: the first and last step of this start to profile. `arguments` (JSON): what a
-    verb other than `train` passes to its ranks. `began`: about when this process began.
-    """
+    """One rank's connection to its surroundings."""
 
     progress: Progress = field(default_factory=Progress)
     deadline: float | None = None
+    """`time.monotonic()` at which the run is to save and stop; None for no limit."""
     launch: str | None = None
+    """The launcher that started this rank, the same for all its restarts; None without one."""
     audit: Literal["sampled", "full"] = "sampled"
+    """How much of the loaded weights to compare with their files."""
     profile: tuple[int, int] | None = None
+    """The first and the last step of this start to profile."""
     arguments: str = ""
+    """JSON that a verb other than `train` passes to its ranks."""
     elastic: bool = False
+    """Whether the next start may have other ranks, so that each start takes a layout that fits."""
     began: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` when this process began, or shortly after."""
     _signal: int = 0
     _signal_at: float = 0.0
 

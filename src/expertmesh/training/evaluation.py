@@ -33,13 +33,15 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a run evaluates, by the name of the set."""
+    """What a run evaluates."""
 
     config: Config
     objective: RunObjective
     mesh: Mesh
     sets: Mapping[str, EvaluationBatches]
+    """Batches by the name of the set."""
     datasets: Mapping[str, TokenizedDataset]
+    """Tokens by the name of the set."""
     layout: BatchLayout
     tokenizer: PreTrainedTokenizerBase
 

@@ -25,33 +25,37 @@ _STOP_REASONS = tuple(reason for reason in StopReason if reason)
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The facts of one rank beside its losses: its request to stop, whether a checkpoint is overdue by its clock, and
-    the status of its checkpoint writer.
-    """
+    """The facts of one rank beside its losses."""
 
     stop: StopReason
+    """Its request to stop."""
     overdue: bool
+    """Whether a checkpoint is overdue by its clock."""
     status: int
+    """Status of its checkpoint writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The facts of a step, the same on every rank except `grad_norm`, which is this rank's. Losses and `figures` are
-    the whole step's.
-
-    `not_finite` ranks have a loss or a gradient norm that is not finite. `overdue` is rank 0's. `statuses[s]` ranks
-    have a checkpoint writer of status s.
-    """
+    """The facts of a step, the same on every rank except `grad_norm`."""
 
     loss: float
+    """Loss of the whole step."""
     aux_loss: float
+    """Auxiliary loss of the whole step, without its factor."""
     z_loss: float
+    """Router z-loss of the whole step, without its factor."""
     grad_norm: float
+    """This rank's."""
     not_finite: int
+    """Ranks that have a loss or a gradient norm that is not finite."""
     stop: StopReason
     overdue: bool
+    """Rank 0's."""
     statuses: tuple[int, ...]
+    """How many ranks have a checkpoint writer of each status."""
     figures: dict[str, float]
+    """The objective's, of the whole step."""
 
 
 def exchange(

@@ -46,7 +46,9 @@ class Owner:
     host: str
     process: Annotated[int, Field(ge=0, lt=2**31)]
     launch: str | None
+    """The field of `Control`."""
     started: Annotated[float, Field(ge=0, lt=_MAX_TIME)]
+    """Seconds since the epoch."""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
@@ -95,7 +97,8 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _HELD.discard(self)
-        self.path.unlink(missing_ok=True)  # before the lock is given back: who waits for it sees that the file is gone
+        # Before the lock is released: a process that waits for it sees that the file is deleted.
+        self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def _try(self) -> Owner | None:
@@ -148,14 +151,15 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that a lock's file names, and whether it still has the lock."""
+    """The process that a lock's file names."""
 
     owner: Owner
     lives: bool
+    """Whether it still holds the lock."""
 
 
 def holder(directory: Path) -> Holder | None:
-    """Return who holds the lock of `directory`, or left its file behind; None for nobody. Changes nothing.
+    """Return who holds the lock of `directory`, or left its file behind; None without a file. Changes nothing.
 
     For readers: the answer may be outdated the moment after.
     """
@@ -178,7 +182,7 @@ def _is_held(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # gone meanwhile, or no locks there
+    except OSError:  # deleted meanwhile, or no locks there
         return False
     return False
 
@@ -187,7 +191,7 @@ _UNKNOWN = Owner("an unknown host", 0, None, 0.0)
 
 
 def _read(path: Path) -> Owner | None:
-    """Return the owner in the file; None if there is no file, or nobody has written it yet."""
+    """Return the owner in the file; None if there is no file, or it is not written yet."""
     try:
         content = read_file(path, _MAX_BYTES)
         return _OWNER.validate_json(content) if content else None

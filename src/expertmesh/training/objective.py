@@ -37,13 +37,14 @@ REFERENCE_FILE = "reference/log_probabilities.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class RunObjective:
-    """The objective of a run's steps; `beta` is None for sft. `precomputes`: the data sets get a `reference` before the
-    first step. `adapters_off`: each step runs the reference.
-    """
+    """The objective of a run's steps."""
 
     beta: float | None = None
+    """None for sft."""
     precomputes: bool = False
+    """Whether the data sets get a `reference` before the first step."""
     adapters_off: bool = False
+    """Whether each step runs the reference model as well."""
 
     @classmethod
     def of(cls, config: Config) -> "RunObjective":
@@ -72,7 +73,7 @@ class RunObjective:
     def with_reference(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return `batches` with all entries that the objective takes.
 
-        Every rank calls it: a forward where each step runs the reference, nothing elsewhere.
+        Every rank calls it: a forward if each step runs the reference, else nothing.
         """
         if not self.adapters_off:
             return batches

@@ -42,17 +42,18 @@ class StopState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank at one moment. Times are of `time.monotonic()`, which all processes of a machine share.
-
-    `step` counts from 1; 0 is before the first. `process` is 0 until the rank is running.
-    """
+    """One rank at one moment. Times are of `time.monotonic()`, which all processes of a machine share."""
 
     process: int
+    """Its id; 0 until the rank is running."""
     main_thread: int
     since: float
+    """When its phase began."""
     step: int
+    """The step, from 1; 0 before the first."""
     phase: str
     heartbeat: float
+    """Its last sign of life."""
     stop_state: StopState
 
     def __str__(self) -> str:

@@ -62,33 +62,36 @@ _Seconds = Annotated[float, Field(ge=0, lt=1e11)]
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best value of a figure of evaluations, and the step after which it was measured."""
+    """The best value of a figure of evaluations."""
 
     figure: str
     value: float
     step: int
+    """The step after which it was measured."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """The loop's counters beside model and optimizer; part of every checkpoint.
-
-    `skipped_in_a_row`: steps without a finite gradient. `tokens` and `seconds`: since the last report. `best` is that
-    of `checkpoint.keep_best`, `least` that of `train.early_stop`, which `no_better` evaluations since have not
-    improved. `expert_load`: tokens per layer and expert `[L][E]` since the last report, all ranks together, or None.
-    """
+    """The loop's counters beside model and optimizer; part of every checkpoint."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     step: _Count = 0
     elapsed_seconds: _Seconds = 0.0
     skipped_in_a_row: _Count = 0
+    """Steps without a finite gradient."""
     tokens: _Count = 0
+    """Input tokens since the last report."""
     seconds: _Seconds = 0.0
+    """Training time since the last report."""
     expert_load: list[list[_Count]] | None = None
+    """Tokens per layer and expert `[L][E]` since the last report, all ranks together, or None."""
     best: Best | None = None
+    """The best of `checkpoint.keep_best`."""
     least: Best | None = None
+    """The least of `train.early_stop`."""
     no_better: _Count = 0
+    """Evaluations since `least` that have not improved it."""
     stream: StreamPosition | None = None
 
 
@@ -113,17 +116,15 @@ def read_counters(checkpoint: Path, saved: Any, step: int) -> Counters:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The values that must be equal for a run to be resumed: values of the configuration, and hashes of what they name.
-
-    `data`: counts of samples and tokens and the first ids, to describe how other data differ. `date`: that of the run's
-    first start, which chat templates may write.
-    """
+    """The values that must be equal for a run to be resumed."""
 
     config: Mapping[str, Any]
     model_sha256: str
     data_sha256: str
     data: Mapping[str, Any]
+    """Counts of samples and tokens and the first ids, to describe how other data differ."""
     date: str
+    """The date of the run's first start, which chat templates may write."""
 
     @classmethod
     def of(cls, config: Config, model_directory: Path, dataset: TokenizedDataset, date: datetime.date) -> "Identity":

@@ -151,7 +151,9 @@ class LibraryFiles:
     """A `LeafReader` that reads through the safetensors library and counts its reads."""
 
     reads: int = 0
+    """How many."""
     mapped: int = 0
+    """Bytes mapped since the open files were last closed."""
     opened: dict[Path, Any] = field(default_factory=dict)
 
     def __call__(self, leaf: Leaf, box: Box, out: Tensor) -> None:
@@ -175,6 +177,7 @@ class _Auditor:
     experts: list[ExpertTensors]
     files: LibraryFiles = field(default_factory=LibraryFiles)
     bytes: int = 0
+    """Compared so far."""
 
     def check_numbers(self) -> None:
         """Check the plan: file tensors that name their experts must be in the model's order.

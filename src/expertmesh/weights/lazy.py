@@ -141,10 +141,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """Output number `index` of a call that is evaluated at read time."""
+    """One output of a call that is evaluated at read time."""
 
     call: Call
     index: int
+    """Number of the output."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -250,11 +250,13 @@ def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensors:
-    """Parameters of one experts module that hold equal shares of dim 0 for each of `count` experts."""
+    """Parameters of one experts module that hold equal shares of dim 0 for each expert."""
 
     module: str
     count: int
+    """Number of experts."""
     names: tuple[str, ...]
+    """State-dict names of the parameters."""
 
     def rows(self, tensor: Tensor, number: int) -> tuple[int, int]:
         """Return the range (start, stop) of expert `number` on dim 0 of `tensor`.

@@ -77,7 +77,7 @@ def note_lines(notes: Sequence[ExpertmeshError]) -> Iterator[str]:
 
 
 def _print_all(console: Console, config: Config, samples: int, found: Checked | InputError, nproc: int | None) -> None:
-    """`found`: the model's shards, or why there are none. The data are looked at all the same."""
+    """Print the model, the job and the data; `found` is the model's shards, or why there are none."""
     model = config.model
     read, _ = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
     vocab_size = int(read.get_text_config().vocab_size)
@@ -103,7 +103,10 @@ def _print_all(console: Console, config: Config, samples: int, found: Checked | 
 
 
 def checked_here(config: Config, nproc: int | None = None, notes: list[ExpertmeshError] | None = None) -> Checked:
-    """Return the result of preflight for `nproc` ranks, by default those that `train` would start here."""
+    """Return the result of preflight for `nproc` ranks, by default those that `train` would start here.
+
+    `notes` as in `preflight`.
+    """
     here, per_node = _here(nproc)
     ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
     return preflight(config, ranks, per_node if ranks == here else None, weights=False, notes=notes)

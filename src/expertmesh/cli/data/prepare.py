@@ -52,7 +52,7 @@ def run(config: Config, workers: int | None = None) -> int:
 
 
 def prepare(name: str, preparation: Preparation, workers: int) -> PreparedData:
-    """Find the tokens, or have `workers` processes make them; says which."""
+    """Find the prepared tokens of the set `name`, or make them in `workers` processes; print which."""
     with ExitStack() as stack:
         while (found := preparation.find()) is None and (holder := held_by_another(stack, preparation)):
             print(f"{name} data: waiting for {holder}, which tokenizes it", flush=True)

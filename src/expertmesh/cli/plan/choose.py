@@ -31,10 +31,12 @@ _LENGTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Settings of the command line: `given` the keys alone, `config` with the defaults of all others."""
+    """Settings of the command line."""
 
     given: Mapping[str, Any]
+    """The keys that were given."""
     config: Config
+    """These keys, and the defaults of all others."""
 
     def has(self, section: str, key: str) -> bool:
         return key in (self.given.get(section) or {})
@@ -51,15 +53,17 @@ class Sizes:
     """Sequences, or pairs, of a step."""
     epochs: int
     steps: int | None
-    """Optimizer steps of an epoch; None where nobody has counted the data."""
+    """Optimizer steps of an epoch; None if the data are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to train: all weights, or adapters beside experts kept in `frozen`."""
+    """One way to train."""
 
     lora: LoraConfig | None = None
+    """Adapters; None trains all weights."""
     frozen: str | None = None
+    """precision.frozen of the experts beside adapters."""
 
     def __str__(self) -> str:
         if self.lora is None:
@@ -70,25 +74,30 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The first way that fits, its best layout, and why each way before it was not taken."""
+    """The first way that fits, and its best layout."""
 
     way: Way
     job: Job
     best: Candidate
     why_unpacked: str | None
+    """Why the model cannot have packed rows; None if it can."""
     passed_over: tuple[str, ...]
+    """Why each way before it was not taken."""
 
 
 def enough_rows(devices: Devices, length: int) -> int:
-    """So many rows are plenty: they make `FEW_STEPS` steps even if `length` tokens pack dozens of them."""
+    """Return a number of rows that makes `FEW_STEPS` steps even if `length` tokens pack dozens of them."""
     return min(10**6, FEW_STEPS * max(_SEQUENCES, devices.count) * max(1, length // 32))
 
 
 def sizes_of(found: FirstRows, wishes: Wishes, devices: Devices, length: int) -> Sizes:
     """Return the sizes of a step: `_SEQUENCES` rows, or fewer where the data would make less than `FEW_STEPS` steps.
 
-    The fewest are one for each device. Where that is not enough, rows are made no longer than the data, then each gets
-    a sequence of its own, and then the data are gone through again.
+    The fewest are one for each device. If that is not enough, rows become no longer than the data, then each sample
+    is a sequence of its own, and then there are several epochs.
+
+    Args:
+        length: Most tokens of a row.
     """
     train = wishes.config.train
     unit = devices.count * train.micro_batch_size if wishes.has("train", "micro_batch_size") else devices.count

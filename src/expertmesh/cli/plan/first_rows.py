@@ -29,7 +29,7 @@ class FirstRows:
     longest: int
     """Tokens of the longest sample."""
     tokens: float
-    """Of a sample, on average."""
+    """Mean tokens of a sample."""
     rows: int | None
     """How many an epoch trains on, if the first ones are like the others; None for enough."""
     all_read: bool
@@ -72,7 +72,7 @@ def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: i
 
 
 def _counted(sources: Sequence[DataSource], most: int) -> int:
-    """Rows of an epoch, at most `most` of each source."""
+    """Count the rows of an epoch, reading at most `most` of each source."""
     count = 0
     for source in sources:
         left = min(most, source.max_rows or most)

@@ -91,7 +91,7 @@ def _refuse_existing(path: Path) -> InputError:
 
 
 def _wishes(options: InitOptions, path: Path, overrides: list[str]) -> Wishes:
-    """Return what the command line asks for, as far as a configuration can; the rest of it is chosen."""
+    """Return the configuration that the command line requests; all else is chosen."""
     given: dict[str, Any] = {}
     for override in overrides:
         apply_override(given, override)
@@ -173,7 +173,7 @@ def _comments(
 
 
 def _without(comments: Mapping[tuple[str, ...], str], overrides: list[str]) -> dict[tuple[str, ...], str]:
-    """Return the comments of keys that nobody has set, and of what a step is made of."""
+    """Return the comments of keys that were not set, and of the sizes of a step."""
     keys = [tuple(override.partition("=")[0].split(".")) for override in overrides]
     said = {key for key in comments if any(key == each[: len(key)] or each == key[: len(each)] for each in keys)}
     return {key: comment for key, comment in comments.items() if key not in said - {("train", "global_batch_size")}}
@@ -198,7 +198,7 @@ def _head(config: Config, checked: Checked, path: Path, choice: Choice) -> Itera
 
 
 def _lines(values: Mapping[str, Any], comments: Mapping[tuple[str, ...], str]) -> Iterator[str]:
-    """YAML, a line for each key."""
+    """Yield YAML, a line for each key."""
     for section, value in values.items():
         inside = section in _BLOCKS and isinstance(value, dict)
         if inside:

@@ -19,10 +19,17 @@ USUAL_LENGTH = 4096
 def read_figures(
     options: PlanOptions, lora: LoraConfig | None, device: str
 ) -> tuple[PreTrainedConfig, ModelFigures, str | None]:
-    """(config, figures, why samples cannot be packed), on a `device` of this type. Raises `InputError` for a model that
-    cannot be read or sharded.
+    """Read the figures of the model that a plan is for, without its weights.
 
-    Figures are without packing where it was not wanted or cannot be had; the reason is None where it was not wanted.
+    Args:
+        device: Torch device type that packed rows are attended on.
+
+    Returns:
+        The configuration, the figures, and why the model cannot have packed rows: None if it can or if
+        `--no-packing` is given. The figures are of packed rows unless either of the two rules them out.
+
+    Raises:
+        InputError: The model cannot be read or sharded.
     """
     config, directory = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
     length = options.seq_len or usual_length(config)
@@ -38,5 +45,5 @@ def read_figures(
 
 
 def usual_length(config: PreTrainedConfig) -> int:
-    """Tokens of a sequence where nobody says how many."""
+    """Return the tokens of a sequence if `--seq-len` is not given."""
     return min(USUAL_LENGTH, longest(config) or USUAL_LENGTH)

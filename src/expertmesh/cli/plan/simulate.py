@@ -18,7 +18,8 @@ MICRO_BATCHES_PER_STAGE = 2
 
 
 def run(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None) -> None:
-    """Print state, peak and bytes of a step, simulated and predicted, on the stage that is predicted to be the fullest.
+    """Print state, peak and bytes of a step of `best`, simulated and predicted, on the fullest stage by prediction.
+
     The step has one micro-batch; with pp as many of the plan's as fill the pipeline twice.
     """
     pp, planned = best.layout.pp, best.workload.batch

@@ -33,19 +33,22 @@ COMPLETION = "completion"
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One sample: `input_ids` [S] int32 and `targets` [S] bool.
-
-    `method` tells how the targets were found; `end` is the special token that ends the last answer, None of an answer
-    that ends without one; the others are those of `Rendered`.
-    """
+    """One sample."""
 
     input_ids: npt.NDArray[np.int32]
+    """`[S]` int32."""
     targets: npt.NDArray[np.bool_]
+    """`[S]` bool."""
     method: str
+    """How the targets were found."""
     end: int | None
+    """The special token that ends the last answer; None if none does."""
     empty_thoughts: int = 0
+    """The field of `Rendered`."""
     odd: tuple[str, ...] = ()
+    """The field of `Rendered`."""
     unwritten: tuple[str, ...] = ()
+    """The field of `Rendered`."""
 
     @property
     def taught_end(self) -> int | None:
@@ -114,7 +117,7 @@ class Encoder:
         return [found]
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[tuple[list[int], Any]]:
-        """Ids and character offsets (None from a tokenizer that has none) of each text."""
+        """Return ids and character offsets of each text; offsets are None from a tokenizer that has none."""
         if not texts:
             return []
         # verbose=False: `build_dataset` reports samples that are too long.
@@ -202,6 +205,6 @@ class Encoder:
 
 
 def completed(prompt: str, completion: str, method: str) -> Rendered:
-    """Plain text of which the completion is the target."""
+    """Return plain text of which the completion is the target."""
     text, spans = prompt + completion, ((len(prompt), len(prompt) + len(completion)),)
     return Rendered(text, spans, method, odd=("broken_thinking",) * has_broken_thinking(text, spans))

@@ -49,7 +49,7 @@ class Sandbox:
         self._end = weakref.finalize(self, _end, self._pid, self._connection, os.getpid())
 
     def map(self, items: Sequence[Any]) -> list[Any]:
-        """Return the function's results in the order of `items`. After `LimitExceeded` the child is gone."""
+        """Return the function's results in the order of `items`. After `LimitExceeded` the child has ended."""
         try:
             self._connection.send(items)
             results: list[Any] = []
@@ -96,7 +96,7 @@ def _serve(connection: Connection, function: Callable[[Any], Any]) -> NoReturn:
 
 
 def _blocks(answers: Iterable[str]) -> Iterator[bytes]:
-    """JSON lists of answers, some at a time: to wake the parent for each would take longer than to render it."""
+    """Yield JSON lists of answers, some at a time: to wake the parent for each would take longer than to render it."""
     held: list[str] = []
     for answer in answers:
         held.append(answer)

@@ -61,31 +61,32 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The rendering of conversations and the choice of targets: keys of section `data`, and the date of a run.
-
-    `date` is what a template writes that asks for today's; today's date unless it is given.
-    """
+    """The rendering of conversations and the choice of targets: keys of section `data`, and the date of a run."""
 
     loss_on: str = "assistant"
+    """data.loss_on."""
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
+    """data.thinking."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     date: datetime.date = field(default_factory=datetime.date.today)
+    """What a template that asks for today's date writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The full text of one sample, the character spans that are targets, and how they were found.
-
-    `empty_thoughts`: thinking blocks without a thought, which are no targets. `odd`: what of report.ODD_ROWS shows in
-    the text. `unwritten`: names of what the template leaves out, thinking aside.
-    """
+    """The full text of one sample and its targets."""
 
     text: str
     spans: tuple[Span, ...]
+    """Character ranges of the text that are targets."""
     method: str
+    """How the targets were found."""
     empty_thoughts: int = 0
+    """Thinking blocks without a thought, which are no targets."""
     odd: tuple[str, ...] = ()
+    """Keys of report.ODD_ROWS that apply to the text."""
     unwritten: tuple[str, ...] = ()
+    """Names of parts of the conversation that the template leaves out, thinking aside."""
 
 
 class TargetFinder:
@@ -142,7 +143,7 @@ class TargetFinder:
         return samples
 
     def _response(self, prompt: Messages, answer: Messages) -> Rendered:
-        """Prompt and response in one text; which tokens are the response's, preference.py tells."""
+        """Render prompt and response as one text; preference.py finds the response's tokens in it."""
         messages = self._prepared([*prompt, *answer])
         text = self._render(messages)
         turns = range(len(prompt), len(messages))
@@ -177,7 +178,7 @@ class TargetFinder:
     def _judged(
         self, text: str, spans: Sequence[Span], method: str, turns: Messages, left_out: Sequence[Part]
     ) -> Rendered:
-        """Without thinking blocks that hold no thought: as targets they would teach not to think."""
+        """Return the text with target spans less empty thinking blocks, which would teach the model not to think."""
         kept: list[Span] = []
         empty, has_empty_answer = 0, False
         blocks = [match.span() for match in _EMPTY_THOUGHT.finditer(text)] if method != EVERY_TOKEN else []
@@ -348,9 +349,9 @@ class TargetFinder:
         return (start, len(until_turn)) if _holds(until_turn[start:], messages[turn]) else None
 
     def _prompt_length(self, messages: Messages, text: str) -> int | None:
-        """Length of the rendering of `messages` with the generation prompt, or None if `text` has another.
+        """Return the characters of `messages` rendered with the generation prompt, or None if `text` begins otherwise.
 
-        Tried without their thinking as well, which a later answer may have removed from the text.
+        Try the messages without their thinking as well: a later answer may have removed it from the text.
         """
         for tried in (messages, [without_thinking(message) for message in messages]):
             prompt = self._render_or_none(tried, generation_prompt=True)

@@ -47,7 +47,7 @@ class Part:
         return f"text of {self.role} messages" if self.kind == TEXT else str(self.path[-1 if self.kind == KEY else 0])
 
     def replaced(self, value: Any, word: str) -> Any:
-        """`value`, which stands at `path`, with `word` in the place of the part."""
+        """Return `value`, found at `path`, with `word` in place of the part."""
         if self.kind == TOOLS:
             function = value.get("function")
             return {**value, "function": {**(function if isinstance(function, Mapping) else {}), "name": word}}
@@ -62,7 +62,7 @@ class Part:
 
 
 def parts_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Part]:
-    """Return all parts, those of a message together."""
+    """Return all parts of a conversation and its tools, those of a message together."""
     found = [Part(TOOLS, (TOOLS, number)) for number in range(len(tools))]
     for place, message in enumerate(messages):
         found += _parts_of_message(message, ("messages", place))
@@ -91,7 +91,7 @@ def _parts_of_message(message: Mapping[str, Any], path: tuple[str | int, ...]) -
 def with_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], words: Mapping[Part, str]
 ) -> tuple[Messages, list[dict[str, Any]]]:
-    """Return the conversation and its tools with a word in the place of each of these parts."""
+    """Return the conversation and its tools with the word of `words` in place of each of its parts."""
     changed: Any = copy.deepcopy({"messages": list(messages), TOOLS: list(tools)})
     for part, word in words.items():
         *path, last = part.path

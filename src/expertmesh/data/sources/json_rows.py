@@ -16,7 +16,10 @@ _BYTE_ORDER_MARK, _UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 
 
 def read_lines(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | None]:
-    """JSON lines; blank lines are no rows."""
+    """Yield the rows of JSON lines, None for one that `takes` leaves to another process; blank lines are no rows.
+
+    `name` is the file's, for messages.
+    """
     source = SourceFile(name, by_line=True)
     for number, line in enumerate(rows(stream, name), start=1):
         if number == 1:

@@ -44,7 +44,7 @@ class Location(Protocol):
         """Return all rows with `columns` under their new names, None in the place of those that `takes` refuses."""
 
     def stamp(self) -> str:
-        """Changes when the content may have changed; cheap."""
+        """Return a text that changes if the content may have changed, without reading the content."""
 
     def content(self) -> str:
         """Return a hash of the content; reads all of it."""
@@ -67,7 +67,7 @@ def locations(path: str, stream: bool = False) -> list[Location]:
 
 
 def refuse_source(path: str) -> None:
-    """Raise `InputError` for a path that a look at names tells to be no data; asks no network and reads no row."""
+    """Raise `InputError` for a path that is no data by names alone; reads no row and uses no network."""
     local = Path(path).expanduser()
     if _URL.fullmatch(path):
         refuse_url(path)
@@ -216,7 +216,7 @@ class _Shard:
 
 
 def refuse_url(url: str) -> None:
-    """Raise `InputError` for a URL of a kind that fsspec cannot open here. Asks no network."""
+    """Raise `InputError` for a URL of a kind that fsspec cannot open here. Uses no network."""
     import fsspec
 
     try:
@@ -310,7 +310,7 @@ def _hub_table(path: str) -> _Table:
 
 
 def _hub_shards(path: str) -> Iterator["_Shard"]:
-    """Yield the files of a hub data set, none of which is kept on the disk."""
+    """Yield the files of a hub data set, none of which is stored on the disk."""
     name, table = _hub_data(path, streaming=True)
     for index in range(table.num_shards):
         shard = table.shard(num_shards=table.num_shards, index=index)

@@ -21,24 +21,28 @@ Columns = Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file (or hub split) as the user knows it; `by_line` tells whether positions are lines or rows."""
+    """One file (or hub split) as the user knows it."""
 
     name: str
     by_line: bool
+    """Whether positions are lines; else they are rows."""
 
     def position(self, number: int) -> str:
-        """`train.jsonl:12` for a line, `train.parquet:row 12` for a row; both count from 1."""
+        """Return `train.jsonl:12` for a line, `train.parquet:row 12` for a row; both count from 1."""
         return f"{self.name}:{number}" if self.by_line else f"{self.name}:row {number}"
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as read: either `value` holds the object, or `problem` says why there is none."""
+    """One row as read."""
 
     file: SourceFile
     number: int
+    """Its line or row in the file, from 1."""
     value: Mapping[str, Any] | None
+    """None if the row cannot be read."""
     problem: str | None = None
+    """Why there is no value."""
 
     @property
     def position(self) -> str:
@@ -46,7 +50,7 @@ class RawRow:
 
 
 def renamed(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """Return the row with `columns` under their new names; a column of the file that has such a name gives way."""
+    """Return the row with `columns` under their new names, in place of columns of the file that have such a name."""
     given = {*columns, *columns.values()}
     named = {ours: row[theirs] for ours, theirs in columns.items() if theirs is not None and theirs in row}
     return named | {name: value for name, value in row.items() if name not in given}
@@ -63,10 +67,12 @@ def with_columns(rows: Iterator[RawRow | None], columns: Columns) -> Iterator[Ra
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The rows that process `index` of `count` takes: blocks of neighbouring rows, in turn."""
+    """The rows that one of several processes takes: blocks of neighbouring rows, in turn."""
 
     index: int = 0
+    """Number of the process, from 0."""
     count: int = 1
+    """Number of processes."""
 
     def of_file(self, file: int) -> Takes:
         """Return those of the file of that number."""

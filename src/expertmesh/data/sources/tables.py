@@ -68,7 +68,7 @@ def _characters(value: Any) -> int:
 
 
 def read_arrow(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | None]:
-    """Arrow's file format (feather), or its stream format, in which the package datasets keeps its tables."""
+    """Yield the rows of Arrow's file format (feather) or stream format (tables of the package datasets)."""
     import pyarrow
 
     source = SourceFile(name, by_line=False)

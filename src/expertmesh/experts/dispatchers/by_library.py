@@ -24,16 +24,18 @@ NUMBER_COLUMNS = 256
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The result of a first exchange: rows `[R, H]` in the library's order; for each row this rank's choices of its
-    token, `index_RK` with ids from 0 to L, -1 for others, and their weights `weight_RK` fp32; the number of these
-    pairs.
-    """
+    """The result of a first exchange."""
 
     handle: Any
+    """The library's record of the routing."""
     rows_RH: torch.Tensor
+    """Received rows, in the library's order."""
     index_RK: torch.Tensor
+    """This rank's choices of each row's token: ids from 0 to L, -1 for others."""
     weight_RK: torch.Tensor
+    """Their routing weights, fp32."""
     pairs: int
+    """How many choices are this rank's."""
 
 
 class Library(Protocol):
@@ -64,27 +66,29 @@ class Library(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """The routing of one dispatch, for combine, backward and a second run.
-
-    `place_P`, int32: which choice of which row each local pair is, as row * K + k, in the order of experts.
-    """
+    """The routing of one dispatch, for combine, backward and recomputation."""
 
     handle: Any
+    """The library's record of the routing."""
     top_k: int
     rows: int
+    """How many are received."""
     place_P: torch.Tensor
+    """Which choice of which row each local pair is, as row * K + k, in the order of experts; int32."""
     weight_P: torch.Tensor
     expert_end_L: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class LibraryDispatcher:
-    """`library` sends rows to `ranks` ranks; pairs are sorted here, by Triton's kernels with `triton`."""
+    """A dispatcher whose library sends the rows; pairs are sorted here."""
 
     num_experts: int
     ranks: int
+    """Ranks of the EP group."""
     library: Library
     triton: bool = False
+    """Whether Triton's kernels sort the pairs."""
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """Send rows and pairs with the library.

@@ -24,25 +24,27 @@ from expertmesh.experts.pairs import Counts, Segments, Splits, count_pairs, segm
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """The rows sent to nodes, ordered by node, then token. `splits` has no pairs."""
+    """The rows sent to nodes, ordered by node, then token."""
 
     token_Q: torch.Tensor
+    """The token of each row that is sent."""
     rows_of_token: Segments
+    """The rows that each token is sent as."""
     splits: Splits
+    """Rows sent to and received from each node; no pairs."""
 
 
 @dataclass(frozen=True, eq=False)
 class HierarchicalDispatcher:
-    """A dispatcher in two steps.
-
-    `across`: the ranks of the EP group with this rank's place in their nodes, in the order of nodes; `inside`: the
-    ranks of this node. The EP group's ranks are contiguous by node.
-    """
+    """A dispatcher in two steps: across nodes, then inside them. The EP group's ranks are contiguous by node."""
 
     num_experts: int
     across: dist.ProcessGroup
+    """The ranks of the EP group with this rank's place in their nodes, in the order of nodes."""
     inside: dist.ProcessGroup
+    """The ranks of this node."""
     triton: bool = False
+    """Whether Triton's kernels sort the routes and sum the rows."""
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """Send rows and pairs.

@@ -38,12 +38,15 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A tensor in its own dtype; rows read from a wide one may be the storage itself."""
+    """A tensor in its own dtype."""
 
     values_RC: Tensor
     wide: torch.dtype
+    """The dtype that rows are read in; if it is the tensor's own, they may be the storage itself."""
     noise: Noise | None
+    """The random bits of stochastic rounding; None rounds to nearest."""
     factor: int
+    """The factor of `Noise.round`, one for each tensor of a parameter."""
 
     def read(self, rows: slice) -> Tensor:
         return self.values_RC[rows].to(self.wide)
@@ -112,15 +115,14 @@ def empty_blocks(parameter: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codebook:
-    """The values of the 256 codes, ascending, in units of a block's largest magnitude.
-
-    `borders` are the middles between neighbours. `below`: how many of them are below all floats with the same first 16
-    bits, of which at most one border is among them.
-    """
+    """The values of the 256 codes."""
 
     values: Tensor
+    """Ascending, in units of a block's largest magnitude."""
     borders: Tensor
+    """The middles between neighbours."""
     below: Tensor
+    """How many borders are below all floats with the same first 16 bits; at most one border is among those."""
 
     @classmethod
     @cache

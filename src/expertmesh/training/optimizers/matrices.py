@@ -68,13 +68,13 @@ def orthogonalised(matrix_NAB: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrices:
-    """A parameter as `count` matrices, and the ranks that hold parts of them; `group` is None where no other
-    rank does.
-    """
+    """A parameter as a stack of matrices."""
 
     parameter: nn.Parameter
     count: int
+    """How many matrices."""
     group: dist.ProcessGroup | None
+    """The ranks that hold parts of them; None if no other rank does."""
 
     @cached_property
     def shape(self) -> tuple[int, int]:
@@ -133,10 +133,12 @@ def _on_this_rank(matrices: Matrices, local: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """One matrix: a box of the parameter number `index`."""
+    """One matrix of a parameter."""
 
     index: int
+    """Number of the parameter."""
     box: Box
+    """The matrix in the parameter."""
     of: Matrices
 
     def piece(self, rank: int) -> Box:

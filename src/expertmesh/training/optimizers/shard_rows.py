@@ -19,10 +19,12 @@ _ELEMENTS_ON_ACCELERATORS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """R rows of C columns: the part `box` of a tensor of `shape`. A vector is one row, and so is a scalar."""
+    """R rows of C columns of a tensor. A vector is one row, and so is a scalar."""
 
     box: Box
+    """The part of the tensor that this rank holds."""
     shape: tuple[int, ...]
+    """Shape of the full tensor."""
     device: torch.device
 
     @classmethod

@@ -35,19 +35,25 @@ class Piece(_Strict):
 
 
 class ShownSample(_Strict):
-    """One sample: its source, its numbers of tokens and targets, and the text of its first tokens."""
+    """One sample of the training data."""
 
     source: str
+    """File and row or line."""
     tokens: int
+    """All of the sample."""
     targets: int
+    """Target tokens, all of the sample."""
     pieces: list[Piece]
+    """Text of its first tokens."""
 
 
 class Bin(_Strict):
-    """The number of samples with more than `above` and at most `up_to` tokens (None: any number), before cutting."""
+    """Samples with lengths in one range, before cutting."""
 
     above: int
+    """Tokens that each sample has more than."""
     up_to: int | None
+    """Tokens that each sample has at most; None for any number."""
     samples: int
 
 

@@ -29,36 +29,41 @@ _TIMES_TOKENS = 100
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One row of `metrics.jsonl`.
-
-    `loss`: summed token loss over target tokens of the whole step, auxiliary losses apart. `grad_norm`: before
-    clipping. `tokens_per_second`: input tokens of the whole job, without padding; `step_seconds`: of a step, pauses
-    left out; `mfu`: model FLOP utilisation, None where the device or the model's FLOPs are not known.
-    `peak_memory_bytes`: the largest of all ranks since the start (device memory; resident memory on a CPU).
-    `expert_load`: per MoE layer the busiest
-    expert's tokens over the mean, the entropy of the experts' shares over that of equal ones, and the experts without
-    a token. `aux_loss` and `z_loss`: of the whole step, without their factors; only where they are on. `expert_tokens`:
-    `[L][E]`, what `expert_load` summarises, in some rows. `figures`: what the objective reports beside its loss, each a
-    key of the row.
-    """
+    """One row of `metrics.jsonl`."""
 
     step: int
     epoch: float
+    """Passes over the data, fractions included."""
     loss: float
+    """Summed token loss over target tokens of the whole step, auxiliary losses left out."""
     grad_norm: float
+    """Before clipping."""
     learning_rate: float
     target_tokens: int
+    """Target tokens of the whole step."""
     tokens_per_second: float
+    """Input tokens of the full job, without padding."""
     peak_memory_bytes: int
+    """The largest of all ranks since the start: device memory, on a CPU resident memory."""
     elapsed_seconds: float
+    """Training time of the run so far, over all starts."""
     step_seconds: float
+    """Seconds of a step, pauses left out."""
     expert_load: list[dict[str, float | int]]
+    """For each MoE layer, the busiest expert's tokens over the mean, the entropy of the experts' shares over that of
+    equal ones, and the number of experts without a token."""
     mfu: float | None = None
+    """Model FLOP utilisation, a share of 1; None if the device or the model's FLOPs are not known."""
     aux_loss: float | None = None
+    """Auxiliary loss of the whole step, without its factor; None if it is off."""
     z_loss: float | None = None
+    """Router z-loss of the whole step, without its factor; None if it is off."""
     skipped: str | None = None
+    """Why the optimizer did not step; None if it did."""
     expert_tokens: list[list[int]] | None = None
+    """Tokens `[L][E]`, which `expert_load` summarises; in some rows."""
     figures: dict[str, float] = field(default_factory=dict)
+    """What the objective reports beside its loss, each a key of the row."""
 
     def row(self) -> dict[str, Any]:
         """Return the row of `metrics.jsonl`, without what is off."""
@@ -93,13 +98,15 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EvalSample:
-    """The model's greedy answer to a prompt of the evaluation set of that name, and the answer of the data."""
+    """The model's greedy answer to a prompt of an evaluation set."""
 
     set: str
+    """Name of the set."""
     source: str
     prompt: str
     answer: str
     expected: str
+    """The answer in the data."""
 
     def line(self) -> str:
         """Return a line for the log: the end of the prompt, and the beginnings of the answers."""
@@ -114,20 +121,23 @@ class EvalSample:
 
 @dataclass(frozen=True, slots=True)
 class EvalMetrics:
-    """The figures of a whole evaluation set, or of several.
-
-    `loss` and `figures` of the objective, each divided by `count` of what `over` names. `sets`: those with a name, each
-    by itself. `samples`: the model's answers now. `seconds`: the time it took.
-    """
+    """The figures of an evaluation set, or of several together."""
 
     loss: float
+    """The objective's, per `over`."""
     target_tokens: int
     figures: dict[str, float]
+    """The objective's others, per `over`."""
     count: int
+    """How many of what `over` names."""
     over: str
+    """What `count` counts, in words."""
     sets: dict[str, "EvalMetrics"] = field(default_factory=dict)
+    """Figures of each named set."""
     samples: list[EvalSample] = field(default_factory=list)
+    """The model's answers."""
     seconds: float | None = None
+    """Duration of the evaluation."""
 
     @classmethod
     def together(cls, sets: dict[str, "EvalMetrics"]) -> "EvalMetrics":

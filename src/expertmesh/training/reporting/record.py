@@ -28,13 +28,13 @@ class _Strict(BaseModel):
 
 
 class MoeLayer(_Strict):
-    """One layer of routed experts, in the order of `expert_load` in metrics.jsonl; `name` is the module's. `top_k` is
-    None if the model does not give it.
-    """
+    """One layer of routed experts, in the order of `expert_load` in metrics.jsonl."""
 
     name: str
+    """Name of the experts module."""
     experts: int = Field(ge=1)
     top_k: int | None = Field(ge=1)
+    """None if the model does not give it."""
 
     @property
     def most_load(self) -> float:
@@ -50,22 +50,29 @@ class MoeLayer(_Strict):
 
 
 class DataCounts(_Strict):
-    """What became of the rows of a data set; one pass over it has `tokens` tokens."""
+    """What became of the rows of a data set."""
 
     rows: int = _Count
     samples: int = _Count
     tokens: int = _Count
+    """Tokens of one pass."""
     target_tokens: int = _Count
+    """Target tokens of one pass."""
 
 
 class Share(_Strict):
-    """`ranks` ranks hold this many elements each, and read this many bytes of the model's files."""
+    """What each of several equal ranks holds."""
 
     ranks: int = Field(ge=1)
+    """How many ranks."""
     dense: int = _Count
+    """Elements of dense parameters."""
     expert: int = _Count
+    """Elements of routed experts."""
     adapter: int = _Count
+    """Elements of adapters."""
     bytes_to_load: int = _Count
+    """Bytes that each reads of the model's files."""
 
 
 class Prediction(_Strict):
@@ -78,45 +85,41 @@ class Prediction(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """An expectation for a start: a line to print, and the figures if there are any.
-
-    `warning` is the part of the line that says that memory may run out. `cures`: changes of the configuration with
-    which a step is expected to fit, the best first. `peak_tokens_per_second`: of a job that computes at the peak of its
-    devices, None if it is not known.
-    """
+    """An expectation for a start."""
 
     line: str
+    """The line to print."""
     prediction: Prediction | None = None
     warning: str | None = None
+    """The part of the line that says that memory may run out."""
     cures: Callable[[], list[str]] = list
+    """Returns changes of the configuration with which a step is expected to fit, the best first."""
     peak_tokens_per_second: float | None = None
+    """Input tokens of a job that computes at the peak of its devices; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """The layout of a start's ranks, in place of the configured one, and the reason in words."""
+    """The layout of a start's ranks, in place of the configured one."""
 
     parallel: ParallelConfig
     micro_batch_size: int
     activation_checkpointing: str
     reason: str
+    """Why, in words."""
 
 
 class Start(_Strict):
-    """One start of the run, after step `after_step` (0: from the beginning).
-
-    `started` is in ISO 8601, UTC. `layout` has the size of every axis of both views. `dispatch`, `compute` and
-    `activation_checkpointing` are what `auto` became. `printed` is the plan as `train` printed it, line by line.
-    `startup_seconds`: since rank 0's process began. `elapsed_seconds`: those of `metrics.jsonl` at the checkpoint that
-    it goes on from. `lost_seconds`: of the rows after that one, which it does again. The starts that are left out
-    before it are in the first and the last of these.
-    """
+    """One start of the run."""
 
     started: str
+    """ISO 8601, UTC."""
     after_step: int = _Count
+    """The step of the checkpoint that it continues; 0 from the beginning."""
     total_steps: int = Field(ge=1)
     world_size: int = Field(ge=1)
     layout: dict[str, int]
+    """The size of every axis of both views."""
     device: str
     device_name: str
     versions: dict[str, str]
@@ -125,26 +128,35 @@ class Start(_Strict):
     data_ranks: int = Field(ge=1)
     accumulation: int = Field(ge=1)
     dispatch: str
+    """What `auto` became."""
     compute: str
+    """What `auto` became."""
     activation_checkpointing: str
+    """What `auto` became."""
     printed: list[str]
+    """The plan as `train` printed it, line by line."""
     plan: Prediction | None = None
     startup_seconds: float = Field(default=0.0, ge=0)
+    """Seconds since rank 0's process began; with those of earlier starts that are not listed."""
     elapsed_seconds: float = Field(default=0.0, ge=0)
+    """Those of `metrics.jsonl` at the checkpoint that it continues."""
     lost_seconds: float = Field(default=0.0, ge=0)
+    """Seconds of the rows after that checkpoint, which it repeats; with those of earlier starts that are not listed."""
 
 
 class RunRecord(_Strict):
-    """The content of run.json. `parameters` counts each element of the model once, including adapters."""
+    """The content of run.json."""
 
     format: Literal["expertmesh-run"] = "expertmesh-run"
     schema_version: Literal[1] = SCHEMA_VERSION
     model_type: str
     parameters: int = _Count
+    """Elements of the model, each once, adapters included."""
     blocks: int = _Count
     moe_layers: list[MoeLayer]
     train_data: DataCounts
     eval_data: DataCounts | None
+    """None without evaluation."""
     starts: list[Start] = Field(min_length=1)
 
     def after(self, earlier: "RunRecord | None") -> "RunRecord":

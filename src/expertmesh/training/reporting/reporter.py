@@ -45,13 +45,13 @@ class Collapse:
     """
 
     vocabulary: int | None
-    """Of the model; None where the loss is no cross-entropy."""
+    """The model's vocabulary size; None if the loss is no cross-entropy."""
     layer: MoeLayer
     """Any: all have as many experts."""
     warmup: int = 0
     """Steps before which routers are not looked at: those of a random model may need as long to spread."""
     reports: int = 50
-    """For how many in a row routers have collapsed when it is told."""
+    """Reports in a row with collapsed routers after which the user is warned."""
     _seen: Counter[int] = field(default_factory=Counter)
 
     def lines(self, metrics: StepMetrics) -> Iterator[str]:
@@ -99,7 +99,9 @@ class Reporter:
     collapse: Collapse | None = None
     total_steps: int = 0
     devices: int = 1
+    """Ranks of the job."""
     peak_tokens_per_second: float | None = None
+    """`Forecast.peak_tokens_per_second`; without it there is no `mfu`."""
     _began: tuple[int, float] | None = None
 
     def step(self, metrics: StepMetrics) -> None:

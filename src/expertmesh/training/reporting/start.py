@@ -38,10 +38,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds, as in `Start`."""
+    """Seconds of a start."""
 
     startup: float
+    """`Start.startup_seconds`."""
     lost: float
+    """`Start.lost_seconds`."""
 
 
 def record_start(run: Prepared, forecast: Forecast | None, counters: "Counters", spent: Spent) -> None:

@@ -60,16 +60,17 @@ class TrackerNames(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The arguments for opening a tracker. `known_as`: its name for the run at an earlier start, None for a new run;
-    `done` steps of it are done. `project`: None for that of the library's own environment variable.
-    """
+    """The arguments for opening a tracker."""
 
     directory: Path
     project: str | None
+    """None takes the library's own environment variable."""
     name: str
     config: dict[str, Any]
     known_as: str | None
+    """The tracker's name for the run at an earlier start; None for a new run."""
     done: int
+    """Steps of the run that are done."""
 
 
 class Tracker(Protocol):

@@ -67,7 +67,7 @@ def dtype_text(saved: SaveReport) -> str:
 
 
 def adapter_lines(saved: AdapterReport) -> Iterator[str]:
-    """Lines for the terminal, by rank 0, about which adapters have moved from where they started."""
+    """Yield lines for rank 0's terminal about which adapters have moved from where they started."""
     yield f"adapter    {saved.tensors:,} tensors, {gib(saved.total_bytes)}"
     for name, shares in saved.filled.items():
         still = [str(expert) for expert, share in enumerate(shares) if share == 0]

@@ -48,18 +48,18 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data of a run; `evaluation` by the name of the set, `reports` of the training data and then of each of these
-    sets.
-
-    `date` is the one that chat templates write. With a `stream`, `training` and its report are of its first rows.
-    """
+    """The data of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
     training: TokenizedDataset
+    """Training samples; with a `stream` those of its first rows."""
     evaluation: Mapping[str, TokenizedDataset]
+    """Samples by the name of the set."""
     reports: tuple[DataReport, ...]
+    """The report of the training data, then that of each evaluation set."""
     date: datetime.date
+    """What chat templates write."""
     mixture: Mixture | None
     stream: Stream | None = None
 

@@ -26,18 +26,17 @@ from expertmesh.training.objective import RunObjective
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A model on meta with its adapters, and how it will be sharded; training goes on with it.
-
-    `checkpoint_bytes` are those of one checkpoint; 0 without any, or before they were requested.
-    """
+    """A model on meta with its adapters, and how it will be sharded; training continues with it."""
 
     model_config: PreTrainedConfig
     directory: Path
     model: PreTrainedModel
     plan: ShardPlan
     layout_reason: str | None
+    """What the plan says of the choice of ep: `distributed.layout.ep_reason`."""
     objective: RunObjective
     checkpoint_bytes: int = 0
+    """Bytes of one checkpoint; 0 without any, or before they were requested."""
 
     @property
     def anatomy(self) -> Anatomy:

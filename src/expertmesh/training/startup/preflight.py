@@ -45,10 +45,10 @@ def preflight(
     """Raise `InputError` for whatever cannot work on `world_size` ranks; no communication, no side effect.
 
     Args:
-        ranks_per_node: For callers that are no rank of the job: ranks know it from the launcher. weights: Without it,
-        the weights of a hub repository are not downloaded. Only config.json is read; `refuse_weights`
-            reads their headers.
-        notes: Gets what another machine or `output_dir` mends, in place of an error.
+        ranks_per_node: For callers that are no rank of the job; None takes the launcher's.
+        weights: Whether the weights of a hub repository are downloaded; else only config.json is read, and
+            `refuse_weights` reads the weights' headers later.
+        notes: Receives errors that another machine or `output_dir` mends, which are then not raised.
     """
     _refuse_output_url(config)
     _refuse_data(config)

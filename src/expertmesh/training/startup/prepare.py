@@ -37,11 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that is ready to read weights, as this rank sees it. Its model is sharded and may still be on meta.
-
-    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since. `weights`: another run's
-    checkpoint that this one begins with.
-    """
+    """A run that is ready to read weights, as this rank sees it. Its model is sharded and may still be on meta."""
 
     config: Config
     checked: "Checked"
@@ -52,10 +48,14 @@ class Prepared:
     evaluation: Mapping[str, EvaluationBatches]
     total_steps: int
     bytes_to_load: int
+    """Bytes of the model's files that this rank reads."""
     identity: Identity
     start: Path | None
+    """The checkpoint that it continues."""
     weights: Path | None
+    """Another run's checkpoint that this one begins with."""
     changes: tuple[str, ...]
+    """What has changed since that start; on rank 0 alone."""
 
     @property
     def model(self) -> PreTrainedModel:

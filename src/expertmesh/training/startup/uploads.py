@@ -33,11 +33,13 @@ def open_remote(config: Config) -> RemoteCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class RunUploads:
-    """A rank's part of the uploads of a run: rank 0 has the `queue`, and each of several ranks its `shares`."""
+    """A rank's part of the uploads of a run."""
 
     config: Config
     queue: Uploads | None
+    """The queue of uploads, on rank 0 alone."""
     shares: Shares | None
+    """This rank's shares of uploads; None on ranks without."""
 
     def finish(self, within_seconds: float | None = None) -> None:
         """Wait until all checkpoints are uploaded, and remove those that were kept for that. For rank 0.
