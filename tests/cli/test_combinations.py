@@ -1,5 +1,5 @@
-"""Each pair of the table in docs/parallelism.md, an option along an axis, is started by the command line as one types
-it: two steps give the losses of one process, or the pair is refused by the key that the table names.
+"""Each pair of the lists in docs/parallelism.md, an option along an axis, is started by the command line as one types
+it: two steps give the losses of one process, or the pair is refused by the key that the page names.
 
 Ranks are forked, as those of srun, and shared by all pairs of as many ranks; options that leave something behind in a
 process have ranks of their own. `train.compile` traces with torch's own "aot_eager", which is the same graph without
@@ -58,13 +58,17 @@ PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
 def _table() -> dict[str, dict[str, str]]:
     """By option, as it is typed, what each axis does with it: `yes`, or the key of the refusal."""
     section = PAGE.partition("## Options along each axis\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "|" in line]
-    (_, *axes), _, *options = rows
-    return {option.strip("`"): dict(zip(axes, cells, strict=True)) for option, *cells in options}
+    table, axes = dict[str, dict[str, str]](), list[str]()
+    for line in section.splitlines():
+        if line.startswith("**"):
+            axes = ["pp"] if line == "**Trained along pp:**" else list(AXES)
+        elif found := re.fullmatch(r"- `([^`]+)`(?:: `([^`]+)`)?", line):
+            table[found[1]] = dict.fromkeys(axes, found[2] or "yes")
+    return table
 
 
 TABLE = _table()
-CELLS = [(option, axis, cell) for option, cells in TABLE.items() for axis, cell in cells.items() if cell != "–"]
+CELLS = [(option, axis, cell) for option, cells in TABLE.items() for axis, cell in cells.items()]
 
 
 def _words(option: str) -> list[str]:
@@ -235,7 +239,7 @@ def test_what_an_axis_does_not_have_is_refused_before_ranks_start(
     capsys.readouterr()
     assert main(["--error-format", "json", *arguments, "--nproc", str(world)]) == 2
     out, err = capsys.readouterr()
-    assert json.loads(err)["key"] == key.strip("`")
+    assert json.loads(err)["key"] == key
     assert "each of which imports" not in out
 
 
@@ -266,7 +270,7 @@ def _choices(section: type[Section], prefix: str = "") -> dict[str, set[Any]]:
 NOT_OF_AXES = re.compile(
     r"(save|log|schedule|eval|checkpoint|distributed)\..*|data\.(?!packing|stream).*|model\.trust_.*"
 )
-# Named in the table under another key or value, or the opposite of what is there.
+# Named on the page under another key or value, or the opposite of what is there.
 OTHERWISE = {
     "parallel.ep_across_nodes": {True},
     "data.packing": {False},
@@ -277,7 +281,7 @@ OTHERWISE = {
 }
 
 
-def test_the_table_has_every_switch_of_the_configuration() -> None:
+def test_the_page_has_every_switch_of_the_configuration() -> None:
     text = "\n".join(TABLE)
     missing = {
         f"{key}={value}"

@@ -32,21 +32,20 @@ class DataSource(Section):
     path: Name
     """File (JSON, JSONL, Parquet, Arrow, CSV), directory of such files, URL of either, or hub id of a data set."""
     format: DataFormat = "auto"
-    """Layout of a row; auto detects it from the first rows and prints what it found."""
+    """Layout of a row; auto detects and prints it."""
     columns: Mapped[Annotated[str, Field(min_length=1)] | None] = Field({}, validate_default=True)
-    """Columns of the format that have another name in the rows, as {prompt: question, completion: answer}; null leaves
-    a column of the rows out, as {label: null}."""
+    """Names of the format's columns in the rows, as {prompt: question, completion: answer}; null leaves a column out,
+    as {label: null}."""
     roles: Mapped[Role] = Field({}, validate_default=True)
-    """What roles of the rows stand for, by their names there, as {bot: assistant}; usual names are known."""
+    """What the rows' roles stand for, as {bot: assistant}; usual names are known."""
     weight: float | None = Field(default=None, ge=1e-9, le=1e9)
-    """Probability of a row of training to be of this source, relative to the other sources' weights; null for each row
-    once. All sources have one, or none."""
+    """Share of the rows of training, relative to the other sources' weights; all sources have one, or none."""
     repeat: int = Field(default=1, ge=1, le=10_000)
     """How often an epoch has each row."""
     max_rows: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Only the first so many rows; null for all."""
     name: str | None = Field(default=None, max_length=64, pattern=r"^[A-Za-z0-9][\w.-]*$")
-    """In data.eval, the set that the source belongs to: figures are reported of each, as eval_NAME_loss."""
+    """In data.eval, its set: figures are reported of each, as eval_NAME_loss."""
 
     def unmatched(self, format_name: str) -> Iterator[str]:
         """Yield what columns and roles say to no effect about rows of a format (auto: any), as sentences about their
@@ -84,33 +83,31 @@ class DataConfig(Section):
     max_length: int = Field(default=4096, ge=2, le=2**24)
     """Longest sequence, in tokens."""
     on_overlong: Literal["cut", "drop", "stop"] = "cut"
-    """What to do with a sample longer than max_length; cut and dropped samples are counted and reported."""
+    """For a sample longer than max_length; what is cut or dropped is counted."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What to do with a malformed row; skipped rows are counted and reported."""
+    """For a malformed row; what is skipped is counted."""
     on_empty_answer: WhatToDo = "keep"
-    """What to do with a row one of whose answers is empty; such rows are counted and reported."""
+    """For a row with an empty answer; such rows are counted."""
     on_unanswered: WhatToDo = "keep"
-    """What to do with a conversation that does not end with an answer; such rows are counted and reported."""
+    """For a conversation that does not end with an answer; such rows are counted."""
     on_dropped_thinking: WhatToDo = "keep"
-    """What to do with a row whose thinking the chat template leaves out, as many do in all turns but the last; such
-    rows are counted and reported."""
+    """For a row whose thinking the chat template leaves out, as many do before the last turn; such rows are counted."""
     on_broken_thinking: WhatToDo = "keep"
-    """What to do with a row one of whose answers has a <think> that is not closed, a </think> that was not opened, or
-    several such blocks; such rows are counted and reported."""
+    """For an answer with an unclosed <think>, an unopened </think>, or several such blocks; such rows are counted."""
     chat_template: Plain | None = None
     """File of a chat template (Jinja) that takes the place of the tokenizer's, and is saved with the model."""
     template_args: Mapped[Any] = Field(default_factory=dict, validate_default=True)
     """What the chat template gets beside messages and tools, as enable_thinking: false."""
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
-    """Thinking in answers: what the template makes of it (auto), none, that of the last answer alone, or that of every
-    answer, for which a row becomes several samples if the template keeps that of the last one only."""
+    """Thinking in answers: what the template makes of it (auto), none, the last answer's, or every answer's, for which
+    a row becomes several samples where the template keeps the last one only."""
     stream: bool = False
     """Read and tokenize data.train while training goes, for data larger than memory and disk; train.max_steps ends the
-    run. Without it all data are tokenized once, before."""
+    run."""
     stream_rows: int = Field(default=8192, ge=1, le=2**20)
     """Rows of a stream that are read, tokenized, shuffled and packed together."""
     prepared_path: str | None = None
-    """Directory for tokens, which runs that name the same one share; null for prepared in output_dir."""
+    """Directory for tokens, which runs may share; null for prepared in output_dir."""
     packing: bool = True
     """Fill each sequence with several samples; attention stays inside each of them. Off with objective dpo."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
@@ -184,10 +181,9 @@ class EvalConfig(Section):
     section: ClassVar[str] = "eval"
 
     samples: int = Field(default=0, ge=0, le=1000)
-    """To how many prompts of each evaluation set, the first ones, the model answers at every evaluation; the answers
-    stand in the log, metrics.jsonl, trackers and the report."""
+    """The first so many prompts of each evaluation set are answered at every evaluation."""
     sample_tokens: int = Field(default=64, ge=1, le=2**16)
-    """Longest answer, in tokens; each takes a forward of all before it, and none goes beyond data.max_length."""
+    """Longest answer, in tokens; none goes beyond data.max_length."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
@@ -206,7 +202,7 @@ class EarlyStopConfig(Section):
     section: ClassVar[str] = "train.early_stop"
 
     figure: Name = "eval_loss"
-    """A figure of evaluations; a loss is better when it is lower, any other when it is higher."""
+    """A figure of evaluations: a loss is better when it is lower, any other when it is higher."""
     patience: int = Field(default=3, ge=1, le=2**31 - 1)
     """So many evaluations in a row without a better figure end the run."""
     min_change: float = Field(default=0.0, ge=0, le=1e6)

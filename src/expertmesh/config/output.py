@@ -29,31 +29,30 @@ class CheckpointConfig(Section):
     section: ClassVar[str] = "checkpoint"
 
     every_steps: PositiveInt | None = 200
-    """Save every this many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
+    """Save every so many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
     every_minutes: Annotated[float, Field(gt=0, le=MAX_SECONDS / 60)] | Literal["auto"] | None = None
-    """Save when this many minutes have passed since the last save, by rank 0's clock; auto takes what loses least time
-    for the measured pause of a save and device_hours_per_failure; null for no such rule."""
+    """Save so many minutes after the last save, by rank 0's clock; auto takes what loses least time for the measured
+    pause of a save and device_hours_per_failure."""
     device_hours_per_failure: float = Field(default=50_000.0, gt=0, le=MAX_SECONDS)
-    """Hours of one device between failures, for every_minutes: auto; the default is that of Llama 3's 16,384 GPUs."""
+    """Hours of one device between failures, for every_minutes: auto; by default those of Llama 3's 16,384 GPUs."""
     remote: Annotated[str, Field(min_length=1)] | None = None
-    """Directory of object storage (s3://, gs://, az:// or file://) that gets every checkpoint and the result of the run
-    beside output_dir, and from which the run goes on where output_dir is empty or older."""
+    """Directory of object storage (s3://, gs://, az:// or file://) that gets every checkpoint and the result too, and
+    from which the run goes on where output_dir is empty or older."""
     keep_last: PositiveInt = 2
-    """How many of the newest checkpoints to keep; one more is on the disk while it is written."""
+    """So many of the newest are kept; one more is on the disk while it is written."""
     keep_best: Name | None = None
-    """A figure of evaluations, as eval_loss: a checkpoint is saved whenever it is better than before (a loss that is
-    lower, any other figure that is higher), and the best one is kept beside the newest."""
+    """A figure of evaluations, as eval_loss: a checkpoint is saved whenever it is better (a lower loss, any other
+    figure that is higher), and the best one is kept beside the newest."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training goes on; false waits until it is on the disk."""
     resume: Name = "auto"
-    """auto continues from the newest checkpoint, if there is one; never starts anew; or a checkpoint: its name
-    (step-00000200) in output_dir, or a path."""
+    """auto continues from the newest checkpoint, if any; never starts anew; or a checkpoint, as step-00000200 or a
+    path."""
     resume_changed: Listed[Changeable] = ()
-    """What may differ from the run that is resumed, beside what always may: it goes on at its step with the optimizer's
-    moments, and the next step has the new value. schedule stands for all of its keys."""
+    """What may differ from the run that is resumed, beside what always may. schedule stands for all of its keys."""
     resume_weights_only: bool = False
-    """Start another run from the weights, or adapters, of the checkpoint that resume names, with a new optimizer,
-    schedule and pass over the data; once it has checkpoints of its own, it continues from the newest of these."""
+    """Start another run from the weights, or adapters, of the checkpoint that resume names; once it has checkpoints of
+    its own, it continues from the newest of these."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
@@ -71,13 +70,13 @@ class SaveConfig(Section):
     section: ClassVar[str] = "save"
 
     dtype: Literal["auto", "bfloat16", "float16", "float32", "as_loaded"] = "auto"
-    """Dtype of its weights, except what the family keeps in float32; auto gives each tensor the dtype of the files that
-    it was loaded from, bfloat16 where these are quantised; as_loaded writes quantised files in their own format, what
-    training has not changed byte for byte. Adapters are written as trained."""
+    """Dtype of its weights, except what the family keeps in float32; auto gives each tensor its dtype in the files that
+    it was loaded from, bfloat16 where these are quantised; as_loaded writes quantised files in their own format.
+    Adapters are written as trained."""
     push_to_hub: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+$")
-    """Repository of the Hugging Face hub (owner/name) that the result and its model card are pushed to in the end."""
+    """Repository of the hub (owner/name) that gets the result and its model card."""
     hub_private: bool = True
-    """Whether that repository is made as a private one; one that exists stays as it is."""
+    """Make that repository private; one that exists stays as it is."""
 
 
 class LogConfig(Section):
@@ -86,11 +85,11 @@ class LogConfig(Section):
     section: ClassVar[str] = "log"
 
     every_steps: PositiveInt = 1
-    """Report every this many optimizer steps."""
+    """Report every so many optimizer steps."""
     report_to: Listed[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]] = ("jsonl",)
-    """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on, also when it is not named."""
+    """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on."""
     level: Literal["debug", "info", "warning"] = "info"
-    """What is printed: warnings alone, what rank 0 does as well, or at debug where every rank is when it starts."""
+    """What is printed: warnings alone, what rank 0 does as well, or where every rank is until the first step."""
     project: str | None = Field(default=None, min_length=1)
     """Of wandb and trackio, and MLflow's experiment; null for WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME,
     or expertmesh."""

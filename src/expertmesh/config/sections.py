@@ -32,13 +32,13 @@ class ModelConfig(Section):
     section: ClassVar[str] = "model"
 
     name_or_path: Name
-    """Hugging Face hub id, local directory or URL of object storage (s3://...) of the model, with its tokenizer."""
+    """Hub id, local directory or URL of object storage (s3://...) of the model, with its tokenizer."""
     revision: Plain | None = None
     """Branch, tag or commit on the hub; null takes the default branch."""
     trust_remote_code: bool = False
-    """Whether Python code that the model brings along may run on this machine."""
+    """Whether the model's own Python code may run."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention implementation of transformers; auto takes transformers' own choice for the model."""
+    """Attention implementation of transformers; auto is transformers' own choice."""
 
 
 class PrecisionConfig(Section):
@@ -53,8 +53,7 @@ class PrecisionConfig(Section):
     reduce: Dtype = "float32"
     """Dtype in which gradients are reduced over ranks."""
     frozen: Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"] | None = None
-    """How routed experts and linear layers that LoRA has frozen stay in memory: in 8 or 4 bits; null keeps them in
-    precision.compute."""
+    """Frozen routed experts and linear layers under LoRA stay in 8 or 4 bits; null keeps them in precision.compute."""
 
     @field_validator("params", "compute", "reduce", mode="before")
     @classmethod
@@ -92,9 +91,9 @@ class LoraConfig(Section):
     r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
     """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0, le=MAX_ALPHA)
-    """Adapters are scaled by alpha / r (alpha / sqrt(r) with use_rslora)."""
+    """Adapters are scaled by alpha / r."""
     rank_pattern: Mapped[Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field({}, validate_default=True)
-    """Another r for some modules or parameters: regular expressions of ends of their names, as PEFT reads them."""
+    """Another r for some: regular expressions of ends of their names, as PEFT reads them."""
     alpha_pattern: Mapped[Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field({}, validate_default=True)
     """Another alpha, in the same way."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -147,8 +146,7 @@ class OptimConfig(Section):
     section: ClassVar[str] = "optim"
 
     name: OptimizerName = "adamw"
-    """AdamW, AdamW with moments in 8 bits, Muon (for matrices, each expert's by itself; AdamW for all else), or plain
-    stochastic gradient descent (no momentum)."""
+    """AdamW, AdamW with moments in 8 bits, Muon (for matrices; AdamW for all else), or SGD without momentum."""
     learning_rate: float = Field(default=1e-5, gt=0, le=MAX_FACTOR)
     """Peak learning rate, reached at the end of the warm-up; with lora and objective sft the default is 1e-4."""
     weight_decay: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
@@ -160,8 +158,7 @@ class OptimConfig(Section):
     eps: float = Field(default=1e-8, gt=0, le=1)
     """AdamW's denominator term; not for sgd."""
     stochastic_rounding: bool = False
-    """Round bfloat16 parameters and moments up or down by chance, so that small updates count on average instead of
-    being lost; needs precision.params bfloat16; not for sgd."""
+    """Round by chance, so that small updates count on average; needs precision.params bfloat16; not for sgd."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global 2-norm; null does not clip."""
 
@@ -203,16 +200,16 @@ class ScheduleConfig(Section):
     }
 
     name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
-    """How the learning rate falls after the warm-up: along a cosine or a line to the end, not at all, along a line over
-    the last steps alone (wsd: warm-up, stable, decay), or with the square root of the steps."""
+    """How the learning rate falls after the warm-up: along a cosine, a line, not at all, along a line over the last
+    steps alone (wsd), or with the square root of the steps."""
     warmup_ratio: float = Field(default=0.03, ge=0, le=1)
-    """Share of all optimizer steps over which the learning rate rises linearly from zero."""
+    """Share of all steps over which the learning rate rises linearly from zero."""
     warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     """The same as a number of steps, in place of warmup_ratio."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where cosine, linear and wsd end, as a share of the peak."""
     decay_ratio: float = Field(default=0.1, gt=0, le=1)
-    """Share of all optimizer steps over which wsd falls."""
+    """Share of all steps over which wsd falls."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
@@ -246,18 +243,18 @@ class TrainConfig(Section):
     num_epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
-    """Stop after this many optimizer steps if the epochs have not ended before; null for no such limit."""
+    """Stop after this many optimizer steps if the epochs have not ended before."""
     eval_every_steps: PositiveInt | None = None
-    """Evaluate on data.eval every this many optimizer steps and at the end; null: only at the end."""
+    """Evaluate on data.eval every so many optimizer steps and at the end; null: only at the end."""
     early_stop: EarlyStopConfig | None = None
     """End the run before its last step when an evaluation's figure gets no better; null for never."""
     seed: int = Field(default=42, ge=0, lt=2**63)
     """Seed of everything random: shuffling and dropout."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Recompute blocks in backward instead of keeping their activations: all of a block (full), or all but dispatch,
-    experts, combine and fused attention (selective). auto is full on accelerators and none on a CPU."""
+    """What backward recomputes of a block: all (full), or all but dispatch, experts, combine and fused attention
+    (selective). auto is full on accelerators and none on a CPU."""
     checkpoint_layers: Literal["all"] | Annotated[int, Field(ge=2)] | Listed[Annotated[int, Field(ge=0)]] = "all"
-    """Blocks that activation_checkpointing is for, from 0: all, N for every Nth from the first on, or a list."""
+    """Blocks that are recomputed, from 0: all, N for every Nth from the first on, or a list."""
     compile: bool = False
     """Compile the dense parts of each block (attention, norms, dense MLPs, shared experts) with torch.compile."""
     deterministic: bool = False
@@ -291,9 +288,9 @@ class ParallelConfig(Section):
     section: ClassVar[str] = "parallel"
 
     ep: Ranks | Literal["auto"] = "auto"
-    """Contiguous ranks that together hold all routed experts once; auto takes the number that moves least."""
+    """Neighbouring ranks that together hold all routed experts once; auto takes the number that moves least."""
     ep_across_nodes: bool = False
-    """Whether groups of an ep that is given may have parts of nodes; whole nodes are taken, and auto has no parts."""
+    """Allow an ep whose groups have parts of nodes; auto never takes one."""
     fsdp: Ranks | Literal["auto"] = "auto"
     """Ranks over which parameters are sharded; auto takes all that the other axes leave."""
     replicate: Ranks = 1
@@ -305,11 +302,11 @@ class ParallelConfig(Section):
     pp: Ranks = 1
     """Ranks over which the decoder's blocks are split, one after the other (pipeline parallelism)."""
     pp_schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"] = "auto"
-    """In which order stages run micro-batches forward and backward; auto is 1f1b, interleaved with virtual stages."""
+    """Order of micro-batches; auto is 1f1b, interleaved with virtual stages."""
     pp_virtual_stages: Ranks = 1
-    """Stages that each pp rank holds; more than 1 make interleaved_1f1b, whose ranks wait less."""
+    """Stages of each pp rank; more than 1 make interleaved_1f1b, whose ranks wait less."""
     offload: Literal["none", "experts"] = "none"
-    """What lives in host memory: experts are those of precision.frozen, packed, copied to the device a layer ahead."""
+    """experts: those that precision.frozen packs stay in host memory and are copied to the device a layer ahead."""
 
     @field_validator("pp_schedule", mode="before")
     @classmethod
@@ -358,21 +355,21 @@ class MoeConfig(Section):
     router: Literal["train", "frozen"] = "train"
     """Whether router weights are trained."""
     router_dtype: Literal["float32", "compute"] = "float32"
-    """What routers compute in under a narrower precision.compute, as far as the family's code runs so (printed)."""
+    """What routers compute in under a narrower precision.compute, where the family's code can (printed)."""
     aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
-    """Factor of the load-balancing loss, taken over the whole batch of an optimizer step; from_model takes the model's
-    own (none unless its config has output_router_logits), 0.0 leaves the loss out."""
+    """Factor of the load-balancing loss over the whole batch of a step; from_model takes the model's own (none unless
+    its config has output_router_logits), 0.0 leaves the loss out."""
     z_loss_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """How far routers' correction biases move towards balance after each step (arXiv 2408.15664); 0.0: not at all."""
+    """How far routers' correction biases move towards balance after each step (arXiv 2408.15664)."""
     dispatch: Literal["auto", "all_to_all", "hierarchical", "deepep"] = "auto"
-    """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks; deepep:
-    by the kernels of DeepEP, which has to be installed."""
+    """How tokens reach their experts; hierarchical: once to each node; deepep: by the kernels of DeepEP, if
+    installed."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
-    """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
+    """Grouped matrix products, or expert after expert."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    """What runs around the products: Triton's kernels, on a GPU that a trial has shown to run them, or torch's."""
+    """What runs around the products: Triton's kernels where a trial passes, or torch's."""
 
     @field_validator("dispatch", mode="before")
     @classmethod
