@@ -158,7 +158,6 @@ def test_names_of_no_format_are_refused_with_the_configuration(source: dict[str,
         ({"columns": {"prompt": "questoin", "completion": "answer"}}, "columns names 'questoin', and no row of"),
         ({"columns": {**SOLVED["columns"], "labl": None}}, "columns names 'labl', and no row of"),
         ({"columns": {**SOLVED["columns"], "system": "answer"}}, "columns.system is no column of format prompt_compl"),
-        ({**SOLVED, "roles": {"bot": "user"}}, "roles does nothing with format prompt_completion"),
     ],
 )
 @pytest.mark.parametrize("format_name", ["auto", "prompt_completion"])
@@ -171,15 +170,21 @@ def test_names_without_effect_on_the_rows_are_refused(
         build(path, source={"format": format_name, **source})
 
 
-@pytest.mark.parametrize("name", ["messages", "sharegpt", PREFERENCE])
+def test_roles_of_a_prompt_and_a_completion_that_are_text_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", QUESTIONS)
+    with refused("data.malformed-row", naming="roles does nothing with a prompt and a completion that are text"):
+        build(path, source={**SOLVED, "roles": {"bot": "user"}})
+
+
+@pytest.mark.parametrize("name", ["messages", "sharegpt", "prompt_completion", PREFERENCE])
 def test_named_roles_are_read_by_every_format_that_has_some(name: str) -> None:
     role, text = ("from", "value") if name == "sharegpt" else ("role", "content")
     ask, answer, other = ({role: each, text: each[0]} for each in ("frage", "antwort", "nein"))
-    row = (
-        {"messages": [ask, answer]}
-        if name != PREFERENCE
-        else {"prompt": [ask], "chosen": [answer], "rejected": [other]}
-    )
+    row = {"messages": [ask, answer]}
+    if name == PREFERENCE:
+        row = {"prompt": [ask], "chosen": [answer], "rejected": [other]}
+    elif name == "prompt_completion":
+        row = {"prompt": [ask], "completion": [answer]}
     with pytest.raises(MalformedRow, match=r"unknown role .(frage|antwort)") as caught:
         convert(row, name)
     assert re.search(r"as in roles: {(frage|antwort): assistant} beside the path of its source$", caught.value.mend)

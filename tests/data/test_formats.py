@@ -13,6 +13,7 @@ from expertmesh.data.formats import (
     PromptCompletion,
     convert,
     fitting_formats,
+    unused_columns,
 )
 
 USER = {"role": "user", "content": "q"}
@@ -52,6 +53,20 @@ def test_chat_formats_become_the_same_conversation(name: str) -> None:
 def test_plain_formats_stay_plain() -> None:
     assert convert(ROWS["prompt_completion"], "prompt_completion") == PromptCompletion("q", "a")
     assert convert(ROWS["text"], "text") == PlainText("q a")
+
+
+def test_of_messages_after_messages_the_later_ones_are_targets() -> None:
+    dull = {**ASSISTANT, "weight": 0}
+    row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT, USER, dull], "tools": [TOOL]}
+    read = convert(row, "prompt_completion")
+    assert read == Conversation((*row["prompt"], ASSISTANT, USER, ASSISTANT), frozenset({0, 1, 2, 5}), (TOOL,))
+
+
+def test_messages_and_tools_may_be_written_as_json() -> None:
+    row = {"messages": json.dumps([USER, ASSISTANT]), "tools": [json.dumps(TOOL)], "topic": "t"}
+    assert fitting_formats(row) == ("messages",)
+    assert convert(row, "messages") == Conversation((USER, ASSISTANT), tools=(TOOL,))
+    assert unused_columns(row, "messages") == ["topic"]
 
 
 def test_messages_may_stand_under_conversations() -> None:
@@ -164,11 +179,12 @@ def test_messages_say_whether_they_are_targets_and_rows_what_their_template_gets
         ({"conversations": [{"from": "bing", "value": "x"}]}, "sharegpt", "unknown role 'bing'"),
         ({"instruction": "q", "output": 3}, "alpaca", "'output' is a number"),
         ({"instruction": "q", "output": "a", "history": ["x"]}, "alpaca", "'history' entry 1"),
-        (
-            {"prompt": [USER], "completion": [ASSISTANT]},
-            "prompt_completion",
-            "join them under one key 'messages'",
-        ),
+        ({"prompt": [USER], "completion": "a"}, "prompt_completion", "both must be alike"),
+        ({"prompt": [], "completion": [ASSISTANT]}, "prompt_completion", "'prompt' has no message"),
+        ({"prompt": [ASSISTANT], "completion": [ASSISTANT]}, "prompt_completion", "ends with an assistant message"),
+        ({"prompt": "q", "completion": "a", "tools": [TOOL]}, "prompt_completion", "'tools', which is for chat"),
+        ({"messages": "[{'role': 'user'}]"}, "messages", "not have the keys of format messages"),
+        ({"messages": [USER, ASSISTANT], "tools": ["{"]}, "messages", "tool 1 of 'tools' is a string that is not JSON"),
         ({"text": None}, "text", "'text' is missing or null"),
         ({"text": "\ud800"}, "text", "unpaired surrogate"),
         ({"text": "x"}, "messages", r"not have the keys of format messages \(its keys: text\)"),

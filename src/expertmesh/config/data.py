@@ -17,13 +17,13 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "tools", "functions", "chat_template_kwargs"),
     "sharegpt": ("conversations", "messages", "system", "tools", "functions", "chat_template_kwargs"),
     "alpaca": ("instruction", "input", "output", "system", "history"),
-    "prompt_completion": ("prompt", "completion"),
+    "prompt_completion": ("prompt", "completion", "tools", "functions", "chat_template_kwargs"),
     "text": ("text",),
     "preference": ("prompt", "chosen", "rejected", "tools", "functions", "chat_template_kwargs"),
 }
 """The columns that each format reads."""
-WITHOUT_ROLES = ("alpaca", "prompt_completion", "text")
-"""Formats whose rows say no roles."""
+WITHOUT_ROLES = ("alpaca", "text")
+"""Formats whose rows never say roles."""
 
 
 class DataSource(Section):

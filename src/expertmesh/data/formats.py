@@ -1,13 +1,14 @@
 """The row formats people keep training data in, each turned into one of four record types.
 
-`messages`, `sharegpt` and `alpaca` rows become a `Conversation`, `prompt_completion` rows a
-`PromptCompletion`, `text` rows a `PlainText`, `preference` rows a `Preference`. `build_dataset` asks
+`messages`, `sharegpt` and `alpaca` rows become a `Conversation`, `prompt_completion` rows one too where they hold
+messages, else a `PromptCompletion`, `text` rows a `PlainText`, `preference` rows a `Preference`. `build_dataset` asks
 `fitting_formats` which formats a row could be, picks one per source and converts every row of the source with it.
 Tools and calls are brought to the one form that chat templates read. Whatever cannot be trained on faithfully (images,
 unknown roles, weights between 0 and 1, judgements that no loss here reads) is refused by name, never dropped; columns
 that mean nothing to a format are named by `unused_columns`.
 """
 
+import contextlib
 import itertools
 import json
 import re
@@ -139,7 +140,7 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
         case "alpaca":
             return _parse_alpaca(row)
         case "prompt_completion":
-            return _parse_prompt_completion(row)
+            return _parse_prompt_completion(row, roles)
     return PlainText(_text(row["text"], "'text'"))
 
 
@@ -147,7 +148,7 @@ def unused_columns(row: Mapping[str, Any], format_name: str) -> list[str]:
     """Return the columns that have something in them which `convert` does not read."""
     read = set(COLUMNS[format_name])
     if turns := _turns(row, "from" if format_name == "sharegpt" else "role"):
-        read -= {key for key in _TURNS if row.get(key) is not turns}
+        read -= {key for key in _TURNS if key != turns[0]}
     return [str(key) for key, value in row.items() if key not in read and not _is_empty(value)]
 
 
@@ -193,12 +194,18 @@ def without_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kept, "content": THOUGHT.sub("", kept["content"], count=1)} if kept.get("content") else kept
 
 
-def _turns(row: Mapping[str, Any], marker: str) -> list[Any] | None:
-    """Return the list of turns of a chat row whose first turn has the key `marker`, under either usual name."""
+def _turns(row: Mapping[str, Any], marker: str) -> tuple[str, list[Any]] | None:
+    """Return the column and the turns of a chat row whose first turn has the key `marker`, under either usual name.
+
+    The list may be written as JSON in a string.
+    """
     for key in _TURNS:
         turns = row.get(key)
+        if isinstance(turns, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                turns = json.loads(turns)
         if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and marker in turns[0]:
-            return turns
+            return key, turns
     return None
 
 
@@ -211,7 +218,7 @@ def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def _parse_turns(row: Mapping[str, Any], role_key: str, text_key: str, roles: Mapping[str, str]) -> Conversation:
-    turns = _turns(row, role_key)
+    _, turns = _turns(row, role_key) or ("", [])
     if not turns:
         raise MalformedRow("the conversation has no message")
     before: list[Mapping[str, Any]] = []
@@ -231,6 +238,7 @@ def _for_template(row: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...]
     key = "tools" if row.get("tools") else "functions"
     tools = []
     for number, tool in enumerate(_listed(row.get(key) or [], f"{key!r}"), start=1):
+        tool = _json(tool, f"tool {number} of {key!r}") if isinstance(tool, str) else tool
         if not isinstance(tool, Mapping):
             raise MalformedRow(f"tool {number} of {key!r} is {_kind(tool)}, not an object")
         # What OpenAI called functions came without the wrapper that templates unpack.
@@ -313,13 +321,42 @@ def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
     return Conversation(tuple(messages))
 
 
-def _parse_prompt_completion(row: Mapping[str, Any]) -> PromptCompletion:
-    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-        raise MalformedRow(
-            "'prompt' and 'completion' hold lists of messages; join them under one key 'messages' "
-            "(with data.loss_on: completion only the last assistant turn is a target)"
+def _parse_prompt_completion(
+    row: Mapping[str, Any], roles: Mapping[str, str] | None
+) -> PromptCompletion | Conversation:
+    """Read text that follows text, or messages that follow messages, of which the prompt's are no targets."""
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise MalformedRow(f"'prompt' is {_kind(prompt)} and 'completion' {_kind(completion)}; both must be alike")
+    if isinstance(prompt, list):
+        before, after = (
+            _messages(row[key], f"{key!r} message", "role", "content", _ROLES | {**(roles or {})})
+            for key in ("prompt", "completion")
         )
-    return PromptCompletion(_text(row["prompt"], "'prompt'"), _text(row["completion"], "'completion'"))
+        _refuse_no_question(before)
+        untrained = [_says_no_target(turn, f"'completion' message {n}") for n, turn in enumerate(completion, start=1)]
+        places = {len(before) + place for place, says_no in enumerate(untrained) if says_no}
+        return Conversation((*before, *after), frozenset((*range(len(before)), *places)), *_for_template(row))
+    _refuse_template_columns(row, "its prompt and completion are")
+    if roles:
+        raise MalformedRow(
+            "roles does nothing with a prompt and a completion that are text", mend=f"remove roles {_BESIDE_PATH}"
+        )
+    return PromptCompletion(_text(prompt, "'prompt'"), _text(completion, "'completion'"))
+
+
+def _refuse_no_question(prompt: Messages) -> None:
+    if not prompt:
+        raise MalformedRow("'prompt' has no message")
+    if prompt[-1]["role"] == "assistant":
+        raise MalformedRow("the prompt ends with an assistant message")
+
+
+def _refuse_template_columns(row: Mapping[str, Any], what: str) -> None:
+    """Refuse columns for chat templates in a row whose texts, `what`, go through none."""
+    for key in ("tools", "functions", "chat_template_kwargs"):
+        if row.get(key):
+            raise MalformedRow(f"the row has {key!r}, which is for chat templates, but {what} plain text")
 
 
 def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Preference:
@@ -334,9 +371,7 @@ def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Prefe
             raise MalformedRow(f"'chosen' is {_kind(chosen)} and 'rejected' {_kind(rejected)}; both must be alike")
     if isinstance(chosen, list):
         return Preference(*_parse_conversational_preference(row, roles), *_for_template(row))
-    for key in ("tools", "functions", "chat_template_kwargs"):
-        if row.get(key):
-            raise MalformedRow(f"the row has {key!r}, which is for chat templates, but its responses are plain text")
+    _refuse_template_columns(row, "its responses are")
     chosen, rejected = _text(chosen, "'chosen'"), _text(rejected, "'rejected'")
     if prompt is not None:
         return Preference(_text(prompt, "'prompt'"), chosen, rejected)
@@ -386,8 +421,7 @@ def _parse_conversational_preference(
             )
     if not before:
         raise MalformedRow(f"the prompt has no message, and none comes before both answers {_its_keys(row)}")
-    if before[-1]["role"] == "assistant":
-        raise MalformedRow("the prompt ends with an assistant message")
+    _refuse_no_question(before)
     for key, response in (("chosen", better), ("rejected", worse)):
         if others := [message["role"] for message in response if message["role"] != "assistant"]:
             raise MalformedRow(f"{key!r} has a message of role {others[0]!r} after the prompt, not only answers")
