@@ -19,7 +19,7 @@ OLDEST := tests/config tests/data tests/experts tests/weights tests/checkpoint t
 	--deselect tests/data/test_hostile_templates.py::test_text_is_what_transformers_renders_character_for_character \
 	--deselect tests/data/test_tokenizer.py::test_code_of_a_model_does_not_run_unless_trusted
 
-# What one GPU has to tell, in about five minutes; the same correctness as tests is `pytest -m gpu`.
+# What one GPU has to tell, in about six minutes; the same correctness as tests is `pytest -m gpu`.
 gpu:
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu $(ARGS)
 

@@ -1,6 +1,6 @@
 """What one GPU has to tell: is everything right on CUDA, and how fast is it.
 
-    make gpu                                        # all stages on the first GPU; about five minutes on an H100
+    make gpu                                        # all stages on the first GPU; about six minutes on an H100
     python -m benchmarks.gpu --stages layer,parity  # some of them
     python -m benchmarks.gpu --device cpu           # in miniature: that the stages themselves run
 

@@ -1,6 +1,6 @@
 """The reference experiment: one seed checkpoint, three layouts, the same loss curve as one process.
 
-    python -m benchmarks.layouts [--steps 100] [--document docs/layouts.md]
+    python -m benchmarks.layouts [--steps 100] [--document benchmarks/layouts.md]
 
 Trains a small Qwen3-MoE on real text (the docs of Python's standard library) four times from the same weights on the
 same rows: by plain transformers and PyTorch in one process, and by `expertmesh train` on FSDP 2, on FSDP 2 (EP 2) ×

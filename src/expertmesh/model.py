@@ -83,7 +83,7 @@ def parallelize(
 
     Parameters are replaced, as by `fully_shard`: make the optimizer from `model.parameters()` afterwards. An optimizer
     made before raises `InputError` at its first `zero_grad` or `step`, and so does any other code that reads the
-    gradient of a replaced parameter. Hooks of modules stay; docs/other-loops.md covers averages and hooks of
+    gradient of a replaced parameter. Hooks of modules stay; docs/python.md covers averages and hooks of
     parameters.
 
     Args:
