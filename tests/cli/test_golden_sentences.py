@@ -43,7 +43,7 @@ from tests.config.minimal import MINIMAL
             "parallel: {ep: 4, fsdp: 6}\n",
             [],
             "run.yaml:5: parallel.ep is 4, which does not divide parallel.fsdp (6); set parallel.ep to auto or one of "
-            "1, 2, 3, 6",
+            "1, 2, 3, 6, or parallel.fsdp to auto",
         ),
         ("output_dir: b\n", [], "run.yaml:5: output_dir is given twice (first on line 4); remove one"),
         (

@@ -69,6 +69,17 @@ def test_messages_and_tools_may_be_written_as_json() -> None:
     assert unused_columns(row, "messages") == ["topic"]
 
 
+@pytest.mark.parametrize("key", ["completion", "chosen"])
+def test_a_prompt_and_its_responses_may_be_written_as_json(key: str) -> None:
+    other = {"rejected": [{**ASSISTANT, "content": "b"}]} if key == "chosen" else {}
+    row = {"prompt": [USER], key: [ASSISTANT], **other}
+    written = {name: json.dumps(value) for name, value in row.items()}
+    name = "preference" if other else "prompt_completion"
+    assert convert(written, name) == convert(row, name)
+    text = {"prompt": '[{"city": "Rome"}]', key: "[{", **{name: "b" for name in other}}
+    assert convert(text, name).prompt == '[{"city": "Rome"}]'  # type: ignore[union-attr]
+
+
 def test_messages_may_stand_under_conversations() -> None:
     row = {"conversations": [USER, ASSISTANT]}
     assert fitting_formats(row) == ("messages",)
@@ -183,7 +194,9 @@ def test_messages_say_whether_they_are_targets_and_rows_what_their_template_gets
         ({"prompt": [], "completion": [ASSISTANT]}, "prompt_completion", "'prompt' has no message"),
         ({"prompt": [ASSISTANT], "completion": [ASSISTANT]}, "prompt_completion", "ends with an assistant message"),
         ({"prompt": "q", "completion": "a", "tools": [TOOL]}, "prompt_completion", "'tools', which is for chat"),
-        ({"messages": "[{'role': 'user'}]"}, "messages", "not have the keys of format messages"),
+        ({"messages": "[{'role': 'user'}]"}, "messages", "'messages' is a string, not a list of messages"),
+        ({"messages": [{"content": "x"}]}, "messages", "message 1 of 'messages' has no 'role'"),
+        ({"conversations": [USER]}, "sharegpt", "message 1 of 'conversations' has no 'from'"),
         ({"messages": [USER, ASSISTANT], "tools": ["{"]}, "messages", "tool 1 of 'tools' is a string that is not JSON"),
         ({"text": None}, "text", "'text' is missing or null"),
         ({"text": "\ud800"}, "text", "unpaired surrogate"),

@@ -337,11 +337,12 @@ class ParallelConfig(Section):
         if isinstance(self.ep, int) and isinstance(self.fsdp, int) and not problems:
             ranks = self.fsdp * self.cp * self.tp
             if ranks % self.ep:
-                choices = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+                choices = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+                one_of = f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
                 of = "parallel.fsdp" if ranks == self.fsdp else "parallel.fsdp × cp × tp"
                 problems.append(
                     f"parallel.ep is {self.ep}, which does not divide {of} ({ranks}); "
-                    f"set parallel.ep to auto or one of {choices}"
+                    f"set parallel.ep to auto or {one_of}, or parallel.fsdp to auto"
                 )
         refuse(*problems)
         return self

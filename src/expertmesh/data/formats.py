@@ -38,6 +38,9 @@ _TARGET_KEYS = ("weight", "train", "train_on_turn")
 _JUDGEMENTS = ("label", "score", "rejected")
 _KEYS_NAMED = 30
 _TURNS = ("messages", "conversations")
+# Text, or lists of messages.
+_RESPONSES = ("prompt", "completion", "chosen", "rejected")
+_BEGINS_LIST = re.compile(r"\s*\[\s*\{")
 # What data sets call the columns of a format, the likeliest first.
 _USUAL_NAMES = {
     "prompt": ("prompt", "question", "instruction", "query", "problem", "input", "request"),
@@ -112,6 +115,7 @@ Record = Conversation | PromptCompletion | PlainText | Preference
 
 def fitting_formats(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the formats whose keys `row` has, the most specific first; `auto` takes the first."""
+    row = _with_lists(row)
     return tuple(name for name, fits in _FITS.items() if fits(row))
 
 
@@ -120,9 +124,10 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
 
     `roles` are names of roles beside the usual ones, and what they stand for.
     """
+    row = _with_lists(row)
     _refuse_unsupported_keys(row, "the row", tools="tools" in COLUMNS[format_name])
     if not _FITS[format_name](row):
-        raise MalformedRow(f"the row does not have the keys of format {format_name} {_its_keys(row)}")
+        raise MalformedRow(_misfit(row, format_name))
     if format_name == PREFERENCE:
         return _parse_preference(row, _ROLES | {**(roles or {})})
     for column in _JUDGEMENTS:
@@ -146,9 +151,9 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
 
 def unused_columns(row: Mapping[str, Any], format_name: str) -> list[str]:
     """Return the columns that have something in them which `convert` does not read."""
-    read = set(COLUMNS[format_name])
+    read, row = set(COLUMNS[format_name]), _with_lists(row)
     if turns := _turns(row, "from" if format_name == "sharegpt" else "role"):
-        read -= {key for key in _TURNS if key != turns[0]}
+        read -= {key for key in _TURNS if row.get(key) is not turns}
     return [str(key) for key, value in row.items() if key not in read and not _is_empty(value)]
 
 
@@ -194,18 +199,38 @@ def without_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kept, "content": THOUGHT.sub("", kept["content"], count=1)} if kept.get("content") else kept
 
 
-def _turns(row: Mapping[str, Any], marker: str) -> tuple[str, list[Any]] | None:
-    """Return the column and the turns of a chat row whose first turn has the key `marker`, under either usual name.
+def _with_lists(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the row with its lists of messages as lists; each may be written as JSON in a string."""
+    lists = {}
+    for key in (*_TURNS, *_RESPONSES):
+        value = row.get(key)
+        if isinstance(value, str) and _BEGINS_LIST.match(value):
+            with contextlib.suppress(ValueError, RecursionError):
+                found = json.loads(value)
+                if all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in found):
+                    lists[key] = found
+    return {**row, **lists} if lists else row
 
-    The list may be written as JSON in a string.
-    """
+
+def _misfit(row: Mapping[str, Any], format_name: str) -> str:
+    """Return why a row does not fit a format."""
+    column = next((key for key in _TURNS if not _is_empty(row.get(key))), None)
+    if format_name not in ("messages", "sharegpt") or column is None:
+        return f"the row does not have the keys of format {format_name} {_its_keys(row)}"
+    turns = row[column]
+    if isinstance(turns, list):
+        marker = "from" if format_name == "sharegpt" else "role"
+        is_object = isinstance(turns[0], Mapping)
+        return f"message 1 of {column!r} " + (f"has no {marker!r}" if is_object else f"is {_kind(turns[0])}")
+    return f"{column!r} is {_kind(turns)}, not a list of messages, nor JSON of one"
+
+
+def _turns(row: Mapping[str, Any], marker: str) -> list[Any] | None:
+    """Return the list of turns of a chat row whose first turn has the key `marker`, under either usual name."""
     for key in _TURNS:
         turns = row.get(key)
-        if isinstance(turns, str):
-            with contextlib.suppress(ValueError, RecursionError):
-                turns = json.loads(turns)
         if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and marker in turns[0]:
-            return key, turns
+            return turns
     return None
 
 
@@ -218,7 +243,7 @@ def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def _parse_turns(row: Mapping[str, Any], role_key: str, text_key: str, roles: Mapping[str, str]) -> Conversation:
-    _, turns = _turns(row, role_key) or ("", [])
+    turns = _turns(row, role_key)
     if not turns:
         raise MalformedRow("the conversation has no message")
     before: list[Mapping[str, Any]] = []

@@ -122,9 +122,11 @@ def resolve_layout(
     else:
         fsdp = parallel.fsdp
         if fsdp * product != world_size:
+            fits = f"set parallel.fsdp to auto or {world_size // product}"
+            other = f"start {fsdp * product} ranks, or lower one of these axes"
             raise InputError(
                 f"parallel: fsdp {fsdp} * {named} = {fsdp * product}, but the job has {world_size} ranks; "
-                "leave parallel.fsdp at auto or make the product equal the world size",
+                f"{fits if world_size % product == 0 else other}",
                 key="layout.product-is-world-size",
             )
     schedule = parallel.pp_schedule

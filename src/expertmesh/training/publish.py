@@ -94,6 +94,8 @@ def _card(config: Config) -> Iterator[str]:
     yield "\n## Recipe\n\n| key | value |\n|---|---|"
     values = flat(config.model_dump(mode="json"))
     for key, value in values.items():
+        if key == "moe.router" and adapter:
+            continue  # routers that have no adapters are frozen, whatever it says
         if value is not None and any(key == name or key.startswith(f"{name}.") for name in _RECIPE):
             yield f"| `{key}` | {_name(value) if isinstance(value, str) else json.dumps(value)} |"
 

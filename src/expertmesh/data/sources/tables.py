@@ -152,11 +152,10 @@ def _of_cells(source: SourceFile, number: int, header: list[str], cells: list[st
         return RawRow(source, number, None, f"the row has {len(cells)} cells, and the header {len(header)}")
     value: dict[str, Any] = {}
     for name, cell in renamed(dict(zip(header, cells, strict=True)), columns).items():
-        nested = name in _NESTED or (name in ("prompt", "chosen", "rejected") and cell.lstrip().startswith("[{"))
         if not cell and name in _NESTED:
             continue
         try:
-            value[name] = json.loads(cell) if nested else cell
+            value[name] = json.loads(cell) if name in _NESTED else cell
         except (ValueError, RecursionError) as error:
             return RawRow(source, number, None, f"the cell of column {name!r} is not JSON ({error})")
     return RawRow(source, number, value)
