@@ -195,6 +195,12 @@ def test_messages_say_whether_they_are_targets_and_rows_what_their_template_gets
         ({"prompt": [ASSISTANT], "completion": [ASSISTANT]}, "prompt_completion", "ends with an assistant message"),
         ({"prompt": "q", "completion": "a", "tools": [TOOL]}, "prompt_completion", "'tools', which is for chat"),
         ({"messages": "[{'role': 'user'}]"}, "messages", "'messages' is a string, not a list of messages"),
+        ({"messages": json.dumps([USER, {"content": "x"}])}, "messages", "message 2 has the unknown role None"),
+        (
+            {"prompt": '[{"role": "user"', "completion": "a"},
+            "prompt_completion",
+            "'prompt' is a string that is not JSON",
+        ),
         ({"messages": [{"content": "x"}]}, "messages", "message 1 of 'messages' has no 'role'"),
         ({"conversations": [USER]}, "sharegpt", "message 1 of 'conversations' has no 'from'"),
         ({"messages": [USER, ASSISTANT], "tools": ["{"]}, "messages", "tool 1 of 'tools' is a string that is not JSON"),

@@ -41,6 +41,7 @@ _TURNS = ("messages", "conversations")
 # Text, or lists of messages.
 _RESPONSES = ("prompt", "completion", "chosen", "rejected")
 _BEGINS_LIST = re.compile(r"\s*\[\s*\{")
+_BEGINS_MESSAGES = re.compile(_BEGINS_LIST.pattern + r'\s*"(role|from)"\s*:')
 # What data sets call the columns of a format, the likeliest first.
 _USUAL_NAMES = {
     "prompt": ("prompt", "question", "instruction", "query", "problem", "input", "request"),
@@ -124,12 +125,15 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
 
     `roles` are names of roles beside the usual ones, and what they stand for.
     """
-    row = _with_lists(row)
+    row, roles = _with_lists(row), roles or {}
+    for column in COLUMNS[format_name]:
+        if isinstance(row.get(column), str) and _BEGINS_MESSAGES.match(row[column]):
+            _json(row[column], f"{column!r}")  # raises: what is JSON is a list by now
     _refuse_unsupported_keys(row, "the row", tools="tools" in COLUMNS[format_name])
     if not _FITS[format_name](row):
         raise MalformedRow(_misfit(row, format_name))
     if format_name == PREFERENCE:
-        return _parse_preference(row, _ROLES | {**(roles or {})})
+        return _parse_preference(row, {**_ROLES, **roles})
     for column in _JUDGEMENTS:
         if not _is_empty(row.get(column)):
             said = _kind(row[column]) if isinstance(row[column], list | Mapping) else show(row[column])
@@ -139,9 +143,9 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
             )
     match format_name:
         case "messages":
-            return _parse_turns(row, "role", "content", _ROLES | {**(roles or {})})
+            return _parse_turns(row, "role", "content", {**_ROLES, **roles})
         case "sharegpt":
-            return _parse_turns(row, "from", "value", _SHAREGPT_ROLES | {**(roles or {})})
+            return _parse_turns(row, "from", "value", {**_SHAREGPT_ROLES, **roles})
         case "alpaca":
             return _parse_alpaca(row)
         case "prompt_completion":
@@ -207,7 +211,7 @@ def _with_lists(row: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(value, str) and _BEGINS_LIST.match(value):
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(value)
-                if all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in found):
+                if "role" in found[0] or "from" in found[0]:
                     lists[key] = found
     return {**row, **lists} if lists else row
 
@@ -250,9 +254,13 @@ def _parse_turns(row: Mapping[str, Any], role_key: str, text_key: str, roles: Ma
     if row.get("system") and role_key == "from":
         before.append({"role": "system", "content": _text(row["system"], "'system'")})
     messages = _messages(turns, "message", role_key, text_key, roles)
-    untrained = [_says_no_target(turn, f"message {number}") for number, turn in enumerate(turns, start=1)]
-    places = frozenset(len(before) + place for place, says_no in enumerate(untrained) if says_no)
-    return Conversation((*before, *messages), places, *_for_template(row))
+    return Conversation((*before, *messages), _untrained(turns, "message", len(before)), *_for_template(row))
+
+
+def _untrained(turns: Sequence[Any], what: str, before: int) -> frozenset[int]:
+    """Return the positions of turns that say they are no targets; `before` messages come first. Errors say `what`."""
+    says_no = (_says_no_target(turn, f"{what} {number}") for number, turn in enumerate(turns, start=1))
+    return frozenset(before + place for place, each in enumerate(says_no) if each)
 
 
 def _for_template(row: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any]]:
@@ -346,22 +354,19 @@ def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
     return Conversation(tuple(messages))
 
 
-def _parse_prompt_completion(
-    row: Mapping[str, Any], roles: Mapping[str, str] | None
-) -> PromptCompletion | Conversation:
+def _parse_prompt_completion(row: Mapping[str, Any], roles: Mapping[str, str]) -> PromptCompletion | Conversation:
     """Read text that follows text, or messages that follow messages, of which the prompt's are no targets."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) != isinstance(completion, list):
         raise MalformedRow(f"'prompt' is {_kind(prompt)} and 'completion' {_kind(completion)}; both must be alike")
     if isinstance(prompt, list):
         before, after = (
-            _messages(row[key], f"{key!r} message", "role", "content", _ROLES | {**(roles or {})})
+            _messages(row[key], f"{key!r} message", "role", "content", {**_ROLES, **roles})
             for key in ("prompt", "completion")
         )
         _refuse_no_question(before)
-        untrained = [_says_no_target(turn, f"'completion' message {n}") for n, turn in enumerate(completion, start=1)]
-        places = {len(before) + place for place, says_no in enumerate(untrained) if says_no}
-        return Conversation((*before, *after), frozenset((*range(len(before)), *places)), *_for_template(row))
+        untrained = _untrained(completion, "'completion' message", len(before)).union(range(len(before)))
+        return Conversation((*before, *after), untrained, *_for_template(row))
     _refuse_template_columns(row, "its prompt and completion are")
     if roles:
         raise MalformedRow(
