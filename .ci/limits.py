@@ -2,7 +2,7 @@
 
 Prints every place that is over one, and exits with 1. Private names of torch, transformers and datasets are used in
 compat.py alone, `unittest.mock` nowhere. The docstring of a function begins with one of `VERBS`, that of a property may
-be a noun phrase. Docstrings and comments name files that exist.
+be a noun phrase, that of a field is one. Docstrings and comments name files that exist.
 
 Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
 the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
@@ -10,6 +10,7 @@ size on its own.
 """
 
 import ast
+import itertools
 import re
 import sys
 import tokenize
@@ -33,7 +34,7 @@ VERBS = """
     Run Sample Save Say Scale Send Set Shard Shift Show Sort Split Start Store Sum Summarise Switch Sync Take Thin
     Tokenize Train Try Turn Update Upload Validate Verify View Wait Warn Widen Wrap Write Yield Zero
 """
-NO_FIRST_WORDS = {"As", "How", "Of", "That", "Those", "What", "Where", "Whether", "Which", "Who"}
+NO_FIRST_WORDS = {"As", "How", "Of", "That", "Those", "What", "When", "Where", "Whether", "Which", "Who", "Why"}
 # `os._exit` and `sys._current_frames` are documented.
 STANDARD = ("os", "sys", "self", "cls")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -52,6 +53,7 @@ def over() -> Iterator[str]:
         tree = trees[path]
         yield from _mocks(path, tree)
         yield from _named_files(path, files)
+        yield from _first_words_of_fields(path, tree)
         if path != COMPAT:
             yield from _private_names(path, tree, own)
         for node in ast.walk(tree):
@@ -135,6 +137,17 @@ def _first_word(path: Path, node: Function) -> Iterator[str]:
         begins_well = not word or word.capitalize() in VERBS.split()
     if not begins_well:
         yield f"{path}:{node.lineno}: the docstring of {node.name} begins with {word}; begin with one of VERBS"
+
+
+def _first_words_of_fields(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Say where a docstring under a field begins with a question, not with a noun phrase or "True if"."""
+    for node in ast.walk(tree):
+        body = node.body if isinstance(node, ast.Module | ast.ClassDef) else []
+        for field, prose in itertools.pairwise(body):
+            if isinstance(field, ast.Assign | ast.AnnAssign) and isinstance(prose, ast.Expr):
+                word = str(getattr(prose.value, "value", "")).partition(" ")[0]
+                if word in NO_FIRST_WORDS:
+                    yield f"{path}:{prose.lineno}: the docstring of a field begins with {word}; begin with a noun"
 
 
 def _length(path: Path, node: Function) -> Iterator[str]:

@@ -38,7 +38,7 @@ class ExpertModuleSpec:
     between: nn.Module
     """Maps pre-activations to activations by the module's own code."""
     silu_gated: bool
-    """Whether that is `silu(gate) * up`."""
+    """True if that is `silu(gate) * up`."""
 
 
 def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:

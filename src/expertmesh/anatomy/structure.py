@@ -37,11 +37,11 @@ class ExpertsSpec:
     hidden_size: int
     intermediate_size: int
     gated: bool
-    """Whether gate and up are fused in `up`."""
+    """True if gate and up are fused in `up`."""
     transposed: bool
-    """Whether parameters are `[E, in, out]`."""
+    """True if parameters are `[E, in, out]`."""
     biased: bool
-    """Whether there are biases `[E, 2I]` and `[E, H]`."""
+    """True if there are biases `[E, 2I]` and `[E, H]`."""
     up: str
     """Name of the parameter that maps hidden to intermediate: `[E, 2I, H]` when gated, transposed `[E, H, 2I]`."""
     down: str
@@ -49,7 +49,7 @@ class ExpertsSpec:
     top_k: int | None
     """None if the model does not give it."""
     post_norm: bool = False
-    """Whether each expert's output passes the module's `post_expert_norm` before the routing weight; one norm for all
+    """True if each expert's output passes the module's `post_expert_norm` before the routing weight; one norm for all
     experts."""
     flat_gate: str | None = None
     """The gate's name, if gate, up and down are apart and each is flattened to `[E * I, H]`."""
@@ -57,9 +57,9 @@ class ExpertsSpec:
     """Name of the module that gives a "sorted" call the order of pairs by expert, the token and the weight of each pair
     in it, and a list of their counts."""
     call: Literal["interface", "pairs", "dense", "sorted"] = "interface"
-    """What the block passes. "interface": through transformers' own. "pairs": the same arguments without it. "dense":
-    one row per (expert, token), weighted already, zero where the token did not choose the expert. "sorted": the module
-    is the full mixture, called with hidden states; `up` and `down` are modules with one parameter each."""
+    """Call of the experts by their block. "interface": by transformers' own. "pairs": the same arguments without it.
+    "dense": one row per (expert, token), weighted already, zero where the token did not choose the expert. "sorted":
+    the module is the full mixture, called with hidden states; `up` and `down` are modules with one parameter each."""
 
     @property
     def parameters(self) -> tuple[str, ...]:

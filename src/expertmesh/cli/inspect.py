@@ -104,7 +104,7 @@ class Facts:
     experts: ExpertsSpec
     """The first experts module of the model."""
     router: str
-    """How tokens choose experts, in words."""
+    """The rule by which tokens choose experts, in words."""
     shared_experts: int
     total: int
     expert: int

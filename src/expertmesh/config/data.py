@@ -37,11 +37,11 @@ class DataSource(Section):
     """Names of the format's columns in the rows, as {prompt: question, completion: answer}; null leaves a column out,
     as {label: null}."""
     roles: Mapped[Role] = Field({}, validate_default=True)
-    """What the rows' roles stand for, as {bot: assistant}; usual names are known."""
+    """Standard role of each role name in the rows, as {bot: assistant}; usual names are known."""
     weight: float | None = Field(default=None, ge=1e-9, le=1e9)
     """Share of the rows of training, relative to the other sources' weights; all sources have one, or none."""
     repeat: int = Field(default=1, ge=1, le=10_000)
-    """How often an epoch has each row."""
+    """Times that an epoch has each row."""
     max_rows: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Only the first so many rows; null for all."""
     name: str | None = Field(default=None, max_length=64, pattern=r"^[A-Za-z0-9][\w.-]*$")
@@ -97,7 +97,7 @@ class DataConfig(Section):
     chat_template: Plain | None = None
     """File of a chat template (Jinja) that takes the place of the tokenizer's, and is saved with the model."""
     template_args: Mapped[Any] = Field(default_factory=dict, validate_default=True)
-    """What the chat template gets beside messages and tools, as enable_thinking: false."""
+    """Arguments of the chat template beside messages and tools, as enable_thinking: false."""
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
     """Thinking in answers: what the template makes of it (auto), none, the last answer's, or every answer's, for which
     a row becomes several samples where the template keeps the last one only."""

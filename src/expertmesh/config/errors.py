@@ -22,7 +22,7 @@ class ExpertmeshError(Exception):
     exit_code: ClassVar[int] = 1
     key: str = "error"
     on_all_ranks: bool = False
-    """Whether every rank of the job raises it, so that one can tell it for all."""
+    """True if every rank of the job raises it, so that one can tell it for all."""
 
     def __init__(self, message: str = "", *, key: str | None = None) -> None:
         super().__init__(message)

@@ -19,7 +19,7 @@ class ObjectiveConfig(Section):
     """Cross-entropy of target tokens (sft), or the preference loss of pairs of responses (dpo, arXiv 2305.18290), whose
     data have the format preference; batch sizes then count pairs."""
     beta: float = Field(default=0.1, gt=0, le=MAX_FACTOR)
-    """What dpo multiplies differences of log-probabilities by: the larger, the closer the model stays to the reference,
+    """Factor of dpo's differences of log-probabilities: the larger, the closer the model stays to the reference,
     which is the model before its first step; not for sft."""
 
     @model_validator(mode="after")

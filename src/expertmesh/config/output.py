@@ -49,7 +49,8 @@ class CheckpointConfig(Section):
     """auto continues from the newest checkpoint, if any; never starts anew; or a checkpoint, as step-00000200 or a
     path."""
     resume_changed: Listed[Changeable] = ()
-    """What may differ from the run that is resumed, beside what always may. schedule stands for all of its keys."""
+    """Keys that may differ from the run that is resumed, beside what always may. schedule stands for all of its
+    keys."""
     resume_weights_only: bool = False
     """Start another run from the weights, or adapters, of the checkpoint that resume names; once it has checkpoints of
     its own, it continues from the newest of these."""
@@ -87,14 +88,14 @@ class LogConfig(Section):
     every_steps: PositiveInt = 1
     """Report every so many optimizer steps."""
     report_to: Listed[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]] = ("jsonl",)
-    """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on."""
+    """Destinations of metrics; jsonl (output_dir/metrics.jsonl) is always on."""
     level: Literal["debug", "info", "warning"] = "info"
-    """What is printed: warnings alone, what rank 0 does as well, or where every rank is until the first step."""
+    """Verbosity: warnings alone, what rank 0 does as well, or where every rank is until the first step."""
     project: str | None = Field(default=None, min_length=1)
-    """Of wandb and trackio, and MLflow's experiment; null for WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME,
-    or expertmesh."""
+    """Project of wandb and trackio, and MLflow's experiment; null for WANDB_PROJECT, TRACKIO_PROJECT or
+    MLFLOW_EXPERIMENT_NAME, or expertmesh."""
     run_name: str | None = Field(default=None, min_length=1)
-    """What trackers call the run; null for the last part of output_dir."""
+    """Name of the run in trackers; null for the last part of output_dir."""
 
     @field_validator("report_to", mode="after")
     @classmethod

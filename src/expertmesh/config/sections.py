@@ -36,7 +36,7 @@ class ModelConfig(Section):
     revision: Plain | None = None
     """Branch, tag or commit on the hub; null takes the default branch."""
     trust_remote_code: bool = False
-    """Whether the model's own Python code may run."""
+    """Let the model's own Python code run."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
     """Attention implementation of transformers; auto is transformers' own choice."""
 
@@ -99,14 +99,14 @@ class LoraConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the input of every adapter, in training only."""
     targets: Listed[Name] = Field(default=("attention", "experts"), min_length=1)
-    """What gets adapters: attention, experts, shared_experts, dense_mlp, router, lm_head, all-linear (every linear
-    layer but lm_head; no routed experts), or names of modules or parameters, with * for any text."""
+    """Modules that get adapters: attention, experts, shared_experts, dense_mlp, router, lm_head, all-linear (every
+    linear layer but lm_head; no routed experts), or names of modules or parameters, with * for any text."""
     exclude: Listed[str] = ()
-    """What of the targets gets none, by the same words."""
+    """Modules among the targets that get none, by the same words."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) (arXiv 2312.03732)."""
     init: Literal["default", "gaussian"] = "default"
-    """How A starts, as PEFT does it: uniform (Kaiming), or normal with deviation 1 / r. B starts at zero."""
+    """Initialisation of A, as PEFT does it: uniform (Kaiming), or normal with deviation 1 / r. B starts at zero."""
     from_adapter: Plain | None = None
     """Directory of a PEFT adapter to continue from; it then says r, alpha, patterns, targets, use_rslora and init."""
 
@@ -200,14 +200,14 @@ class ScheduleConfig(Section):
     }
 
     name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
-    """How the learning rate falls after the warm-up: along a cosine, a line, not at all, along a line over the last
+    """Course of the learning rate after the warm-up: along a cosine, a line, not at all, along a line over the last
     steps alone (wsd), or with the square root of the steps."""
     warmup_ratio: float = Field(default=0.03, ge=0, le=1)
     """Share of all steps over which the learning rate rises linearly from zero."""
     warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     """The same as a number of steps, in place of warmup_ratio."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where cosine, linear and wsd end, as a share of the peak."""
+    """Final rate of cosine, linear and wsd, as a share of the peak."""
     decay_ratio: float = Field(default=0.1, gt=0, le=1)
     """Share of all steps over which wsd falls."""
 
@@ -251,7 +251,7 @@ class TrainConfig(Section):
     seed: int = Field(default=42, ge=0, lt=2**63)
     """Seed of everything random: shuffling and dropout."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """What backward recomputes of a block: all (full), or all but dispatch, experts, combine and fused attention
+    """Part of a block that backward recomputes: all (full), or all but dispatch, experts, combine and fused attention
     (selective). auto is full on accelerators and none on a CPU."""
     checkpoint_layers: Literal["all"] | Annotated[int, Field(ge=2)] | Listed[Annotated[int, Field(ge=0)]] = "all"
     """Blocks that are recomputed, from 0: all, N for every Nth from the first on, or a list."""
@@ -354,23 +354,23 @@ class MoeConfig(Section):
     section: ClassVar[str] = "moe"
 
     router: Literal["train", "frozen"] = "train"
-    """Whether router weights are trained."""
+    """Train router weights, or freeze them."""
     router_dtype: Literal["float32", "compute"] = "float32"
-    """What routers compute in under a narrower precision.compute, where the family's code can (printed)."""
+    """Dtype that routers compute in under a narrower precision.compute, where the family's code can (printed)."""
     aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
     """Factor of the load-balancing loss over the whole batch of a step; from_model takes the model's own (none unless
     its config has output_router_logits), 0.0 leaves the loss out."""
     z_loss_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """How far routers' correction biases move towards balance after each step (arXiv 2408.15664)."""
+    """Step of routers' correction biases towards balance after each optimizer step (arXiv 2408.15664)."""
     dispatch: Literal["auto", "all_to_all", "hierarchical", "deepep"] = "auto"
-    """How tokens reach their experts; hierarchical: once to each node; deepep: by the kernels of DeepEP, if
+    """Transport of tokens to their experts; hierarchical: once to each node; deepep: by the kernels of DeepEP, if
     installed."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """Grouped matrix products, or expert after expert."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    """What runs around the products: Triton's kernels where a trial passes, or torch's."""
+    """Kernels around the products: Triton's where a trial passes, or torch's."""
 
     @field_validator("dispatch", mode="before")
     @classmethod

@@ -15,7 +15,7 @@ import yaml
 from expertmesh.config.errors import InputError
 
 Path = tuple[str | int, ...]
-"""Where a value stands in a document: keys and list positions from the root."""
+"""Place of a value in a document: keys and list positions from the root."""
 
 
 def dotted(path: Path) -> str:

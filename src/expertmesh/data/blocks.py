@@ -39,7 +39,7 @@ class BlockFacts:
     place: Place
     file: SourceFile
     samples: int
-    """How many it has."""
+    """Number of its samples."""
     report: DataReport
 
 

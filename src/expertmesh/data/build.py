@@ -38,9 +38,9 @@ class Recipe:
     model_vocab_size: int
     """Rows of the model's embedding."""
     pairs: bool = False
-    """Whether rows are preferences; each gives two samples, the chosen one first."""
+    """True if rows are preferences; each gives two samples, the chosen one first."""
     date: datetime.date | None = None
-    """What a chat template that asks for today's date writes; None takes today's."""
+    """The date that a chat template writes as today's; None takes today's."""
 
     @classmethod
     def of(

@@ -76,9 +76,9 @@ class Conversation:
     untrained: frozenset[int] = frozenset()
     """Positions of messages that are no targets though their role is."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """What the row gives its chat template as tools."""
+    """Tools for the chat template."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    """What the row gives its chat template as further arguments."""
+    """Further arguments of the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class Preference:
     rejected: str | Messages
     """The worse response."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """What the row gives its chat template as tools."""
+    """Tools for the chat template."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    """What the row gives its chat template as further arguments."""
+    """Further arguments of the chat template."""
 
 
 Record = Conversation | PromptCompletion | PlainText | Preference

@@ -45,7 +45,7 @@ class Step:
     progress: float = 0.0
     """Passes over the data that are done after this step."""
     position: "StreamPosition | None" = None
-    """Where a stream continues."""
+    """Position at which a stream continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class BatchLayout:
     data_rank: int
     data_ranks: int
     packing: bool
-    """Whether a row is several samples that together have at most `max_length` tokens; else it is one sample."""
+    """True if a row is several samples that together have at most `max_length` tokens; else it is one sample."""
     pad_token_id: int
     max_length: int
     """Tokens of a row."""

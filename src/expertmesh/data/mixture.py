@@ -26,7 +26,7 @@ class Mixture:
     rows: tuple[int, ...]
     """Rows of each source."""
     repeats: tuple[int, ...]
-    """How often an epoch has each source's rows; without weights."""
+    """Times that an epoch has each source's rows; without weights."""
     shares: tuple[int, ...] | None = None
     """Rows that an epoch draws from each source; None without weights."""
 

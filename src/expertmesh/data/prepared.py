@@ -150,7 +150,7 @@ class _Written(BaseModel):
     """The notes of one process about its share of the rows."""
 
     stamps: list[str]
-    """Those of the locations, from before they were read."""
+    """Stamps of the locations, from before they were read."""
     sources: list[SourceReport]
     blocks: list[BlockFacts]
 

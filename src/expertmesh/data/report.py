@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 POSITIONS_KEPT = 20
-"""How many positions of each kind of rejected row are named, and how many columns; the counts are always complete."""
+"""Number of positions of each kind of rejected row are named, and how many columns; the counts are always complete."""
 
 LENGTH_BINS = 8
 
@@ -32,7 +32,7 @@ class SourceReport:
     path: str
     format: str
     detected: bool
-    """Whether the format was found by the first rows, not configured."""
+    """True if the format was found by the first rows, not configured."""
     also_fits: tuple[str, ...]
     """Other formats that the first rows have the keys of."""
     files: int = 0
@@ -42,7 +42,7 @@ class SourceReport:
     unused: list[str] = field(default_factory=list)
     """Columns with values that the format does not read, the first POSITIONS_KEPT."""
     repeat: int = 1
-    """How often an epoch has each of its rows."""
+    """Times that an epoch has each of its rows."""
     epoch_rows: int | None = None
     """Rows that an epoch draws from it; None without weights."""
 
@@ -96,7 +96,7 @@ class DataReport:
     """Rows without a target token."""
     no_target_at: list[str] = field(default_factory=list)
     no_target_after_cut: int = 0
-    """Those among `no_target` whose targets were all cut off."""
+    """Rows among `no_target` whose targets were all cut off."""
     odd: Counter[str] = field(default_factory=Counter)
     """Rows by their kind in ODD_ROWS, used or not."""
     odd_at: dict[str, list[str]] = field(default_factory=dict)

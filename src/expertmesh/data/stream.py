@@ -59,9 +59,9 @@ class StreamPosition:
     window: _Count
     """Number of the window."""
     row: _Count
-    """How many of its rows are trained on."""
+    """Number of its rows that are trained on."""
     cursors: list[Cursor]
-    """Where the window began: one cursor, or one for each source with a weight."""
+    """Start of the window: one cursor, or one for each source with a weight."""
     crc32: _Count
     """crc32 of the window's tokens."""
 
@@ -86,7 +86,7 @@ class Window:
 
     number: int
     cursors: list[Cursor]
-    """Where it began."""
+    """Its start."""
     dataset: TokenizedDataset
     samples: list[Tokens]
     """The samples in the order that they are trained in."""

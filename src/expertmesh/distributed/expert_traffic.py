@@ -40,9 +40,9 @@ class TopKRouter:
     """A router's choice: K experts a token."""
 
     experts: int
-    """How many there are."""
+    """Number of experts."""
     top_k: int
-    """How many a token takes."""
+    """Experts that a token takes."""
     groups: int = 1
     """Groups of neighbouring experts."""
     top_groups: int = 1
@@ -92,7 +92,7 @@ class ExpertTraffic:
     trips: int = 4
     """All-to-alls of rows: dispatch and combine, forward and backward; one more if full blocks are recomputed."""
     can_have: Callable[["Layout"], bool] = lambda layout: True
-    """Whether the experts can be sharded so."""
+    """True if the experts can be sharded so."""
 
     def gathered(self, layout: "Layout") -> float:
         """Return the bytes of experts that a rank receives and sends over efsdp."""

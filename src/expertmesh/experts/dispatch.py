@@ -66,7 +66,7 @@ class LocalDispatcher:
 
     num_experts: int
     triton: bool = False
-    """Whether Triton's kernels sort the pairs."""
+    """True if Triton's kernels sort the pairs."""
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         tokens, top_k = index_TK.shape
@@ -104,7 +104,7 @@ class Route:
     block_start_P: torch.Tensor
     """The first row of the block that the received pair belongs to."""
     expert_end_L: torch.Tensor
-    """Where each local expert's pairs end."""
+    """End of each local expert's pairs."""
     splits: Splits
 
 
@@ -116,7 +116,7 @@ class AllToAllDispatcher:
     group: dist.ProcessGroup
     """The EP group."""
     triton: bool = False
-    """Whether Triton's kernels sort the routes and sum the rows."""
+    """True if Triton's kernels sort the routes and sum the rows."""
 
     def dispatch(
         self,

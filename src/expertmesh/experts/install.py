@@ -40,7 +40,7 @@ class Kernels:
     gates: Mapping[str, Gate] = field(default_factory=dict)
     """Gates that Triton's kernels compute, by experts module; torch computes other activations."""
     said: str = "torch"
-    """What the plan prints."""
+    """Text of the plan."""
 
 
 def install(

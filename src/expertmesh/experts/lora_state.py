@@ -42,7 +42,7 @@ class AdapterState:
     number_T: torch.Tensor | None = None
     """Numbers of the tokens of the current micro-batch, int64: unique in a run, equal in every layout."""
     is_off: bool = False
-    """Whether the base computes alone."""
+    """True if the base computes alone."""
 
     def dropout_of(self, module: str, tokens: int) -> Dropout | None:
         """Return the dropout of one adapted module's input of `tokens` rows, or None if there is none."""

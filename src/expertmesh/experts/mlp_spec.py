@@ -23,7 +23,7 @@ class Gate:
     """A gated activation in closed form: `gate * sigmoid(alpha * gate) * (up + offset)`."""
 
     interleaved: bool = False
-    """Whether columns of gate and up alternate; else they are `[gate; up]`."""
+    """True if columns of gate and up alternate; else they are `[gate; up]`."""
     alpha: float = 1.0
     limit: float | None = None
     """The most of gate, and of up's absolute value."""
@@ -47,13 +47,13 @@ class ExpertMlpSpec:
     activation: Callable[[torch.Tensor], torch.Tensor]
     """Maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code."""
     silu_gated: bool
-    """Whether it is `silu(gate) * up` with gate and up concatenated."""
+    """True if it is `silu(gate) * up` with gate and up concatenated."""
     transposed: bool
-    """Whether weights are `[L, in, out]`."""
+    """True if weights are `[L, in, out]`."""
     per_expert: bool
-    """Whether one expert is multiplied after the other."""
+    """True if one expert is multiplied after the other."""
     triton: bool = False
-    """Whether sums, and activations that are a `gate`, run Triton's kernels."""
+    """True if sums, and activations that are a `gate`, run Triton's kernels."""
     gate: Gate | None = None
     """The activation in closed form, if it has one."""
 

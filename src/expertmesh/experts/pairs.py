@@ -22,7 +22,7 @@ class Segments:
     item_P: torch.Tensor
     """Item numbers ordered by row, int64."""
     start_R1: torch.Tensor
-    """Where each row's items start in `item_P`, then P; int64."""
+    """Start of each row's items in `item_P`, then P; int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class LocalPairs:
     row_P: torch.Tensor
     """The row of each pair, int64."""
     expert_end_L: torch.Tensor
-    """Where each expert's pairs end, int32 (grouped_mm's offsets)."""
+    """End of each expert's pairs, int32 (grouped_mm's offsets)."""
     by_row: Segments
     """The same pairs grouped by row."""
 

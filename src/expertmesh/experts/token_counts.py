@@ -44,7 +44,7 @@ class PackedSamples:
 
 
 packed_samples: ContextVar[PackedSamples | None] = ContextVar("expertmesh_packed_samples", default=None)
-"""Those of the packed rows that run now."""
+"""Samples of the packed rows that run now."""
 _real_T: ContextVar[torch.Tensor | None] = ContextVar("expertmesh_real_tokens", default=None)
 
 

@@ -30,7 +30,7 @@ class ConvertReport:
 
     source: Path
     method: str | None
-    """How the source is quantised; None if it is not."""
+    """Quantisation of the source; None if it is not."""
     source_bytes: int
     """Bytes of its tensors."""
     saved: SaveReport

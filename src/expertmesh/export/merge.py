@@ -36,7 +36,7 @@ class MergeReport:
     base: Path
     """Directory of the base."""
     base_checked: bool
-    """Whether the adapter names a hash of its base's weights, which these have."""
+    """True if the adapter names a hash of its base's weights, which these have."""
     frozen: str | None
     """The format that the experts were quantised to for training, and are merged in; None without."""
     saved: SaveReport

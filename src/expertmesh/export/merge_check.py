@@ -41,9 +41,9 @@ class Compared:
     """The comparison of merged weights with their files."""
 
     matrices: int
-    """How many were compared."""
+    """Number of matrices compared."""
     experts: int
-    """How many of them are one expert's."""
+    """Number of them that are one expert's."""
     worst: float
     """The largest difference, as a share of what rounding allows."""
     left: float | None = None

@@ -46,7 +46,8 @@ class Decoder:
     unused: frozenset[str] = frozenset()
     """Names of the parameters in `before` that text never uses, of modules that contain the blocks."""
     items: int = 0
-    """How many values a block returns, the hidden state first; 0 if it returns the hidden state without a tuple."""
+    """Number of values that a block returns, the hidden state first; 0 if it returns the hidden state without a
+    tuple."""
     joined: Mapping[int, str] = field(default_factory=dict)
     """The blocks that must be on the stage of the block before them, by number, and the reason."""
 

@@ -48,7 +48,7 @@ class RankSnapshot:
     stack: tuple[str, ...]
     """Lines of its Python stack, innermost call first."""
     still_running: bool
-    """Whether it ran on after the others had had time to fail as well."""
+    """True if it ran on after the others had had time to fail as well."""
 
     @property
     def without_heartbeat(self) -> bool:

@@ -44,9 +44,9 @@ class RunOptions:
     max_seconds: float | None = None
     """Seconds from the start of the command, over all restarts; None is no limit."""
     max_restarts: int = 0
-    """How often all local ranks are started again after one died or hung."""
+    """Times that all local ranks are started again after one died or hung."""
     audit: Literal["sampled", "full"] = "sampled"
-    """Whether samples or all of the loaded weights are compared with their files."""
+    """True if samples or all of the loaded weights are compared with their files."""
     profile: tuple[int, int] | None = None
     """The field of `Control`."""
     arguments: str = ""

@@ -36,7 +36,7 @@ class RankFailure:
     traceback: str
     """Empty for an `ExpertmeshError`, whose message says everything."""
     time_ns: int
-    """When it failed, in nanoseconds since the epoch."""
+    """Time of the failure, in nanoseconds since the epoch."""
     key: str = ""
     """Key of the error in docs/errors.md; empty for others."""
 

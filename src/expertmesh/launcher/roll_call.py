@@ -51,7 +51,7 @@ class Answer:
     """Seconds in its phase."""
     stack: tuple[str, ...]
     failed: bool
-    """Whether it has failed already."""
+    """True if it has failed already."""
 
     def snapshot(self, rank: int) -> RankSnapshot:
         """Return the answer as a snapshot of one machine's launcher, by this machine's clock."""

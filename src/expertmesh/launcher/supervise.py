@@ -122,7 +122,7 @@ class Job:
     directory: Path
     requests: StopRequests
     timeout_seconds: float
-    """How long a rank may be stopped before the job ends."""
+    """Seconds that a rank may be stopped before the job ends."""
     exit_codes: dict[int, int] = field(default_factory=dict)
     """Exit codes of the ranks that ended by themselves."""
     _moved: dict[int, float] = field(default_factory=dict)

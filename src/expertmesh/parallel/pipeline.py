@@ -99,7 +99,7 @@ class Cut:
     hidden: tuple[int, ...]
     """The dims of the hidden state between stages after `[B, S]`."""
     items: int
-    """How many values a block returns; 0 if it returns the hidden state without a tuple."""
+    """Number of values that a block returns; 0 if it returns the hidden state without a tuple."""
     joined: Mapping[int, str]
     """The blocks that must be on the stage of the block before them, by number, and the reason."""
 

@@ -58,7 +58,7 @@ class ShardOptions:
     moe: MoeConfig = field(default_factory=MoeConfig)
     """The section `moe`; the only one that may still contain `auto`."""
     activation_checkpointing: CheckpointingMode = "none"
-    """How much of a block is recomputed in backward."""
+    """Part of a block that backward recomputes."""
     checkpoint_layers: CheckpointedLayers = "all"
     """The blocks that are recomputed."""
     compile: bool = False
@@ -89,7 +89,7 @@ class ShardPlan:
     anatomy: Anatomy
     """The anatomy of the full model."""
     balance: "Balance"
-    """How the routing is balanced."""
+    """Balancing of the routing, in words."""
     dispatch: str
     """The dispatcher that `moe.dispatch` resolved to."""
     compute: Mapping[str, str]

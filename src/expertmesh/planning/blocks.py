@@ -31,19 +31,19 @@ class BlockSharding:
     cp: int
     ep: int
     replicated: bool
-    """Whether there are replicas (HSDP)."""
+    """True if there are replicas (HSDP)."""
     rows: int
     """Sequences of a micro-batch."""
     imbalance: float
     """Rows of the busiest rank of an EP group over their mean."""
     on_cpu: bool
-    """Whether devices are CPUs."""
+    """True if devices are CPUs."""
     gloo: bool
-    """Whether gloo reduces, from a copy of its input."""
+    """True if gloo reduces, from a copy of its input."""
     offload: bool = False
-    """Whether packed experts live in host memory."""
+    """True if packed experts live in host memory."""
     shared_beside: bool = False
-    """Whether shared experts run while rows are in flight."""
+    """True if shared experts run while rows are in flight."""
 
     @classmethod
     def of(cls, workload: Workload) -> "BlockSharding":
@@ -84,7 +84,7 @@ class SavedActivations:
     first: int
     """Number of the first of these blocks in the model, from 0."""
     blocks: int
-    """How many blocks are equal."""
+    """Number of equal blocks."""
     has_experts: bool
     by_mode: dict[CheckpointingMode, float]
     """Bytes that one of them saves of a micro-batch, by checkpointing mode."""
@@ -95,17 +95,17 @@ class ExpertsMemory:
     """The memory of one block's routed experts, in bytes of one rank."""
 
     saved: float = 0.0
-    """What backward reads."""
+    """Bytes that backward reads."""
     gathered: float = 0.0
     """Unsharded parameters, 0 if FSDP2 does not gather them."""
     buffered: float = 0.0
     """The flat buffer that gathered parameters are copied out of."""
     forward: float = 0.0
-    """What forward needs on top of `saved`."""
+    """Bytes that forward needs on top of `saved`."""
     again: float = 0.0
-    """What recomputation needs on top of `saved`."""
+    """Bytes that recomputation needs on top of `saved`."""
     backward: float = 0.0
-    """What backward needs on top of `saved`."""
+    """Bytes that backward needs on top of `saved`."""
     reduced: float = 0.0
     """The most while gradients are reduced: gradients, reduction buffers, shards."""
     reducing: float = 0.0
@@ -119,7 +119,7 @@ class BlockMemory:
     reads: float
     """Everything that backward reads, routed experts included."""
     saved: float
-    """What stays between forward and backward."""
+    """Bytes that stay between forward and backward."""
     dense: float
     """Gathered dense parameters."""
     flats: float
@@ -131,7 +131,7 @@ class BlockMemory:
     copied: float
     """Gloo's copy of the reduction buffer, else 0."""
     working: float
-    """What the block's own code needs in backward on top of `reads`; grows with the micro-batch."""
+    """Bytes that the block's own code needs in backward on top of `reads`; grows with the micro-batch."""
     growing: float
     """Parameters' gradients that the block's backward makes on top of `working`; tp splits them."""
     experts: ExpertsMemory

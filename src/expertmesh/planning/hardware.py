@@ -38,7 +38,8 @@ class Efficiency(Section):
     overlap: float = Field(default=0.7, gt=0, le=1)
     """Share of compute behind which prefetched collectives can hide: the first and last blocks of each pass cannot."""
     interference: float = Field(default=0.2, ge=0, le=1)
-    """What a hidden collective still costs of its time: its kernels take 16 to 24 of an H100's 132 multiprocessors."""
+    """Share of its time that a hidden collective still costs: its kernels take 16 to 24 of an H100's 132
+    multiprocessors."""
 
 
 class Hardware(Section):
@@ -73,12 +74,13 @@ class Hardware(Section):
     storage: PositiveFloat = 2.0e9
     """Bytes per second that one node writes to shared storage."""
     hours_between_failures: PositiveFloat = 50_000.0
-    """Of one device: 419 interruptions of 16,384 H100 in 54 days (arXiv 2407.21783) are one in 50,700 hours."""
+    """Device hours per failure: 419 interruptions of 16,384 H100 in 54 days (arXiv 2407.21783) are one in 50,700
+    hours."""
     price: PositiveFloat | None = None
-    """Of one device and hour, in whatever currency."""
+    """Price of one device and hour, in whatever currency."""
     efficiency: Efficiency = Efficiency()
     sources: Mapping[str, str]
-    """Where each number is from."""
+    """Sources of the numbers."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:

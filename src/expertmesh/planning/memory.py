@@ -33,15 +33,15 @@ class Memory:
     unsharded: float
     """Gathered parameters, their gradients and their buffers."""
     activations: float
-    """What is saved for backward."""
+    """Activations saved for backward."""
     dispatch: float
-    """What routed experts need while they run."""
+    """Bytes that routed experts need while they run."""
     logits: float
-    """What the head needs while losses are computed."""
+    """Bytes that the head needs while losses are computed."""
     working: float
-    """What blocks need while they run."""
+    """Bytes that blocks need while they run."""
     overhead: float
-    """What the device's driver and communication take."""
+    """Bytes that the device's driver and communication take."""
     moment: str
     """Name of the moment."""
 

@@ -69,7 +69,7 @@ class Weight:
     shape: tuple[int, ...]
     """Shape of the full parameter."""
     trains: bool
-    """Whether it requires a gradient."""
+    """True if it requires a gradient."""
     bytes: float
     """Bytes per element, as stored."""
     compute: float
@@ -77,9 +77,9 @@ class Weight:
     split: int | None
     """The dim that tp splits, or None."""
     is_matrix: bool
-    """Whether Muon can update it."""
+    """True if Muon can update it."""
     packed: bool = False
-    """Whether it is stored in packed codes and dequantised for each use."""
+    """True if it is stored in packed codes and dequantised for each use."""
 
     @property
     def numel(self) -> int:
@@ -172,15 +172,15 @@ class ExpertWeight(NamedTuple):
     elements: int
     """Elements of one expert."""
     trains: bool
-    """Whether it requires a gradient."""
+    """True if it requires a gradient."""
     bytes: float
     """Bytes per element, as stored."""
     is_adapter_a: bool
-    """Whether it is LoRA's A."""
+    """True if it is LoRA's A."""
     is_matrix: bool
-    """Whether Muon can update each expert's."""
+    """True if Muon can update each expert's."""
     packed: bool = False
-    """Whether it is stored and gathered in packed codes."""
+    """True if it is stored and gathered in packed codes."""
 
     @property
     def is_muons(self) -> bool:
@@ -202,7 +202,7 @@ class Experts:
     matrices: tuple[ExpertWeight, ...]
     """Their parameters, adapters included."""
     looped: bool
-    """Whether the backend computes one expert after another."""
+    """True if the backend computes one expert after another."""
     rank: int
     """LoRA rank of their adapters, 0 without."""
     last: int
@@ -234,7 +234,7 @@ class TensorParallelParts:
     split: int = 0
     """Parts that tp splits."""
     last: bool = False
-    """Whether the last of them does not mix positions (an MLP); recomputation ends before its sum."""
+    """True if the last of them does not mix positions (an MLP); recomputation ends before its sum."""
     whole: int = 0
     """Hidden states that tp gathers for parts computed in full on each rank."""
     features: int = 0
@@ -250,7 +250,7 @@ class Block:
     """One kind of decoder block."""
 
     own: ParamGroup
-    """What FSDP2 groups at the block."""
+    """Weights that FSDP2 groups at the block."""
     uncast: ParamGroup | None
     """Parameters that FSDP2 must not cast, a group of their own."""
     split: ParamGroup | None
@@ -298,7 +298,7 @@ class ModelFigures:
     length: int
     """Tokens of a sequence."""
     packed: bool
-    """Whether the figures include masks, or attention by samples, of packed rows."""
+    """True if the figures include masks, or attention by samples, of packed rows."""
     outside: int
     """Bytes that stay of one sequence from what is around the blocks, `tables` included."""
     tables: int
@@ -307,9 +307,9 @@ class ModelFigures:
     """Bytes of one sequence that the first block saves less if nothing before it trains."""
     precision: PrecisionConfig
     adapted: bool
-    """Whether it has LoRA adapters."""
+    """True if it has LoRA adapters."""
     checkpointable: bool
-    """Whether transformers can recompute its blocks."""
+    """True if transformers can recompute its blocks."""
     anatomy: Anatomy
     feasibility: Feasibility
     """Answers which layouts it can have."""

@@ -57,7 +57,7 @@ class PipelineRank:
     embedding: ParamGroup | None
     """None unless it is the first pp rank and the embedding is not tied."""
     has_root: bool
-    """Whether head and final norm are here; if the embedding is tied, the first pp rank has them as well."""
+    """True if head and final norm are here; if the embedding is tied, the first pp rank has them as well."""
 
 
 @cache
@@ -103,7 +103,7 @@ class Workload:
     imbalance: float = 1.0
     """Rows of the busiest rank of an EP group over their mean."""
     on_cpu: bool = False
-    """Whether gloo reduces, from a copy of its input."""
+    """True if gloo reduces, from a copy of its input."""
     optimizer: OptimizerName = "adamw"
     ep_nodes: int = 1
     """Nodes that an EP group sends rows to before ranks (moe.dispatch: hierarchical); 1 sends to ranks."""
@@ -202,9 +202,9 @@ class InFlight(NamedTuple):
     saved: tuple[int, ...]
     """Micro-batches that have activations saved, by chunk; this one included."""
     accumulated: tuple[bool, ...]
-    """Whether an earlier backward has left gradients, by chunk."""
+    """True if an earlier backward has left gradients, by chunk."""
     extra_gather: bool
-    """Whether FSDP2 prefetches a block of another micro-batch at its end."""
+    """True if FSDP2 prefetches a block of another micro-batch at its end."""
 
 
 class Prefetches(NamedTuple):
@@ -212,13 +212,13 @@ class Prefetches(NamedTuple):
 
     chunk: int
     recorded: bool
-    """Whether a forward of this chunk is among them."""
+    """True if a forward of this chunk is among them."""
     behind: int | None
     """The chunk that ran right before the last of those, or None."""
     other: int | None
     """The chunk that ran last, or None if it is this one."""
     times: int
-    """How many backwards of a step are equal."""
+    """Number of equal backwards in a step."""
 
 
 @cache

@@ -32,13 +32,13 @@ class Transfer:
     """Name of the axis; `EP_NODES`, or "host" for copies from host memory."""
     kind: CollectiveKind
     calls: float
-    """How many are issued."""
+    """Number of collectives."""
     bytes: float
     """Bytes of all calls together, as the module docstring counts them."""
     ranks: int
     """Ranks of the group."""
     prefetched: bool = False
-    """Whether it is issued before its result is needed, so that compute can hide it."""
+    """True if it is issued before its result is needed, so that compute can hide it."""
 
     @property
     def wire(self) -> float:

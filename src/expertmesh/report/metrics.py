@@ -62,7 +62,7 @@ class Metrics:
     eval_step: npt.NDArray[np.int64]
     """Steps after which there was an evaluation."""
     eval_seconds: Column
-    """What each evaluation took."""
+    """Duration of each evaluation."""
     evaluated: dict[str, Column]
     """A column for each of `EVALUATED`, as long as `eval_step`."""
     sets: dict[str, dict[str, Column]]

@@ -45,11 +45,11 @@ class Curve:
     label: str | None
     """None if evaluations alone have it."""
     noisy: bool = True
-    """Whether it gets a smoothed line."""
+    """True if it gets a smoothed line."""
     from_zero: bool = False
-    """Whether its axis begins at zero."""
+    """True if its axis begins at zero."""
     unit: float = 1.0
-    """What its axis counts in."""
+    """Unit of its axis."""
     beside: tuple[str, str] | None = None
     """Key and label of another value that is drawn with it."""
 

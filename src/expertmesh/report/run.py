@@ -40,7 +40,7 @@ class Goodput:
     evaluation: float
     """Evaluations between these steps (`eval_runtime`)."""
     saving: float
-    """What else held training up between them: checkpoint saves, as far as they block."""
+    """Further pauses of training between them: checkpoint saves, as far as they block."""
     lost: float
     """Steps that were done twice: from a checkpoint to the last row before the run began again there."""
     startup: float
@@ -122,7 +122,7 @@ class VerifiedCheck(_Frozen):
     worst: VerifiedFigure | None
     """None if nothing was compared."""
     compared: int
-    """How many."""
+    """Number of comparisons."""
     note: str
     """More about it, or why it was not run."""
 
@@ -185,7 +185,7 @@ class Run:
     checkpoints: tuple[int, ...]
     """Their steps."""
     results: tuple[str, ...]
-    """Those of `RESULTS` that exist."""
+    """Entries of `RESULTS` that exist."""
     holder: Holder | None
     """The process named by the run's lock."""
     notes: tuple[str, ...]

@@ -27,7 +27,7 @@ class Summary(NamedTuple):
     median: float
     highest: float
     gaps: int
-    """How many values are not finite."""
+    """Number of values that are not finite."""
 
 
 def summarize(values: npt.NDArray[np.floating[Any]]) -> Summary:

@@ -95,7 +95,7 @@ class Simulated:
     step_seconds: float
     """Time of two steps on fake tensors."""
     process_groups: int
-    """How many the process made."""
+    """Number of groups that the process made."""
 
 
 def simulate(

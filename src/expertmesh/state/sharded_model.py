@@ -27,7 +27,7 @@ class StageView:
     tied_originals: frozenset[str]
     """Names of this stage's tensors that a later stage also holds."""
     is_first_rank: bool
-    """Whether this rank is the first of its stage."""
+    """True if this rank is the first of its stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ShardedModel:
     frozen_formats: Any = None
     """Formats of the weights that stay packed, by parameter, or None: `parallel.groups.plan_frozen`."""
     averages_gradients: bool = False
-    """Whether gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
+    """True if gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
     source: Source = field(default_factory=Source)
     """The files it was loaded from; an empty one for a model made in memory."""
     base_files: Any = None

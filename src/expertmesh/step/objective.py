@@ -89,7 +89,7 @@ class CrossEntropy:
     """Targets of the whole step."""
     figures: tuple[str, ...] = ()
     over: str = "target tokens"
-    """What `count` counts, in words."""
+    """Name of what `count` counts."""
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         total = losses.total() / self.count
@@ -104,7 +104,7 @@ class EvaluatedCrossEntropy:
     """Targets of the evaluation set."""
     figures: tuple[str, ...] = ("token_accuracy",)
     over: str = "target tokens"
-    """What `count` counts, in words."""
+    """Name of what `count` counts."""
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         total, hits = losses.total_and_hits()
@@ -127,7 +127,7 @@ class Dpo:
     """Pairs of the whole step."""
     figures: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
     over: str = "pairs"
-    """What `count` counts, in words."""
+    """Name of what `count` counts."""
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         if "reference" not in batch:

@@ -61,13 +61,13 @@ class Control:
     launch: str | None = None
     """The launcher that started this rank, the same for all its restarts; None without one."""
     audit: Literal["sampled", "full"] = "sampled"
-    """How much of the loaded weights to compare with their files."""
+    """Share of the loaded weights to compare with their files."""
     profile: tuple[int, int] | None = None
     """The first and the last step of this start to profile."""
     arguments: str = ""
     """JSON that a verb other than `train` passes to its ranks."""
     elastic: bool = False
-    """Whether the next start may have other ranks, so that each start takes a layout that fits."""
+    """True if the next start may have other ranks, so that each start takes a layout that fits."""
     began: float = field(default_factory=time.monotonic)
     """`time.monotonic()` when this process began, or shortly after."""
     _signal: int = 0

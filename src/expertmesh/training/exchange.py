@@ -30,7 +30,7 @@ class RankFacts:
     stop: StopReason
     """Its request to stop."""
     overdue: bool
-    """Whether a checkpoint is overdue by its clock."""
+    """True if a checkpoint is overdue by its clock."""
     status: int
     """Status of its checkpoint writer."""
 
@@ -53,7 +53,7 @@ class StepFacts:
     overdue: bool
     """Rank 0's."""
     statuses: tuple[int, ...]
-    """How many ranks have a checkpoint writer of each status."""
+    """Number of ranks with a checkpoint writer of each status."""
     figures: dict[str, float]
     """The objective's, of the whole step."""
 

@@ -155,7 +155,7 @@ class Holder:
 
     owner: Owner
     lives: bool
-    """Whether it still holds the lock."""
+    """True if it still holds the lock."""
 
 
 def holder(directory: Path) -> Holder | None:

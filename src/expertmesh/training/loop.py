@@ -192,7 +192,7 @@ class _StepResult:
     facts: StepFacts
     learning_rate: float
     skipped: str | None
-    """Why the optimizer did not step; None if it did."""
+    """The reason why the optimizer did not step; None if it did."""
 
 
 class _Clock:

@@ -42,9 +42,9 @@ class RunObjective:
     beta: float | None = None
     """None for sft."""
     precomputes: bool = False
-    """Whether the data sets get a `reference` before the first step."""
+    """True if the data sets get a `reference` before the first step."""
     adapters_off: bool = False
-    """Whether each step runs the reference model as well."""
+    """True if each step runs the reference model as well."""
 
     @classmethod
     def of(cls, config: Config) -> "RunObjective":

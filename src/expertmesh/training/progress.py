@@ -48,7 +48,7 @@ class RankStatus:
     """Its id; 0 until the rank is running."""
     main_thread: int
     since: float
-    """When its phase began."""
+    """Start of its phase."""
     step: int
     """The step, from 1; 0 before the first."""
     phase: str

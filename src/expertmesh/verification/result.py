@@ -103,7 +103,7 @@ class Mutation:
     caught: tuple[tuple[str, str], ...] = ()
     """The layer and the name of each check that caught it."""
     why_not: str = ""
-    """Why it could not be planted in this run; empty if it was."""
+    """The reason why it could not be planted in this run; empty if it was."""
 
     @property
     def status(self) -> Status:

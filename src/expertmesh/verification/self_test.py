@@ -54,7 +54,7 @@ class Bug:
     checks: Checks = field(default_factory=_passes)
     """The checks to run on the job with the bug, by layer."""
     refusal: str | None = None
-    """Why it cannot be planted in this run, or None."""
+    """The reason why it cannot be planted in this run, or None."""
 
 
 def bugs(proof: Proof) -> list[Bug]:

@@ -151,7 +151,7 @@ class LibraryFiles:
     """A `LeafReader` that reads through the safetensors library and counts its reads."""
 
     reads: int = 0
-    """How many."""
+    """Number of reads."""
     mapped: int = 0
     """Bytes mapped since the open files were last closed."""
     opened: dict[Path, Any] = field(default_factory=dict)

@@ -80,9 +80,9 @@ class Choice:
     job: Job
     best: Candidate
     why_unpacked: str | None
-    """Why the model cannot have packed rows; None if it can."""
+    """The reason why the model cannot have packed rows; None if it can."""
     passed_over: tuple[str, ...]
-    """Why each way before it was not taken."""
+    """The reasons why the ways before it were not taken."""
 
 
 def enough_rows(devices: Devices, length: int) -> int:

@@ -21,7 +21,7 @@ class FirstRows:
     """The kind of the data, by their first rows."""
 
     pairs: bool
-    """Whether they are preferences."""
+    """True if they are preferences."""
     what: str
     """Format and targets, in a few words."""
     lengths: str
@@ -31,9 +31,9 @@ class FirstRows:
     tokens: float
     """Mean tokens of a sample."""
     rows: int | None
-    """How many an epoch trains on, if the first ones are like the others; None for enough."""
+    """Rows that an epoch trains on, if the first ones are like the others; None for enough."""
     all_read: bool
-    """Whether these are all."""
+    """True if these are all."""
 
 
 def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, enough: int) -> FirstRows:

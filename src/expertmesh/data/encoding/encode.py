@@ -40,7 +40,7 @@ class Encoded:
     targets: npt.NDArray[np.bool_]
     """`[S]` bool."""
     method: str
-    """How the targets were found."""
+    """The way in which the targets were found."""
     end: int | None
     """The special token that ends the last answer; None if none does."""
     empty_thoughts: int = 0

@@ -69,7 +69,7 @@ class ChatOptions:
     """data.thinking."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     date: datetime.date = field(default_factory=datetime.date.today)
-    """What a template that asks for today's date writes."""
+    """The date that a template writes as today's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Rendered:
     spans: tuple[Span, ...]
     """Character ranges of the text that are targets."""
     method: str
-    """How the targets were found."""
+    """The way in which the targets were found."""
     empty_thoughts: int = 0
     """Thinking blocks without a thought, which are no targets."""
     odd: tuple[str, ...] = ()

@@ -30,11 +30,11 @@ class Part:
     kind: str
     """text, thinking, calls, tools, or any other key of a message."""
     path: tuple[str | int, ...]
-    """Where it stands in {messages, tools}."""
+    """Its path in {messages, tools}."""
     role: str = ""
-    """That of its message."""
+    """Role of its message."""
     verbatim: str = field(default="", compare=False)
-    """What most templates write as it stands; empty for what they give another form."""
+    """The text that most templates write unchanged; empty for what they give another form."""
 
     @property
     def message(self) -> int:

@@ -13,7 +13,7 @@ BLOCK_ROWS = 512
 """Rows of a file that are tokenized together, and by the same process."""
 
 Takes = Callable[[int], bool]
-"""Whether this process takes the row of that number; the readers yield None in the place of others."""
+"""True if this process takes the row of that number; the readers yield None in the place of others."""
 
 Columns = Mapping[str, str | None]
 """`data.train.N.columns`: where the column of that name stands in the file, None for nowhere."""
@@ -25,7 +25,7 @@ class SourceFile:
 
     name: str
     by_line: bool
-    """Whether positions are lines; else they are rows."""
+    """True if positions are lines; else they are rows."""
 
     def position(self, number: int) -> str:
         """Return `train.jsonl:12` for a line, `train.parquet:row 12` for a row; both count from 1."""
@@ -42,7 +42,7 @@ class RawRow:
     value: Mapping[str, Any] | None
     """None if the row cannot be read."""
     problem: str | None = None
-    """Why there is no value."""
+    """The reason why there is no value."""
 
     @property
     def position(self) -> str:

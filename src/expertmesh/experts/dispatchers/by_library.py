@@ -35,7 +35,7 @@ class Arrived:
     weight_RK: torch.Tensor
     """Their routing weights, fp32."""
     pairs: int
-    """How many choices are this rank's."""
+    """Number of choices that are this rank's."""
 
 
 class Library(Protocol):
@@ -72,9 +72,9 @@ class _Route:
     """The library's record of the routing."""
     top_k: int
     rows: int
-    """How many are received."""
+    """Number of rows received."""
     place_P: torch.Tensor
-    """Which choice of which row each local pair is, as row * K + k, in the order of experts; int32."""
+    """Choice and row of each local pair, as row * K + k, in the order of experts; int32."""
     weight_P: torch.Tensor
     expert_end_L: torch.Tensor
 
@@ -88,7 +88,7 @@ class LibraryDispatcher:
     """Ranks of the EP group."""
     library: Library
     triton: bool = False
-    """Whether Triton's kernels sort the pairs."""
+    """True if Triton's kernels sort the pairs."""
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """Send rows and pairs with the library.

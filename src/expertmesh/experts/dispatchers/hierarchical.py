@@ -44,7 +44,7 @@ class HierarchicalDispatcher:
     inside: dist.ProcessGroup
     """The ranks of this node."""
     triton: bool = False
-    """Whether Triton's kernels sort the routes and sum the rows."""
+    """True if Triton's kernels sort the routes and sum the rows."""
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """Send rows and pairs.

@@ -122,7 +122,7 @@ class Codebook:
     borders: Tensor
     """The middles between neighbours."""
     below: Tensor
-    """How many borders are below all floats with the same first 16 bits; at most one border is among those."""
+    """Number of borders below all floats with the same first 16 bits; at most one border is among those."""
 
     @classmethod
     @cache

@@ -72,7 +72,7 @@ class Matrices:
 
     parameter: nn.Parameter
     count: int
-    """How many matrices."""
+    """Number of matrices."""
     group: dist.ProcessGroup | None
     """The ranks that hold parts of them; None if no other rank does."""
 

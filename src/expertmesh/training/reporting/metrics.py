@@ -59,11 +59,11 @@ class StepMetrics:
     z_loss: float | None = None
     """Router z-loss of the whole step, without its factor; None if it is off."""
     skipped: str | None = None
-    """Why the optimizer did not step; None if it did."""
+    """The reason why the optimizer did not step; None if it did."""
     expert_tokens: list[list[int]] | None = None
     """Tokens `[L][E]`, which `expert_load` summarises; in some rows."""
     figures: dict[str, float] = field(default_factory=dict)
-    """What the objective reports beside its loss, each a key of the row."""
+    """Figures of the objective beside its loss, each a key of the row."""
 
     def row(self) -> dict[str, Any]:
         """Return the row of `metrics.jsonl`, without what is off."""
@@ -129,9 +129,9 @@ class EvalMetrics:
     figures: dict[str, float]
     """The objective's others, per `over`."""
     count: int
-    """How many of what `over` names."""
+    """Number of what `over` names."""
     over: str
-    """What `count` counts, in words."""
+    """Name of what `count` counts."""
     sets: dict[str, "EvalMetrics"] = field(default_factory=dict)
     """Figures of each named set."""
     samples: list[EvalSample] = field(default_factory=list)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Predict = Callable[[Config, Checked], Forecast]
-"""What a step of a checked run will take. Training has no predictor of its own."""
+"""Returns the prediction of what a step of a checked run will take. Training has no predictor of its own."""
 
 
 def print_plan(run: "Prepared", forecast: Forecast | None) -> None:

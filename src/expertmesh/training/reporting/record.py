@@ -64,7 +64,7 @@ class Share(_Strict):
     """What each of several equal ranks holds."""
 
     ranks: int = Field(ge=1)
-    """How many ranks."""
+    """Number of ranks."""
     dense: int = _Count
     """Elements of dense parameters."""
     expert: int = _Count
@@ -106,7 +106,7 @@ class Arrangement:
     micro_batch_size: int
     activation_checkpointing: str
     reason: str
-    """Why, in words."""
+    """The reason, in words."""
 
 
 class Start(_Strict):
@@ -128,18 +128,18 @@ class Start(_Strict):
     data_ranks: int = Field(ge=1)
     accumulation: int = Field(ge=1)
     dispatch: str
-    """What `auto` became."""
+    """The value that `auto` became."""
     compute: str
-    """What `auto` became."""
+    """The value that `auto` became."""
     activation_checkpointing: str
-    """What `auto` became."""
+    """The value that `auto` became."""
     printed: list[str]
     """The plan as `train` printed it, line by line."""
     plan: Prediction | None = None
     startup_seconds: float = Field(default=0.0, ge=0)
     """Seconds since rank 0's process began; with those of earlier starts that are not listed."""
     elapsed_seconds: float = Field(default=0.0, ge=0)
-    """Those of `metrics.jsonl` at the checkpoint that it continues."""
+    """Seconds of training in `metrics.jsonl` at the checkpoint that it continues."""
     lost_seconds: float = Field(default=0.0, ge=0)
     """Seconds of the rows after that checkpoint, which it repeats; with those of earlier starts that are not listed."""
 

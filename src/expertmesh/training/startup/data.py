@@ -59,7 +59,7 @@ class RunData:
     reports: tuple[DataReport, ...]
     """The report of the training data, then that of each evaluation set."""
     date: datetime.date
-    """What chat templates write."""
+    """The date that chat templates write."""
     mixture: Mixture | None
     stream: Stream | None = None
 

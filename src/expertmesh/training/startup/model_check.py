@@ -33,7 +33,7 @@ class Checked:
     model: PreTrainedModel
     plan: ShardPlan
     layout_reason: str | None
-    """What the plan says of the choice of ep: `distributed.layout.ep_reason`."""
+    """Words of the plan about the choice of ep: `distributed.layout.ep_reason`."""
     objective: RunObjective
     checkpoint_bytes: int = 0
     """Bytes of one checkpoint; 0 without any, or before they were requested."""

@@ -55,7 +55,7 @@ class Prepared:
     weights: Path | None
     """Another run's checkpoint that this one begins with."""
     changes: tuple[str, ...]
-    """What has changed since that start; on rank 0 alone."""
+    """Changes since that start; on rank 0 alone."""
 
     @property
     def model(self) -> PreTrainedModel:

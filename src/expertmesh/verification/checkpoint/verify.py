@@ -163,7 +163,7 @@ class Verification:
     experts: tuple[VerifiedExperts, ...]
     """The experts, or their adapters."""
     experts_left_out: str | None
-    """Why there are no `experts`, or None."""
+    """The reason why there are no `experts`, or None."""
     seconds: float
     """The time that it took."""
 
