@@ -136,15 +136,19 @@ def train_sharded(
     moe: em.MoeConfig | None = None,
     tamper: Callable[[nn.Module, Mesh], None] | None = None,
     device: torch.device | None = None,
+    order: dict[str, Any] | None = None,
     **options: Any,
 ) -> Distance:
-    """Run the reference's steps sharded; every rank calls it. `tamper` plants a bug after sharding."""
+    """Run the reference's steps sharded; every rank calls it.
+
+    `tamper` plants a bug after sharding; `order` are the arguments of `forward_backward` for accumulation by layer.
+    """
     model = copy.deepcopy(expected.model)
     mesh = em.init_mesh(parallel, device=device)
     em.parallelize(model, mesh, moe=moe, **options)
     if tamper is not None:
         tamper(model, mesh)
-    run = take_steps(model, mesh, expected.rows, micro_batch)
+    run = take_steps(model, mesh, expected.rows, micro_batch, order)
     weights = of_all_stages(model, mesh, lambda parameter: parameter.detach())
     experts = [name for name in run.gradients if ".experts." in name]
     joint = [
@@ -169,7 +173,13 @@ class StepsTaken:
     gradients: dict[str, torch.Tensor]
 
 
-def take_steps(model: Any, mesh: Mesh, rows: Sequence[Sequence[Row]], micro_batch: int = 1) -> StepsTaken:
+def take_steps(
+    model: Any,
+    mesh: Mesh,
+    rows: Sequence[Sequence[Row]],
+    micro_batch: int = 1,
+    order: dict[str, Any] | None = None,
+) -> StepsTaken:
     """Clipped AdamW steps on this data rank's share of `rows`; every rank calls it."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **OPTIM, fused=True)
     update_as(optimizer, local_tensor)  # as `train` does
@@ -184,8 +194,8 @@ def take_steps(model: Any, mesh: Mesh, rows: Sequence[Sequence[Row]], micro_batc
             batch["row_numbers"] = torch.tensor([step * len(step_rows) + row for row in chosen])
             batches.append({name: tensor.to(mesh.device) for name, tensor in batch.items()})
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        if mesh.layout.pp > 1:
-            loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16).loss
+        if mesh.layout.pp > 1 or order is not None:
+            loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16, **(order or {})).loss
         else:
             for batch in batches:
                 share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)

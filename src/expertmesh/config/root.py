@@ -101,6 +101,11 @@ class Config(Section):
                 f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "
                 "set precision.compute to bfloat16 or model.attention to sdpa"
             )
+        if self.train.accumulate == "by_layer" and self.parallel.pp > 1:
+            problems.append(
+                f"train.accumulate is by_layer, but parallel.pp is {self.parallel.pp}, whose schedule orders the "
+                "micro-batches; set train.accumulate to auto, or parallel.pp to 1"
+            )
         if self.train.deterministic and self.moe.dispatch == "deepep":
             problems.append(
                 "train.deterministic is true, but moe.dispatch is deepep, which does not run under torch's "

@@ -255,6 +255,11 @@ class TrainConfig(Section):
     (selective). auto is full on accelerators and none on a CPU."""
     checkpoint_layers: Literal["all"] | Annotated[int, Field(ge=2)] | Listed[Annotated[int, Field(ge=0)]] = "all"
     """Blocks that are recomputed, from 0: all, N for every Nth from the first on, or a list."""
+    accumulate: Literal["auto", "by_micro_batch", "by_layer"] = "auto"
+    """Order of the micro-batches of a step: each through the whole model, or all of a round through one block before
+    the next. auto is by_layer where blocks are recomputed in full and gathered (printed)."""
+    round: Literal["auto"] | PositiveInt = "auto"
+    """Micro-batches of a round by layer, at most; auto takes all whose block inputs are predicted to fit."""
     compile: bool = False
     """Compile the dense parts of each block (attention, norms, dense MLPs, shared experts) with torch.compile."""
     deterministic: bool = False
@@ -273,6 +278,11 @@ class TrainConfig(Section):
             refuse(
                 "train.checkpoint_layers does nothing with train.activation_checkpointing "
                 f"{self.activation_checkpointing}; set that to selective or full"
+            )
+        if self.round != "auto" and self.accumulate != "by_layer":
+            refuse(
+                f"train.round is {self.round}, but does nothing with train.accumulate {self.accumulate}; set that to "
+                "by_layer, or train.round to auto"
             )
         if self.global_batch_size % self.micro_batch_size:
             refuse(

@@ -57,6 +57,14 @@ class Decoder:
         return self.items == 0 and not self.joined
 
 
+class CannotCut(InputError):
+    """Error for a decoder whose blocks cannot run in stages; `why` is the sentence without its setting and cure."""
+
+    def __init__(self, why: str, key: str) -> None:
+        super().__init__(f"parallel.pp: {why}; set parallel.pp to 1", key=key)
+        self.why = why
+
+
 class _Carried(Exception):
     """Error for a decoder that cannot be cut.
 
@@ -84,15 +92,14 @@ def probe(meta_model: nn.Module, blocks: Sequence[str], experts: Sequence[Expert
         if watch.joined and len(watch.joined) == len(blocks) - 1:
             raise _Carried(next(iter(watch.joined.values())))
     except _Carried as carried:
-        raise InputError(
-            f"parallel.pp: {family} cannot be cut into stages: {carried}; set parallel.pp to 1",
-            key="layout.pp-carries-more-than-hidden-state",
+        raise CannotCut(
+            f"{family} cannot be cut into stages: {carried}", key="layout.pp-carries-more-than-hidden-state"
         ) from None
     except Exception as cause:
         # The family's code may fail in any way on tensors without values; nothing is known then.
-        raise InputError(
-            f"parallel.pp: {family} cannot be run without values ({type(cause).__name__}: {str(cause)[:160]}), so it "
-            "is not known whether its blocks need more than the hidden state; set parallel.pp to 1",
+        raise CannotCut(
+            f"{family} cannot be run without values ({type(cause).__name__}: {str(cause)[:160]}), so it is not known "
+            "whether its blocks need more than the hidden state",
             key="layout.pp-not-provable",
         ) from cause
     return watch.decoder()
@@ -114,9 +121,9 @@ def rehearse(meta_model: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None
             forward_of_text(meta_model)
     except Exception as cause:
         # The family's forward uses more of a module than its call, which a placeholder does not have.
-        raise InputError(
-            f"parallel.pp: {family} cannot be cut into stages: its forward does not run without the modules of another "
-            f"stage ({type(cause).__name__}: {str(cause)[:160]}); set parallel.pp to 1",
+        raise CannotCut(
+            f"{family} cannot be cut into stages: its forward does not run without the modules of another stage "
+            f"({type(cause).__name__}: {str(cause)[:160]})",
             key="layout.pp-needs-other-stage",
         ) from cause
 
@@ -247,10 +254,7 @@ class _Watch(WithoutValues):
         for number, name in enumerate(blocks):
             for parameter in model.get_submodule(name).parameters():
                 if parameter in self.labels:
-                    raise InputError(
-                        f"parallel.pp: {name} shares a parameter with another block; set parallel.pp to 1",
-                        key="layout.pp-shared-parameter",
-                    )
+                    raise CannotCut(f"{name} shares a parameter with another block", key="layout.pp-shared-parameter")
                 self.labels[parameter] = number
                 inside.add(id(parameter))
         # List parameters under each of their names: a tied weight is used before and after the blocks.
@@ -322,11 +326,9 @@ class _Watch(WithoutValues):
         before, after = frozenset(names[_BEFORE]), frozenset(names[behind])
         return Decoder(before, after, self.hidden, unused, self.items.pop(), dict(sorted(self.joined.items())))
 
-    def _refusal(self, why: str) -> InputError:
+    def _refusal(self, why: str) -> CannotCut:
         family = self.model.config.model_type  # type: ignore[union-attr]
-        return InputError(
-            f"parallel.pp: {family} cannot be cut into stages: {why}; set parallel.pp to 1", key="layout.pp-cannot-cut"
-        )
+        return CannotCut(f"{family} cannot be cut into stages: {why}", key="layout.pp-cannot-cut")
 
     def _join(self, labels: set[int], how: str) -> None:
         """Join the running block to the stage of the blocks whose values it reads.

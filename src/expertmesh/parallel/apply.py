@@ -51,8 +51,9 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     for name in plan.frozen:
         model.get_submodule(name).requires_grad_(False)
     anatomy, compute = plan.anatomy, getattr(torch, plan.options.precision.compute)
+    # The view makes its meta copy at the first use, and modules of FSDP2 cannot be copied.
+    meta_model = plan.view.meta
     if plan.cut is not None:
-        meta_model = plan.view.meta
         # The meta copy answers for the other stages, so the same routers are frozen there.
         for name in plan.frozen:
             meta_model.get_submodule(name).requires_grad_(False)
@@ -85,7 +86,14 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     if mesh.layout.efsdp == 1:
         pipeline = pipeline_of(model)
         link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
-    attach(model, mesh=mesh, tensor_plan=plan.tensor, balance=plan.balance, frozen_formats=plan.packed)
+    attach(
+        model,
+        mesh=mesh,
+        shard_plan=plan,
+        tensor_plan=plan.tensor,
+        balance=plan.balance,
+        frozen_formats=plan.packed,
+    )
     split_blocks(model, plan.anatomy, mesh, context.gathers)
     split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
 
@@ -179,6 +187,11 @@ def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str]) ->
         inside += [spec.name for spec in anatomy.experts if is_inside(spec.name, block)]
         modules = [model.get_submodule(name) for name in (block, *inside)]
         units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])
+    # By default FSDP2 gathers in backward what ran before a unit in forward. By layer that may be the root, for another
+    # micro-batch, and the head would be gathered again in every layer. Units beside blocks gather themselves alone.
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module is not model:
+            module.set_modules_to_backward_prefetch([module])
     pipeline = pipeline_of(model)
     for number, (unit, following) in enumerate(itertools.pairwise(units)):
         if pipeline is not None and pipeline.stage_starts(anatomy.blocks[number + 1]):

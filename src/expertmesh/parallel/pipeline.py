@@ -24,7 +24,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import look_up, proof_key
-from expertmesh.introspection.stage_probe import LENGTH, ROWS, Decoder, probe, rehearse
+from expertmesh.introspection.stage_probe import LENGTH, ROWS, CannotCut, Decoder, probe, rehearse
 from expertmesh.parallel.placeholders import Leaving, Placeholder, idle, placeholders_for, put_placeholders
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
 from expertmesh.state.model_view import ModelView, meta_copy
@@ -44,19 +44,18 @@ class Pipeline:
     """Names of the blocks of the full decoder."""
     stages: tuple[range, ...]
     """The block numbers of each stage."""
+    own_stages: tuple[int, ...]
+    """The numbers of this rank's stages."""
     hidden: tuple[int, ...]
     """The dims of the hidden state between stages after `[B, S]`."""
     dtype: torch.dtype
     """The dtype of the hidden state between stages."""
     idle: dict[int, "Placeholder"] = field(default_factory=dict)
     """Placeholders for the local blocks, by number, used while another stage of this rank runs."""
+    around: dict[str, tuple[frozenset[int], nn.Module]] = field(default_factory=dict)
+    """Local modules around the blocks by name: the stages that run them, and a placeholder for the other stages."""
     running: int | None = None
     """The stage that runs now; None outside of `running`."""
-
-    @property
-    def own_stages(self) -> tuple[int, ...]:
-        """The numbers of this rank's stages."""
-        return stages_of(self.mesh.layout, self.mesh.coordinate("pp"))
 
     @property
     def own_blocks(self) -> list[int]:
@@ -124,9 +123,9 @@ def plan_cut(
     refuse_few_blocks(len(blocks), layout)
     decoder = find_decoder(model, anatomy, blocks, meta_model)
     stages = plan_stages(model, anatomy, blocks, layout, decoder.joined)
-    parts = _parts(model, decoder, blocks, layout, stages)
+    parts = parts_by_stage(model, decoder, blocks, layout, stages)
     if not decoder.hands_on_hidden_alone:
-        _rehearse_each(meta_copy(model) if meta_model is None else meta_model, anatomy, blocks, decoder, stages)
+        rehearse_each(meta_copy(model) if meta_model is None else meta_model, anatomy, blocks, decoder, stages)
     # Under all names: a tied weight is trained on the stage of each of its names.
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     trained = [name for name in trained if not any(is_inside(name, module) for module in frozen)]
@@ -156,7 +155,7 @@ def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], meta
         bare = meta_copy(model) if meta_model is None else meta_model
         decoder = probe(bare, blocks, anatomy.experts)
         # Replace every part at once: no stage can lack more than that.
-        everything = _parts(model, decoder, blocks, Layout(), (range(len(blocks)),))
+        everything = parts_by_stage(model, decoder, blocks, Layout(), (range(len(blocks)),))
         with placeholders_for(bare, everything, blocks, decoder.items):
             rehearse(bare)
         dims = [_HIDDEN_SIZE if size == hidden_size else size for size in decoder.hidden]
@@ -182,7 +181,7 @@ def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], meta
     return Decoder(before, behind, dims, unused, found.get("items", 0), dict(found.get("joined", ())))
 
 
-def _rehearse_each(
+def rehearse_each(
     bare: Any, anatomy: Anatomy, blocks: Sequence[str], decoder: Decoder, stages: tuple[range, ...]
 ) -> None:
     """Run each stage on meta with placeholders for all other blocks, and so without their results.
@@ -222,7 +221,8 @@ def cut(
     Collectives: none.
     """
     blocks = plan.blocks
-    pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
+    own_stages = stages_of(mesh.layout, mesh.coordinate("pp"))
+    pipeline = Pipeline(mesh, blocks, plan.stages, own_stages, plan.hidden, dtype)
     # Attach the adapter state too: no module of this stage may be adapted, and it must be found all the same.
     # The view is made before any part is replaced: it needs the tensors and ties of the full model.
     view = _stage_view(model, plan.parts, mesh, meta_model)
@@ -238,18 +238,17 @@ def cut(
 
 
 @contextmanager
-def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iterator[Leaving]:
+def running(model: nn.Module, pipeline: Pipeline, stage: int, received: torch.Tensor | None) -> Iterator[Leaving]:
     """Make the model's forward run one stage while the context is open: only its blocks compute.
 
     Args:
+        pipeline: the stages of the model.
         received: the input of its first block: the hidden state `[B, S, ...]` of this rank's positions; None on the
             first stage.
 
     Yields:
         The output of the stage, filled by the forward.
     """
-    pipeline = pipeline_of(model)
-    assert pipeline is not None
     active = pipeline.stages[stage]
     blocks = child_slots(model.get_submodule(pipeline.blocks[0].rpartition(".")[0]))
     keys = [name.rpartition(".")[2] for name in pipeline.blocks]
@@ -259,6 +258,10 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
     with ExitStack() as stack:
         stack.callback(setattr, pipeline, "running", None)
         stack.enter_context(exchanged(blocks, idle))
+        for name, (stages, placeholder) in pipeline.around.items():
+            if stage not in stages:
+                parent, _, leaf = name.rpartition(".")
+                stack.enter_context(exchanged(child_slots(model.get_submodule(parent)), {leaf: placeholder}))
         # After the placeholders are in place: the neighbouring block may be one of this rank's other stages.
         if active.start:
             stack.enter_context(exchanged(vars(blocks[keys[active.start - 1]]), {"gives": received}))
@@ -279,10 +282,14 @@ def _refuse_alone(model: nn.Module, args: Any) -> None:
         )
 
 
-def _parts(
+def parts_by_stage(
     model: nn.Module, decoder: Decoder, blocks: Sequence[str], layout: Layout, stages: tuple[range, ...]
 ) -> dict[str, frozenset[int]]:
-    """Return `Cut.parts`."""
+    """Return `Cut.parts`: the pp ranks that hold each part of a decoder that is cut into `stages`.
+
+    Raises:
+        CannotCut: a parameter belongs to no single stage.
+    """
     parts: dict[str, frozenset[int]] = {}
     for stage, numbers in enumerate(stages):
         parts |= {blocks[number]: frozenset([stage % layout.pp]) for number in numbers}
@@ -318,9 +325,9 @@ def _outermost(
     if parameter in unused:
         return parameter
     family = model.config.model_type  # type: ignore[union-attr]
-    raise InputError(
-        f"parallel.pp: {family} cannot be cut into stages: {parameter} belongs to a module that holds the blocks, or "
-        "parameters from both ends of them; set parallel.pp to 1",
+    raise CannotCut(
+        f"{family} cannot be cut into stages: {parameter} belongs to a module that holds the blocks, or parameters "
+        "from both ends of them",
         key="layout.pp-cannot-cut",
     )
 

@@ -57,16 +57,34 @@ def put_placeholders(
             _put(model, name, None)
             continue
         module = model.get_submodule(name)
-        stand_in: nn.Module
-        if name in blocks:
-            stand_in = Placeholder(module, items)
-        elif any(part is embedding for part in module.modules()):
-            stand_in = _NoEmbedding(embedding, dtype_of(f"{name}.weight"), device)
-        else:
-            stand_in = _PassThrough(module, dtype_of(f"{name}.weight"), device)
+        stand_in = Placeholder(module, items) if name in blocks else _around(module, embedding, name, dtype_of, device)
         replaced = {name: module, **replaced}
         _put(model, name, stand_in)
     return replaced
+
+
+def idle_around(
+    model: nn.Module, names: Iterable[str], dtype_of: Callable[[str], torch.dtype], device: torch.device
+) -> dict[str, nn.Module]:
+    """Return placeholders by name for modules around the blocks that stay on this rank; each holds its module as child.
+
+    Args:
+        names: modules, or parameters that text does not use, which get no placeholder.
+        dtype_of: returns the dtype in which a parameter is used, by name.
+    """
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    modules = {name: module for name, module in model.named_modules() if name in set(names)}
+    placeholders = {name: _around(module, embedding, name, dtype_of, device) for name, module in modules.items()}
+    for name, placeholder in placeholders.items():
+        placeholder.module = modules[name]
+    return placeholders
+
+
+def _around(
+    module: nn.Module, embedding: nn.Module, name: str, dtype_of: Callable[[str], torch.dtype], device: torch.device
+) -> nn.Module:
+    kind = _NoEmbedding if any(part is embedding for part in module.modules()) else _PassThrough
+    return kind(embedding if kind is _NoEmbedding else module, dtype_of(f"{name}.weight"), device)
 
 
 def _put(model: nn.Module, name: str, part: nn.Module | nn.Parameter | None) -> None:

@@ -56,6 +56,10 @@ class ShardedModel:
     """Only for a model that was split into stages."""
     pipeline: Any = None
     """The split into stages: `parallel.pipeline.pipeline_of`."""
+    shard_plan: Any = None
+    """The plan that it was sharded by, a `parallel.shard_plan.ShardPlan`."""
+    layers: Any = None
+    """Its layers, once a step was accumulated by layer: `parallel.layers.layers_of`."""
     tensor_plan: Any = None
     """The plan of tensor parallelism for each part: `parallel.tensor_plan.attached_plan`."""
     balance: Any = None

@@ -1,11 +1,13 @@
 """Run forward and backward over the micro-batches of one optimizer step, in every layout.
 
-The trainer calls it, and so do training loops of users. Without pipeline stages it is a loop over the micro-batches;
-with them, a schedule runs the micro-batches through all stages.
+The trainer calls it, and so do training loops of users. Without pipeline stages it is a loop over the micro-batches, or
+over the layers (by_layer.py); with stages, a schedule runs the micro-batches through all of them.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from expertmesh.config.errors import InputError
+from expertmesh.parallel.layers import Layers, layers_of
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import sequence_share
 from expertmesh.state.model_view import ModelView
@@ -21,9 +24,10 @@ from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.shards import placement_of
 from expertmesh.step.base_model import model_inputs
+from expertmesh.step.by_layer import Round, layers_held
 from expertmesh.step.loss import loss_of_base, loss_of_batch
 from expertmesh.step.objective import CrossEntropy, Objective, Term
-from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
+from expertmesh.step.pipeline_schedule import StageOutput, StageTerm, run_pipeline, same_shape
 from expertmesh.step.router_losses import RouterLosses, active_router_losses, nothing_on_device_of, router_losses
 
 Batch = Mapping[str, torch.Tensor]
@@ -47,7 +51,13 @@ class StepLosses:
 
 
 def forward_backward(
-    model: nn.Module, micro_batches: Sequence[Batch], *, target_tokens: int | torch.Tensor, chunk_tokens: int = 1024
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    *,
+    target_tokens: int | torch.Tensor,
+    chunk_tokens: int = 1024,
+    accumulate: Literal["by_micro_batch", "by_layer"] = "by_micro_batch",
+    round: int | None = None,
 ) -> StepLosses:
     """Add the gradients of one optimizer step to those of the model, with the router losses that `moe` asks for.
 
@@ -60,12 +70,16 @@ def forward_backward(
             equally many; ranks along pp, cp and tp have the same ones.
         target_tokens: The targets of the whole step, over all data ranks and micro-batches.
         chunk_tokens: How many target tokens get logits at a time.
+        accumulate: The order, as the key of `train` (docs/training.md): each micro-batch through the model, or all of
+            a round through one block after the other.
+        round: How many micro-batches go through the blocks together by layer; None for all.
 
     Returns:
         This rank's shares of the losses.
 
     Raises:
-        InputError: The step has no target or no micro-batch, or only some ranks give images.
+        InputError: The step has no target or no micro-batch, only some ranks give images, or the model cannot be
+            trained by layer.
 
     Collectives: every rank calls it once per step; those of forward and backward, with pp also sends and receives
     between stages.
@@ -76,11 +90,30 @@ def forward_backward(
             key="data.no-targets",
         )
     refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in micro_batches])
-    return minimise(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens)
+    order = Order(by_layer=accumulate == "by_layer", round=round)
+    return minimise(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens, order)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of the micro-batches of a step."""
+
+    by_layer: bool = False
+    """True if all micro-batches of a round go through one block before the next one."""
+    round: int | None = None
+    """Micro-batches of a round at most, if `by_layer`; None for all."""
+
+    def rounds(self, micro_batches: int) -> int:
+        """Return the number of rounds of a step by layer."""
+        return 1 if self.round is None else -(-micro_batches // self.round)
 
 
 def minimise(
-    model: nn.Module, micro_batches: Sequence[Batch], objective: Objective, chunk_tokens: int = 1024
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    objective: Objective,
+    chunk_tokens: int = 1024,
+    order: Order = Order(),
 ) -> StepLosses:
     """Do what `forward_backward` does, for any objective."""
     if not micro_batches:
@@ -89,6 +122,8 @@ def minimise(
             key="data.no-micro-batch",
         )
     sums = _Sums(micro_batches, objective)
+    if order.by_layer and len(micro_batches) > 1:
+        return _by_layer(model, layers_of(model), micro_batches, objective, sums, chunk_tokens, order)
     pipeline = pipeline_of(model)
     if pipeline is not None:
         return _through_stages(model, pipeline, micro_batches, objective, sums, chunk_tokens)
@@ -158,25 +193,68 @@ def _through_stages(
         parameter.grad = None
     with router_losses(model, batches) as router_loss:
         asked = active_router_losses(model) is not None
-
-        def term(output: StageOutput) -> torch.Tensor | None:
-            batch = batches[output.number]
-            routers = None
-            if asked:
-                router_loss.add(output.router_logits, batch)
-                routers = router_loss()
-            if not output.is_last:
-                return routers
-            own = loss_of_base(model, output.base, output.empty_logits, batch, objective, chunk_tokens)
-            sums.add(own)
-            return own.loss if routers is None else own.loss + routers
-
+        term = _term_of_stage(model, batches, objective, sums, router_loss if asked else None, chunk_tokens)
         run_pipeline(model, pipeline, batches, term, router_logits=asked)
     for parameter, earlier in zip(tied, before, strict=True):
         _sum_with_other_stage(pipeline, parameter)
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
     return sums.with_router_losses(router_loss)
+
+
+def _by_layer(
+    model: nn.Module,
+    layers: Layers,
+    micro_batches: Sequence[Batch],
+    objective: Objective,
+    sums: _Sums,
+    chunk_tokens: int,
+    order: Order,
+) -> StepLosses:
+    count = order.rounds(len(micro_batches))
+    # Rounds of nearly equal size.
+    bounds = [len(micro_batches) * number // count for number in range(count + 1)]
+    rounds = [micro_batches[start:stop] for start, stop in itertools.pairwise(bounds)]
+    router_loss = RouterLosses(model, micro_batches, layers.count)
+    # With one round its own forward gives the step's fractions before its backward needs them.
+    if router_loss.balance.aux_loss_coef and len(rounds) > 1:
+        router_loss.count(micro_batches)
+    with router_loss.collecting():
+        asked = active_router_losses(model) is not None
+        for batches in rounds:
+            run = Round(model, layers, batches, router_logits=asked)
+            term = _term_of_stage(model, run.batches, objective, sums, router_loss if asked else None, chunk_tokens)
+            with layers_held(model, layers):
+                run.forward()
+                if asked and len(rounds) == 1:
+                    router_loss.learn([run.router_logits(number) for number in range(len(batches))])
+                run.backward(term, all_reduce=batches is rounds[-1])
+    return sums.with_router_losses(router_loss)
+
+
+def _term_of_stage(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    objective: Objective,
+    sums: _Sums,
+    router_loss: RouterLosses | None,
+    chunk_tokens: int,
+) -> StageTerm:
+    """Return what a stage or layer adds to the differentiated sum: router losses, on the last one the objective."""
+
+    def term(output: StageOutput) -> torch.Tensor | None:
+        batch = batches[output.number]
+        routers = None
+        if router_loss is not None:
+            router_loss.add(output.router_logits, batch)
+            routers = router_loss()
+        if not output.is_last:
+            return routers
+        own = loss_of_base(model, output.base, output.empty_logits, batch, objective, chunk_tokens)
+        sums.add(own)
+        return own.loss if routers is None else own.loss + routers
+
+    return term
 
 
 def _tied_between_stages(model: nn.Module) -> list[nn.Parameter]:

@@ -51,11 +51,11 @@ class StageOutput:
 
 
 # What a stage adds for a micro-batch to the sum that is differentiated: 0-dim, or None.
-Term = Callable[[StageOutput], torch.Tensor | None]
+StageTerm = Callable[[StageOutput], torch.Tensor | None]
 
 
 def run_pipeline(
-    model: nn.Module, pipeline: Pipeline, batches: Sequence[Batch], term: Term, *, router_logits: bool = False
+    model: nn.Module, pipeline: Pipeline, batches: Sequence[Batch], term: StageTerm, *, router_logits: bool = False
 ) -> None:
     """Run all `batches` (of one shape, see `same_shape`) through all stages; backward too where gradients are enabled.
 
@@ -181,7 +181,7 @@ class _PipelineRun:
     model: nn.Module
     pipeline: Pipeline
     batches: Sequence[Batch]
-    term: Term
+    term: StageTerm
     router_logits: bool
     backwards: dict[int, int] = field(default_factory=dict)
     """Backwards that have run, by stage."""
@@ -189,7 +189,7 @@ class _PipelineRun:
     def forward(self, stage: int, number: int, received: torch.Tensor) -> torch.Tensor:
         """Return the hidden state for the next stage; on the last one the stage's term, `[1]`."""
         is_last = self.pipeline.is_last(stage)
-        with running(self.model, stage, received if stage else None) as leaving:
+        with running(self.model, self.pipeline, stage, received if stage else None) as leaving:
             base, empty_logits, logits = run_base(self.model, self.batches[number], router_logits=self.router_logits)
         term = self.term(StageOutput(number, is_last, base, empty_logits, logits))
         if is_last:

@@ -52,12 +52,8 @@ def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator[
         losses.count(micro_batches)
     elif losses.balance.has_losses and pipeline_of(model) is not None:
         losses.count([])
-    token = _active.set(losses)
-    try:
+    with losses.collecting():
         yield losses
-    finally:
-        _active.reset(token)
-    losses.check_complete()
 
 
 class RouterLosses:
@@ -67,13 +63,15 @@ class RouterLosses:
     they are the unsharded model's on the global batch.
     """
 
-    def __init__(self, model: nn.Module, micro_batches: Sequence[Batch]) -> None:
+    def __init__(self, model: nn.Module, micro_batches: Sequence[Batch], layers: int | None = None) -> None:
+        """Expect the logits of each micro-batch at once, or by stage or in so many `layers` one after the other."""
         self.model = model
         self.balance = attached_balance(model)
         self.aux_loss = self.z_loss = nothing_on_device_of(micro_batches)
         self._pipeline = pipeline_of(model)
         own_stages = 1 if self._pipeline is None else len(self._pipeline.own_stages)
-        self._left = len(micro_batches) * own_stages
+        self._left = len(micro_batches) * (layers or own_stages)
+        self._at_once = self._pipeline is None and layers is None
         self._share_of_rows = sequence_share(model)
         self._real = [self._real_here(batch) for batch in micro_batches] if self.balance.has_losses else []
         self._step: _Step | None = None
@@ -113,6 +111,14 @@ class RouterLosses:
                 pairs_E += self._pairs(logits, real_T)
         self._step = self._join(pairs_E)
 
+    def learn(self, logits: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Learn the step's fractions from the router logits `[T, E]` of all layers, for each micro-batch of the step.
+
+        Collectives: one all-reduce.
+        """
+        pairs = [self._pairs(of_batch, real_T) for of_batch, real_T in zip(logits, self._real, strict=True)]
+        self._step = self._join(torch.stack(pairs).sum(dim=0))
+
     def add(self, logits: Sequence[torch.Tensor], batch: Batch) -> None:
         """Take the router logits `[T, E]` of a micro-batch's layers; `causal_lm_loss` calls it.
 
@@ -128,7 +134,7 @@ class RouterLosses:
         real_T = self._real_here(batch)
         if self._step is None:
             self._step = self._join(self._pairs(logits, real_T))
-        layers = len(logits) if self._pipeline is None else len(describe(self.model).experts)
+        layers = len(logits) if self._at_once else len(describe(self.model).experts)
         rows, share = self._step.tokens * layers, torch.zeros((), device=real_T.device)
         if not logits:  # a pipeline stage without MoE layers
             self._share = share
@@ -146,7 +152,17 @@ class RouterLosses:
             share = share + self.balance.z_loss_coef * z_loss
         self._share = share
 
-    def check_complete(self) -> None:
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Give forwards inside the block these router losses; raises `InputError` at its end if a share is missing."""
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+        self._check_complete()
+
+    def _check_complete(self) -> None:
         """Raise `InputError` if a share was never taken, or a micro-batch that was counted never came."""
         if self.balance.has_losses and (self._share is not None or self._left):
             raise InputError(

@@ -18,7 +18,7 @@ from torch import nn
 from expertmesh.config import Config
 from expertmesh.distributed.mesh import Mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.step.forward_backward import minimise
+from expertmesh.step.forward_backward import Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped
@@ -44,6 +44,7 @@ class TrainingLoop:
     mesh: Mesh
     model: nn.Module
     objective: RunObjective
+    order: Order
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     train_batches: "TrainingBatches | StreamBatches"
@@ -171,7 +172,8 @@ class TrainingLoop:
         self.control.progress.at(number, "forward and backward")
         batches = [on_device(batch, self.mesh.device) for batch in step.micro_batches]
         objective = self.objective.over(rows=step.rows, target_tokens=step.target_tokens)
-        losses = minimise(self.model, self.objective.with_reference(self.model, batches), objective)
+        rows = self.objective.with_reference(self.model, batches)
+        losses = minimise(self.model, rows, objective, order=self.order)
         self.control.progress.at(number, "update")
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
 

@@ -36,6 +36,8 @@ _FREE_KEYS = (
     "train.micro_batch_size",
     "train.activation_checkpointing",
     "train.checkpoint_layers",
+    "train.accumulate",
+    "train.round",
     "train.compile",
     "train.deterministic",
     "train.eval_every_steps",

@@ -82,6 +82,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             mesh=run.mesh,
             model=run.model,
             objective=run.checked.objective,
+            order=run.checked.order,
             optimizer=state.optimizer,
             schedule=state.schedule,
             train_batches=run.batches,

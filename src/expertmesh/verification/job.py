@@ -23,7 +23,7 @@ from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.io.boxes import Box, slices
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
-from expertmesh.step.forward_backward import minimise
+from expertmesh.step.forward_backward import Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
@@ -78,12 +78,17 @@ class Job:
         moved = tuple({key: value.to(self.mesh.device) for key, value in batch.items()} for batch in step.micro_batches)
         return replace(step, micro_batches=moved)
 
-    def backward(self, step: Step) -> Losses:
+    def backward(self, step: Step, order: Order | None = None) -> Losses:
         """Run forward and backward of all micro-batches, as the training loop does; gradients are complete afterwards.
+
+        Args:
+            step: The micro-batches of this rank.
+            order: Their order instead of the run's.
 
         Collectives: every rank calls it; those of a step, and one all-reduce of the losses on the default group.
         """
-        losses = minimise(self.model, step.micro_batches, self.setup.steps[0].objective(step))
+        objective = self.setup.steps[0].objective(step)
+        losses = minimise(self.model, step.micro_batches, objective, order=order or self.setup.order)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

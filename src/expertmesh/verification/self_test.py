@@ -20,6 +20,7 @@ from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.io.boxes import slices
+from expertmesh.parallel.layers import layers_of
 from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.state.model_view import stage_names
 from expertmesh.state.shards import as_stored, local_box, local_tensor
@@ -75,6 +76,7 @@ def bugs(proof: Proof) -> list[Bug]:
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
         *([between] if layout.pp > 1 else []),
+        *(_bugs_by_layer(setup) if setup.order.by_layer else []),
         Bug("expert gradients twice as large", "backward", Hooks(backward=_double)),
         Bug("clipped by each rank's own norm", "backward", Hooks(clip=_local_norm), refusal=shards),
         Bug("moments of the step before", "update", Hooks(updated=_stale_moments()), update, stale),
@@ -160,6 +162,63 @@ def _lose_between_stages(job: Job) -> None:
 
     first = pipeline.blocks[pipeline.stages[-1].start]
     job.model.get_submodule(first).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _bugs_by_layer(setup: Setup) -> list[Bug]:
+    """Return the bugs of accumulation by layer."""
+    alone = "needs two micro-batches" if len(setup.steps[0].batches(setup.layout, 0).micro_batches) == 1 else None
+    exchanged, early = Hooks(loaded=_exchange_inputs), Hooks(loaded=_reduce_early)
+    return [
+        Bug("a micro-batch's input of the last block exchanged", "backward", exchanged, refusal=alone),
+        Bug("the last block reduced before its last micro-batch", "backward", early, refusal=alone),
+    ]
+
+
+def _exchange_inputs(job: Job) -> None:
+    """Give the last layer the input of the micro-batch before, or where that has another shape, of the token before."""
+    pipeline = layers_of(job.model).pipeline
+    before: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        other = before.pop() if before else output
+        before.append(output)
+        return other if other.shape == output.shape and other is not output else output.roll(1, 1)
+
+    pipeline.idle[pipeline.stages[-1].start - 1].register_forward_hook(_of_received(hook))
+
+
+def _of_received(hook: Callable[[nn.Module, Any, Tensor], Tensor]) -> Callable[[nn.Module, Any, Any], Any]:
+    """Return a hook of a placeholder that changes the hidden state that it gives to the layer after it, and no other."""
+
+    def changed(module: nn.Module, args: Any, output: Any) -> Any:
+        if getattr(module, "gives", None) is None:
+            return output
+        return (
+            hook(module, args, output) if isinstance(output, Tensor) else (hook(module, args, output[0]), *output[1:])
+        )
+
+    return changed
+
+
+def _reduce_early(job: Job) -> None:
+    """Reduce the gradients of the last layer in the backward before the last one, whose own are lost."""
+    layers = layers_of(job.model)
+    forwards = backwards = 0
+
+    def begin_backward(gradient: Tensor) -> None:
+        nonlocal backwards
+        backwards += 1
+        for unit in layers.units[-1]:
+            unit.set_requires_gradient_sync(backwards % forwards == forwards - 1, recurse=False)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal forwards
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if layers.pipeline.running is not None and hidden.requires_grad:
+            forwards += 1
+            hidden.register_hook(begin_backward)
+
+    job.model.get_submodule(layers.pipeline.blocks[-1]).register_forward_hook(hook)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from expertmesh.data import Recipe, found_or_built, load_tokenizer, padding_toke
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.planning.forecast import forecast
+from expertmesh.step.forward_backward import Order
 from expertmesh.training.startup.model_check import Checked, check_model, longest
 from expertmesh.training.startup.preflight import refuse_config, refuse_disk
 from expertmesh.verification.options import VerifyOptions
@@ -46,6 +47,8 @@ class Setup:
     """The anatomy of the verified layers."""
     layout: Layout
     """The sizes of the mesh axes."""
+    order: Order
+    """The order of the micro-batches of a step."""
     steps: tuple[StepData, ...]
     """The optimizer steps to compute."""
     notes: tuple[str, ...]
@@ -131,6 +134,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         directory,
         checked.anatomy,
         layout,
+        checked.order,
         tuple(steps),
         tuple(notes),
         (kept, every),

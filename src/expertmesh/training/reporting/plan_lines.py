@@ -89,6 +89,8 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     if said["kernels"] != "torch":
         yield f"           kernels {said['kernels']}"
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
+    if checked.order.by_layer and checked.order.rounds(batches.accumulation) == 1:
+        counted = 0  # the forward of the round counts
     yield from (f"balance    {line}" for line in _balance_lines(plan, counted))
     if lora is not None:
         yield from (f"lora       {line}" for line in adapter_plan_lines(lora, anatomy))
@@ -105,6 +107,8 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
         f"batch      {train.global_batch_size} {sequences} = {train.micro_batch_size} micro-batch × {ranks} data ranks "
         f"× {batches.accumulation} accumulation"
     )
+    if batches.accumulation > 1:
+        yield f"           {_order_line(checked, batches.accumulation)}"
     if checked.checkpoint_bytes:
         yield f"disk       {_disk_line(checked.checkpoint_bytes, config)}"
     steps = f"{run.total_steps} optimizer steps"
@@ -202,6 +206,14 @@ def _checkpointing_line(plan: ShardPlan) -> str:
         return f"activation checkpointing {mode}"
     numbers = ", ".join(str(blocks.index(name)) for name in plan.checkpointed)
     return f"activation checkpointing {mode} of {len(plan.checkpointed)} of {len(blocks)} blocks ({numbers})"
+
+
+def _order_line(checked: "Checked", accumulation: int) -> str:
+    order = checked.order
+    if not order.by_layer:
+        return f"by micro-batch: {checked.order_reason}"
+    rounds = order.rounds(accumulation)
+    return f"by layer, {rounds} round{'s' * (rounds > 1)} of up to {-(-accumulation // rounds)}: {checked.order_reason}"
 
 
 def _compile_line(plan: ShardPlan) -> str:

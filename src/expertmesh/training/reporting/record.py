@@ -133,6 +133,8 @@ class Start(_Strict):
     """The value that `auto` became."""
     activation_checkpointing: str
     """The value that `auto` became."""
+    accumulate: str
+    """The value that `auto` became."""
     printed: list[str]
     """The plan as `train` printed it, line by line."""
     plan: Prediction | None = None

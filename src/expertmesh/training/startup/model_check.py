@@ -12,14 +12,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.adapters.read import check_adapter
 from expertmesh.anatomy import Anatomy, describe
-from expertmesh.config import Config
+from expertmesh.config import Config, TrainConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.parallel.layers import refuse_by_layer
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, expert_traffic
+from expertmesh.step.forward_backward import Order
 from expertmesh.step.pipeline_schedule import interleaves
 from expertmesh.training.objective import RunObjective
 
@@ -32,6 +34,10 @@ class Checked:
     directory: Path
     model: PreTrainedModel
     plan: ShardPlan
+    order: Order
+    """The order of the micro-batches of a step."""
+    order_reason: str
+    """Words of the plan about the choice of the order."""
     layout_reason: str | None
     """Words of the plan about the choice of ep: `distributed.layout.ep_reason`."""
     objective: RunObjective
@@ -74,8 +80,9 @@ def check_model(
         _refuse_packing(config, model)
     check_adapter(model)
     plan = plan_model(model, layout, options)
+    order, why = _choose_order(config.train, plan, accumulation)
     reason = ep_reason(config.parallel, layout, traffic, ranks_per_node)
-    return Checked(model_config, directory, model, plan, reason, RunObjective.of(config))
+    return Checked(model_config, directory, model, plan, order, why, reason, RunObjective.of(config))
 
 
 def shard_options(config: Config) -> ShardOptions:
@@ -92,6 +99,34 @@ def checkpointing_mode(config: Config) -> CheckpointingMode:
     if mode == "auto":
         return "full" if torch.accelerator.is_available() else "none"
     return mode
+
+
+def _choose_order(train: TrainConfig, plan: ShardPlan, accumulation: int) -> tuple[Order, str]:
+    """Return the order of the micro-batches of a step, and the reason in words.
+
+    Raises:
+        InputError: `train.accumulate` is by_layer, and the model's blocks cannot run one by one.
+    """
+    by_layer = Order(by_layer=True, round=None if train.round == "auto" else train.round)
+    layout, options = plan.layout, plan.options
+    if train.accumulate == "by_layer":
+        refuse_by_layer(plan)
+        return by_layer, "as set"
+    if train.accumulate == "by_micro_batch":
+        return Order(), "as set"
+    if accumulation == 1:
+        return Order(), "a step has one micro-batch"
+    if layout.pp > 1:
+        return Order(), "by the schedule of its stages"
+    if options.activation_checkpointing != "full" or options.checkpoint_layers != "all":
+        return Order(), "by layer would keep the activations of all micro-batches that are not recomputed"
+    if layout.world_size == 1 and layout.offload == "none":
+        return Order(), "one rank gathers nothing"
+    try:
+        refuse_by_layer(plan)
+    except InputError as refusal:
+        return Order(), f"its blocks cannot run one by one ({refusal})"
+    return by_layer, f"a block is gathered twice a round, not {2 * accumulation} times a step"
 
 
 def longest(model_config: PreTrainedConfig) -> int | None:

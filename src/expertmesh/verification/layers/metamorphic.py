@@ -15,8 +15,10 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import Step
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.parallel.checkpointing import checkpointed_blocks, recompute_blocks
+from expertmesh.parallel.layers import layers_of
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.state.model_view import ModelView
+from expertmesh.step.forward_backward import Order
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
 from expertmesh.verification.job import Boxes, Job
@@ -35,7 +37,7 @@ def check_metamorphic(proof: Proof) -> list[Check]:
     proof.free_jobs()
     job = build(proof.setup, precision=proof.exact.precision, checkpointing=False)
     base = _run(job, job.batches(proof.setup.steps[0]))
-    checks = [_checkpointing(proof, job, base), _accumulation(proof, job), _packing(proof, job)]
+    checks = [_checkpointing(proof, job, base), _accumulation(proof, job), _order(proof, job), _packing(proof, job)]
     boxes = job.boxes()
     del job
     gc.collect()
@@ -54,17 +56,18 @@ class _StepResult:
     """The parts of the gradients for which this rank is responsible, on the host, by name."""
 
 
-def _run(job: Job, step: Step, boxes: Boxes | None = None) -> _StepResult:
+def _run(job: Job, step: Step, boxes: Boxes | None = None, order: Order | None = None) -> _StepResult:
     """Run forward and backward of a step and return its results.
 
     Args:
         job: The job; its gradients are dropped afterwards.
         step: The micro-batches of this data rank.
         boxes: The parts of the gradients to return, those of another layout; None: this rank's in the job's layout.
+        order: The order of the micro-batches instead of the run's.
 
     Collectives: every rank calls it; those of `Job.backward`, `Job.clip` and, with `boxes`, `Job.parts`.
     """
-    losses, gradients = job.backward(step), job.gradients()
+    losses, gradients = job.backward(step, order), job.gradients()
     own = {name: gradients[name].cpu() for name in job.boxes()} if boxes is None else job.parts(gradients, boxes)
     norm = job.clip(None)
     job.model.zero_grad(set_to_none=True)
@@ -106,6 +109,20 @@ def _accumulation(proof: Proof, job: Job) -> Check:
     once, parts = (job.batches(data, micro_batch_size=size) for size in (mine, mine // 4))
     name = f"accumulation {len(once.micro_batches)} = {len(parts.micro_batches)}, uneven targets"
     return _same(proof, name, _run(job, parts), _run(job, once))
+
+
+def _order(proof: Proof, job: Job) -> Check:
+    """Compare micro-batches that go through the model one by one with all of them block by block."""
+    name = "by layer = by micro-batch"
+    try:
+        layers_of(job.model)
+    except InputError as error:
+        return Check.not_run(name, str(error).split(";")[0])
+    ranks = job.mesh.layout.data_ranks
+    data = proof.setup.steps[0].repeated(4 * ranks).uneven()
+    step = job.batches(data, micro_batch_size=len(data.rows) // ranks // 4)
+    by_layer, one_by_one = (_run(job, step, order=Order(by_layer)) for by_layer in (True, False))
+    return _same(proof, name, by_layer, one_by_one)
 
 
 def _packing(proof: Proof, job: Job) -> Check:

@@ -1,0 +1,174 @@
+"""Run a round of micro-batches layer by layer: all of them through one layer before the next, and back in reverse.
+
+FSDP2 gathers a layer twice for the round, once in forward and once in backward, and reduces its gradients once. By
+micro-batch it does so for each of them; without reduction until the last one, it keeps the gradients of the whole model
+unsharded. Here only the layer that runs has unsharded parameters and gradients, and the next one is gathered meanwhile.
+What is kept is what autograd keeps of every micro-batch: with full activation checkpointing the input of each block,
+without any all activations.
+
+A layer's forward is the model's own, with placeholders for everything else (parallel/pipeline.py), on tensors that are
+cut out of the graph; its backward starts from the gradient of its output. FSDP2's public switches do the rest.
+
+    M micro-batches of a round, L layers
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from expertmesh.config.errors import InputError
+from expertmesh.parallel.layers import Layers
+from expertmesh.parallel.pipeline import running
+from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.state.other_code import media_in
+from expertmesh.step.base_model import model_inputs, run_base
+from expertmesh.step.pipeline_schedule import StageOutput
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Forward:
+    """The forward of one micro-batch through one layer, as its backward needs it."""
+
+    received: torch.Tensor | None
+    """The input of the layer, a leaf of the graph; None of the first layer."""
+    hidden: torch.Tensor | None
+    """The output of the layer; None of the last layer."""
+    output: StageOutput
+    """The results of the model's forward."""
+
+
+class Round:
+    """The micro-batches of a round, on their way through the layers: `forward`, then `backward`, in `layers_held`."""
+
+    def __init__(self, model: nn.Module, layers: Layers, batches: Sequence[Batch], *, router_logits: bool) -> None:
+        """Take the M `batches` of this rank, as `causal_lm_loss` takes them; all ranks have equally many.
+
+        Raises:
+            InputError: a batch has images or other media.
+        """
+        self._model, self._layers, self._router_logits = model, layers, router_logits
+        self._root = cast(FSDPModule, model)  # every sharded model is one
+        share = sequence_share(model)
+        self.batches = [padded(batch, share) for batch in batches]
+        for batch in batches:
+            if media := media_in(model_inputs(batch)):
+                raise InputError(
+                    f"train.accumulate: by_layer: a batch has {', '.join(media)}, and layers hand on text alone; set "
+                    "train.accumulate to by_micro_batch",
+                    key="train.accumulate-unsupported",
+                )
+        self._forwards: list[list[_Forward | None]] = []
+
+    def forward(self) -> None:
+        """Run all micro-batches forward. Collectives: those of M forwards; each unit of FSDP2 is gathered once."""
+        last = self._layers.count - 1
+        received: list[torch.Tensor | None] = [None] * len(self.batches)
+        for layer in range(self._layers.count):
+            forwards = [self._forward_of(layer, number, x) for number, x in enumerate(received)]
+            if layer < last:
+                for unit in self._layers.units[layer]:
+                    if unit is not self._root:  # the root holds the head
+                        unit.reshard()
+                received = [_leaf(forward.hidden) for forward in forwards]
+            self._forwards.append([*forwards])
+
+    def router_logits(self, number: int) -> list[torch.Tensor]:
+        """Return the router logits `[T, E]` of all MoE layers for one micro-batch, after `forward`."""
+        return [logits for layer in self._forwards for logits in layer[number].output.router_logits]  # type: ignore[union-attr]
+
+    def backward(self, term: Callable[[StageOutput], torch.Tensor | None], *, all_reduce: bool = True) -> None:
+        """Run all micro-batches backward.
+
+        Args:
+            term: Called for each layer and micro-batch right before its backward. The sum of all that it returns, on
+                all ranks, is differentiated.
+            all_reduce: Sum gradients over replicas, too: in the last round of a step.
+
+        Collectives: those of M backwards; the gradients of each unit of FSDP2 are reduced once.
+        """
+        # Frozen layers in front of all that trains have no backward, on any rank.
+        last = self._layers.count - 1
+        first = next((layer for layer in range(last) if _is_trained(self._forwards[layer])), last)
+        for layer in reversed(range(self._layers.count)):
+            forwards = self._forwards[layer]
+            for number, forward in enumerate(forwards):
+                assert forward is not None
+                if number == len(forwards) - 1 and layer >= first:
+                    units = self._layers.units if layer == first else self._layers.units[layer : layer + 1]
+                    self._reduce_after_this(units, all_reduce)
+                    self._root.set_is_last_backward(layer == first)
+                following = self._forwards[layer + 1][number] if forward.hidden is not None else None
+                self._backward_of(forward, following, term)
+                if following is not None:
+                    self._forwards[layer + 1][number] = None
+
+    def _forward_of(self, layer: int, number: int, received: torch.Tensor | None) -> _Forward:
+        pipeline = self._layers.pipeline
+        with running(self._model, pipeline, layer, received) as leaving:
+            base, empty_logits, logits = run_base(self._model, self.batches[number], router_logits=self._router_logits)
+        is_last = pipeline.is_last(layer)
+        return _Forward(
+            received, None if is_last else leaving.hidden, StageOutput(number, is_last, base, empty_logits, logits)
+        )
+
+    def _backward_of(
+        self,
+        forward: _Forward,
+        following: _Forward | None,
+        term: Callable[[StageOutput], torch.Tensor | None],
+    ) -> None:
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor | None] = []
+        if following is not None and forward.hidden is not None and forward.hidden.requires_grad:
+            assert following.received is not None
+            gradient = following.received.grad
+            roots.append(forward.hidden)
+            gradients.append(torch.zeros_like(forward.hidden) if gradient is None else gradient)
+        own = term(forward.output)
+        if own is not None and own.requires_grad:
+            roots.append(own)
+            gradients.append(None)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+    def _reduce_after_this(self, units: Sequence[Sequence[FSDPModule]], all_reduce: bool) -> None:
+        for unit in (unit for of_layer in units for unit in of_layer):
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_requires_all_reduce(all_reduce, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+
+
+@contextmanager
+def layers_held(model: nn.Module, layers: Layers) -> Iterator[None]:
+    """Keep FSDP2 from resharding and reducing after each micro-batch inside the block; a `Round` does it by layer."""
+    root = cast(FSDPModule, model)
+    units = [unit for of_layer in layers.units for unit in of_layer if unit is not root]
+    root.set_requires_gradient_sync(False)
+    root.set_reshard_after_backward(False)
+    root.set_is_last_backward(False)
+    for unit in units:  # FSDP2 never reshards the root after its forward
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+        root.set_reshard_after_backward(True)
+        root.set_is_last_backward(True)
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+
+
+def _leaf(hidden: torch.Tensor | None) -> torch.Tensor:
+    assert hidden is not None
+    return hidden.detach().requires_grad_(hidden.requires_grad)
+
+
+def _is_trained(forwards: Sequence[_Forward | None]) -> bool:
+    return any(f is not None and f.hidden is not None and f.hidden.requires_grad for f in forwards)
