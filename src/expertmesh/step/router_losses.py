@@ -64,7 +64,7 @@ class RouterLosses:
     """
 
     def __init__(self, model: nn.Module, micro_batches: Sequence[Batch], layers: int | None = None) -> None:
-        """Expect the logits of each micro-batch at once, or by stage or in so many `layers` one after the other."""
+        """Take the logits of each micro-batch at once, by pipeline stage, or in `layers` parts one after the other."""
         self.model = model
         self.balance = attached_balance(model)
         self.aux_loss = self.z_loss = nothing_on_device_of(micro_batches)

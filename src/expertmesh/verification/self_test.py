@@ -188,7 +188,7 @@ def _exchange_inputs(job: Job) -> None:
 
 
 def _of_received(hook: Callable[[nn.Module, Any, Tensor], Tensor]) -> Callable[[nn.Module, Any, Any], Any]:
-    """Return a hook of a placeholder that changes the hidden state that it gives to the layer after it, and no other."""
+    """Return a hook of a placeholder that changes the hidden state that it gives to the next layer, and no other."""
 
     def changed(module: nn.Module, args: Any, output: Any) -> Any:
         if getattr(module, "gives", None) is None:
