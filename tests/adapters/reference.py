@@ -178,12 +178,13 @@ def train_adapters(
     tamper: Callable[[nn.Module, Mesh], None] | None = None,
     after: Callable[[Any, Mesh], Any] | None = None,
     as_peft_model: bool = False,
+    order: dict[str, Any] | None = None,
     **options: Any,
 ) -> AdapterDistance:
     """The reference's steps on ranks, from the same adapter; every rank calls it.
 
     `as_peft_model`: it comes in a PeftModel, not in a directory. `tamper` plants a bug before training; what `after`
-    gives for the trained model goes into the result.
+    gives for the trained model goes into the result. `order`: as in `train_sharded`.
     """
     model: Any = copy.deepcopy(expected.initial)
     mesh = em.init_mesh(parallel)
@@ -196,7 +197,7 @@ def train_adapters(
         tamper(model, mesh)
     base = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     before = whole(base)
-    taken = take_steps(model, mesh, expected.rows, micro_batch)
+    taken = take_steps(model, mesh, expected.rows, micro_batch, order)
     unchanged = all(torch.equal(tensor, before[name]) for name, tensor in whole(base).items())
     final = in_files(model, trainables(model))
     return AdapterDistance(

@@ -32,6 +32,7 @@ def _trained(
     micro_batch: int = 1,
     moe: em.MoeConfig | None = None,
     rank_in_mask: bool = False,
+    order: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     model: Any = tiny_model(FAMILY)
@@ -40,7 +41,7 @@ def _trained(
     em.parallelize(model, mesh, lora=lora, moe=moe, **options)
     if rank_in_mask:
         mock.patch.object(lora_state, "salt_of", lambda *parts: salt_of(dist.get_rank(), *parts)).start()
-    take_steps(model, mesh, ROWS, micro_batch)
+    take_steps(model, mesh, ROWS, micro_batch, order)
     return trainables(model)
 
 

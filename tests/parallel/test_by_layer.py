@@ -3,15 +3,27 @@
 Real gloo ranks; micro-batches of different lengths and very different numbers of targets.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import expertmesh as em
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.parallel.layers import layers_of
+from tests.adapters.reference import AdapterDistance, tiny_peft_run, train_adapters
+from tests.support.errors import refused
+from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.reference import Distance, reference, train_sharded
+from tests.support.ranks import run_ranks
+from tests.support.reference import Distance, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
 
@@ -61,3 +73,117 @@ def test_every_layout_equals_the_unsharded_model(launched: Launched, layout: str
 @one_launch(lambda: _case("qwen3_moe", 4, {"ep": 2}, dtype=torch.float64))
 def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launched) -> None:
     _check(launched(), 1e-10)
+
+
+BY_LAYER: dict[str, Any] = {"accumulate": "by_layer"}
+# (family, axes, options)
+ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "recomputed": ("qwen3_moe", {"ep": 2}, {"activation_checkpointing": "full"}),
+    "tp": ("deepseek_v3", {"ep": 1, "tp": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_train_as_stock_pefts_do(case: str, tmp_path: Path) -> None:
+    family, axes, options = ADAPTERS[case]
+    run = tiny_peft_run(family, tmp_path)
+
+    def train() -> AdapterDistance:
+        return train_adapters(run, em.ParallelConfig(**axes), order=BY_LAYER, **options)
+
+    for distance in run_ranks(train, 2):
+        distance.check(TOLERANCE)
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts what FSDP2 gathers and reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d."):
+            self.counts[name.removeprefix("c10d.").partition("_.")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _count_collectives(micro_batches: int, order: dict[str, Any]) -> tuple[Counter[str], bool]:
+    """Return the collectives of a step, and whether every parameter is sharded behind it."""
+    model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), activation_checkpointing="full")
+    batches = [padded(reference("qwen3_moe").rows[0][:1])] * micro_batches
+    em.forward_backward(model, batches, target_tokens=60, **order)  # FSDP2 begins
+    with _Collectives() as collectives:
+        em.forward_backward(model, batches, target_tokens=60, **order)
+    return collectives.counts, all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("micro_batches", "round", "rounds"), [(2, None, 1), (8, None, 1), (8, 3, 3)])
+def test_each_layer_is_gathered_twice_and_reduced_once_a_round(
+    micro_batches: int, round: int | None, rounds: int
+) -> None:
+    """Units: embedding, three blocks and their experts, and the root; the last block and the root are gathered once."""
+    for counts, is_sharded in run_ranks(_count_collectives, 2, micro_batches, {**BY_LAYER, "round": round}):
+        assert counts == {"allgather_base": rounds * (2 + 2 * 4 + 2 + 1), "reduce_scatter_base": rounds * (1 + 6 + 1)}
+        assert is_sharded
+
+
+def _exchange_kept_inputs(model: nn.Module, mesh: Mesh) -> None:
+    """Give the second layer each micro-batch's input but the first the input of the one before."""
+    pipeline, before = layers_of(model).pipeline, []
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if module.gives is None:
+            return None
+        before.append(output)
+        return before[-2] if len(before) > 1 and before[-2].shape == output.shape else output.roll(1, 1)
+
+    pipeline.idle[0].register_forward_hook(hook)
+
+
+def _reduce_before_the_last(model: nn.Module, mesh: Mesh) -> None:
+    """Leave the last micro-batch of the last layer out of its reduction."""
+    layers, backwards = layers_of(model), itertools.count(1)
+
+    def begin_backward(gradient: torch.Tensor) -> None:
+        number = next(backwards)
+        for unit in layers.units[-1]:
+            unit.set_requires_gradient_sync(number % 4 == 3, recurse=False)
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(begin_backward)
+
+    model.get_submodule(layers.pipeline.blocks[-1]).register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("bug", [_exchange_kept_inputs, _reduce_before_the_last])
+def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None]) -> None:
+    world, train = _case("qwen3_moe", 2, {}, tamper=bug)
+    for distance in run_ranks(train, world):
+        assert distance.gradient[0] > 1e-3, distance
+
+
+def _refuse_images() -> None:
+    model: Any = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)))
+    batch = padded(reference("qwen3_moe").rows[0][:1])
+    with refused("train.accumulate-unsupported", naming="pixel_values"):
+        em.forward_backward(model, [batch | {"pixel_values": torch.zeros(1)}] * 2, target_tokens=60, **BY_LAYER)
+
+
+def test_images_are_refused_by_name() -> None:
+    run_ranks(_refuse_images, 1)
+
+
+def _refuse_stages() -> None:
+    model: Any = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1, pp=2)))
+    batch = padded(reference("qwen3_moe").rows[0][:1])
+    with refused("train.accumulate-unsupported", naming="parallel.pp is 2"):
+        em.forward_backward(model, [batch] * 2, target_tokens=60, **BY_LAYER)
+
+
+def test_pipeline_stages_are_refused_by_name() -> None:
+    run_ranks(_refuse_stages, 2)

@@ -108,6 +108,7 @@ def _train(
     micro_batch: int,
     prepare: Prepare = padded,
     tamper: Callable[[nn.Module, int], None] | None = None,
+    order: dict[str, Any] | None = None,
     **options: Any,
 ) -> Found:
     model = copy.deepcopy(want.model)
@@ -127,11 +128,16 @@ def _train(
         batches.append(batch)
     total = sum(int((labels[1:] != -100).sum()) for _, labels in want.rows)
     loss = torch.zeros((), dtype=torch.float64)
-    with em.router_losses(model, batches) as router:
-        for batch in batches:
-            share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
-            (share + router()).backward()
-            loss += share.detach()
+    router: Any
+    if order is not None:
+        router = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16, **order)
+        loss = router.loss
+    else:
+        with em.router_losses(model, batches) as router:
+            for batch in batches:
+                share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
+                (share + router()).backward()
+                loss += share.detach()
     values = torch.stack([loss, router.aux_loss.double(), router.z_loss.double()])
     dist.all_reduce(values)
     gradients = {name: _full(p.grad) for name, p in model.named_parameters()}
@@ -182,6 +188,12 @@ def test_checkpointed_blocks_add_nothing_twice(layout: tuple[int, int, int, int]
 
 def test_ranks_without_rows_of_their_own_count_nothing() -> None:
     _prove(expected("mixtral", count=5), (4, 2, 1, 1))
+
+
+@pytest.mark.parametrize("round", [None, 2])
+def test_by_layer_the_fractions_are_those_of_the_whole_step(round: int | None) -> None:
+    order = {"accumulate": "by_layer", "round": round}
+    _prove(expected("qwen3_moe"), (2, 2, 1, 2), order=order, activation_checkpointing="full")
 
 
 def _packed(rows: list[Row]) -> dict[str, torch.Tensor]:

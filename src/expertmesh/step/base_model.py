@@ -18,7 +18,6 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import counting, real_tokens_of
 from expertmesh.parallel.sequence import SequenceShare, sequence_share
-from expertmesh.state.model_view import ModelView
 
 _NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens", "reference")
 
@@ -35,12 +34,9 @@ def run_base(
         router_logits: Also record the router logits.
 
     Returns:
-        The base model's output, the root's logits of no token, and the router logits of each MoE layer as transformers
-        records them, `[B * S, E]` (empty without `router_logits`). Under cp and tp, S counts this rank's positions
-        (sequence.py).
-
-    Raises:
-        InputError: `router_logits` was requested and the model gave none.
+        The base model's output, the root's logits of no token, and the router logits of each MoE layer that runs as
+        transformers records them, `[B * S, E]` (empty without `router_logits`). Under cp and tp, S counts this rank's
+        positions (sequence.py).
 
     Collectives: every rank calls it; those of the model's forward.
     """
@@ -71,11 +67,6 @@ def run_base(
             hook.remove()
     assert len(captured) == 1, f"{type(model).__name__} ran its base model {len(captured)} times"
     assert output.logits.shape[1] == 0, f"{type(model).__name__} computed logits from elsewhere than its base model"
-    if router_logits and not recorded[0] and not ModelView(model).is_stage:  # a pipeline stage may have no MoE layer
-        raise InputError(
-            f"{config.model_type} gave no router logits; set moe.aux_loss_coef and moe.z_loss_coef to 0.0",
-            key="moe.no-router-logits",
-        )
     return captured[0], output.logits, recorded[0]
 
 

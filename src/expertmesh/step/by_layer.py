@@ -101,8 +101,8 @@ class Round:
             for number, forward in enumerate(forwards):
                 assert forward is not None
                 if number == len(forwards) - 1 and layer >= first:
-                    units = self._layers.units if layer == first else self._layers.units[layer : layer + 1]
-                    self._reduce_after_this(units, all_reduce)
+                    # A tied weight in front of all that trains belongs to a layer without backward.
+                    self._reduce_after_this(self._layers.units[0 if layer == first else layer : layer + 1], all_reduce)
                     self._root.set_is_last_backward(layer == first)
                 following = self._forwards[layer + 1][number] if forward.hidden is not None else None
                 self._backward_of(forward, following, term)

@@ -72,6 +72,8 @@ class RouterLosses:
         own_stages = 1 if self._pipeline is None else len(self._pipeline.own_stages)
         self._left = len(micro_batches) * (layers or own_stages)
         self._at_once = self._pipeline is None and layers is None
+        # Before a forward: describing a model reads its state dict, for which FSDP2 reshards it.
+        self._moe_layers = 0 if self._at_once or not self.balance.has_losses else len(describe(model).experts)
         self._share_of_rows = sequence_share(model)
         self._real = [self._real_here(batch) for batch in micro_batches] if self.balance.has_losses else []
         self._step: _Step | None = None
@@ -130,13 +132,19 @@ class RouterLosses:
                 "after it; add each micro-batch's share to its loss, once",
                 key="moe.router-loss-order",
             )
+        if self._at_once and not logits:
+            family = self.model.config.model_type  # type: ignore[union-attr]
+            raise InputError(
+                f"{family} gave no router logits; set moe.aux_loss_coef and moe.z_loss_coef to 0.0",
+                key="moe.no-router-logits",
+            )
         self._left -= 1
         real_T = self._real_here(batch)
         if self._step is None:
             self._step = self._join(self._pairs(logits, real_T))
-        layers = len(logits) if self._at_once else len(describe(self.model).experts)
+        layers = len(logits) if self._at_once else self._moe_layers
         rows, share = self._step.tokens * layers, torch.zeros((), device=real_T.device)
-        if not logits:  # a pipeline stage without MoE layers
+        if not logits:  # a stage or layer without MoE layers
             self._share = share
             return
         if self.balance.aux_loss_coef:
