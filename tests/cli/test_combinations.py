@@ -61,9 +61,9 @@ def _table() -> dict[str, dict[str, str]]:
     table, axes = dict[str, dict[str, str]](), list[str]()
     for line in section.splitlines():
         if line.startswith("**"):
-            axes = ["pp"] if line == "**Trained along pp:**" else list(AXES)
+            axes = re.findall(rf"\b(?:{'|'.join(AXES)})\b", line) or list(AXES)
         elif found := re.fullmatch(r"- `([^`]+)`(?:: `([^`]+)`)?", line):
-            table[found[1]] = dict.fromkeys(axes, found[2] or "yes")
+            table.setdefault(found[1], {}).update(dict.fromkeys(axes, found[2] or "yes"))
     return table
 
 
@@ -103,6 +103,8 @@ def _arguments(inputs: Path, option: str, axes: str, output: Path) -> list[str]:
         given += [f"data.train={inputs / 'two lengths.jsonl'}"]
     if "eval" in option:
         given += [f"data.eval={inputs / 'train.jsonl'}"]
+    if "by_layer" in option:  # two micro-batches on each of four data ranks
+        given += ["train.global_batch_size=8", "train.num_epochs=2"]
     if "as_published" in option:
         given += [f"model.name_or_path={inputs / 'published'}"]
     return ["train", f"{output}.yaml", *given]
