@@ -155,4 +155,4 @@ def test_by_layer_each_bug_is_caught_and_two_more(inputs: Path) -> None:
     for mutation in report.mutations:
         assert mutation.status == "pass", mutation
     by_bug = {mutation.bug: {layer for layer, _ in mutation.caught} for mutation in report.mutations}
-    assert all(by_bug[bug] == {"backward"} for bug in more)
+    assert by_bug["the last block reduced before its last micro-batch"] == {"backward"}  # each forward is right

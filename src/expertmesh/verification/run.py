@@ -135,11 +135,11 @@ def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
 
 
 def _schedule(setup: Setup) -> str | None:
-    """Return the pipeline schedule of the first step and its number of micro-batches, or None without pp."""
-    if setup.layout.pp == 1:
+    """Return the order of the first step's micro-batches and their number, or None if they come one by one."""
+    if setup.layout.pp == 1 and not setup.order.by_layer:
         return None
     count = len(setup.steps[0].batches(setup.layout, dist.get_rank()).micro_batches)
-    name = schedule_kind(setup.layout, count).__name__.removeprefix("Schedule")
+    name = "by layer" if setup.order.by_layer else schedule_kind(setup.layout, count).__name__.removeprefix("Schedule")
     return f"{name} over {count} micro-batch{'es' if count > 1 else ''}"
 
 
