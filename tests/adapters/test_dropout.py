@@ -23,6 +23,7 @@ from tests.support.reference import _rows
 
 FAMILY = "deepseek_v3"
 ROWS = [_rows(step, ()) for step in range(2)]
+BLOCKS = {"num_hidden_layers": 3}
 
 
 def _trained(
@@ -35,7 +36,7 @@ def _trained(
     order: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    model: Any = tiny_model(FAMILY)
+    model: Any = tiny_model(FAMILY, **BLOCKS)
     mesh = em.init_mesh(em.ParallelConfig(ep=ep, replicate=replicate))
     lora = em.LoraConfig(from_adapter=str(adapter), dropout=0.3)
     em.parallelize(model, mesh, lora=lora, moe=moe, **options)
@@ -48,7 +49,7 @@ def _trained(
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapter")
-    random_adapter(tiny_model(FAMILY), directory, *TARGETS[FAMILY])
+    random_adapter(tiny_model(FAMILY, **BLOCKS), directory, *TARGETS[FAMILY])
     return directory
 
 
@@ -60,7 +61,11 @@ def alone(adapter: Path) -> dict[str, torch.Tensor]:
 
 def test_every_layout_and_batch_drops_the_same(adapter: Path, alone: dict[str, torch.Tensor]) -> None:
     runs: dict[int, list[dict[str, Any]]] = {
-        2: [{"ep": 2, "micro_batch": 2}, {"ep": 2, "activation_checkpointing": "selective"}],
+        2: [
+            {"ep": 2, "micro_batch": 2},
+            {"ep": 2, "activation_checkpointing": "selective"},
+            {"ep": 2, "activation_checkpointing": "full", "order": {"accumulate": "by_layer"}},
+        ],
         4: [
             {"ep": 2, "replicate": 2, "activation_checkpointing": True},
             {"ep": 4, "moe": em.MoeConfig(compute="loop")},
@@ -73,7 +78,7 @@ def test_every_layout_and_batch_drops_the_same(adapter: Path, alone: dict[str, t
 
 def _called(adapter: Path, give: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a micro-batch, by our own function and by the model called alone, in that order."""
-    model: Any = tiny_model(FAMILY)
+    model: Any = tiny_model(FAMILY, **BLOCKS)
     em.parallelize(
         model, em.init_mesh(em.ParallelConfig(ep=1)), lora=em.LoraConfig(from_adapter=str(adapter), dropout=0.3)
     )

@@ -47,6 +47,7 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe.aux_loss_coef": ("qwen3_moe", {}),
     "train.compile": ("qwen3_moe", {}),
     "parallel.pp_virtual_stages": ("deepseek_v3", {"num_hidden_layers": 4}),
+    "by_layer": ("deepseek_v3", {**SIZES, "num_hidden_layers": 4}),  # two blocks between the first and the last
 }
 # Compiled code, threads that wait for other nodes, and torch's own switch.
 LEAVES_SOMETHING = re.compile(r".*(train\.compile|hierarchical|train\.deterministic)")

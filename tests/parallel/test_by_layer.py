@@ -49,28 +49,30 @@ def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
         distance.check(tolerance)
 
 
+# Blocks between the first and the last are called alone, without the model around them.
+BLOCKS = {"num_hidden_layers": 4}
 # (family, world size, axes, options)
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "fsdp": ("qwen3_moe", 2, {}, {"changes": {"num_hidden_layers": 3}}),
-    "tied embeddings": ("qwen3_moe", 2, {}, {"changes": {"tie_word_embeddings": True}}),
+    "fsdp": ("qwen3_moe", 2, {}, {}),
+    "tied embeddings": ("qwen3_moe", 2, {}, {"changes": {"tie_word_embeddings": True, **BLOCKS}}),
     "rounds": ("qwen3_moe", 2, {"ep": 2}, {"round": 3}),
     "one rank": ("qwen3_moe", 1, {}, {}),
     "ep and recomputation": ("deepseek_v3", 4, {"ep": 2}, {"activation_checkpointing": "full"}),
-    "ep inside nodes": ("qwen3_moe", 4, {"ep": 2}, {"activation_checkpointing": "selective"}),
+    "ep and half of it recomputed": ("qwen3_moe", 4, {"ep": 2}, {"activation_checkpointing": "selective"}),
     "replicas": ("mixtral", 4, {"ep": 2, "replicate": 2}, {"round": 1}),
     "tp": ("qwen3_moe", 2, {"tp": 2}, {}),
     "cp": ("qwen3_moe", 2, {"cp": 2, "ep": 2}, {}),
-    "tp, cp and ep": ("gpt_oss", 4, {"tp": 2, "cp": 2, "ep": 4}, {"micro_batch": 2}),
+    "tp, cp and ep of windows": ("gpt_oss", 4, {"tp": 2, "cp": 2, "ep": 4}, {"micro_batch": 2}),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@one_launch(lambda layout: _case(*LAYOUTS[layout][:3], **LAYOUTS[layout][3]))
+@one_launch(lambda layout: _case(*LAYOUTS[layout][:3], **{"changes": BLOCKS, **LAYOUTS[layout][3]}))
 def test_every_layout_equals_the_unsharded_model(launched: Launched, layout: str) -> None:
     _check(launched())
 
 
-@one_launch(lambda: _case("qwen3_moe", 4, {"ep": 2}, dtype=torch.float64))
+@one_launch(lambda: _case("qwen3_moe", 4, {"ep": 2}, dtype=torch.float64, changes=BLOCKS))
 def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launched) -> None:
     _check(launched(), 1e-10)
 
@@ -86,7 +88,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_adapters_train_as_stock_pefts_do(case: str, tmp_path: Path) -> None:
     family, axes, options = ADAPTERS[case]
-    run = tiny_peft_run(family, tmp_path)
+    run = tiny_peft_run(family, tmp_path, **BLOCKS)
 
     def train() -> AdapterDistance:
         return train_adapters(run, em.ParallelConfig(**axes), order=BY_LAYER, **options)

@@ -4,8 +4,9 @@ The placeholder of a block returns its input, or a hidden state that was set on 
 that no block uses; that of any other module returns its first argument. pipeline.py decides which parts get one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,10 +101,21 @@ class Leaving:
     """The hidden state after the stage's last block, once it has run; None on the last stage: its model returns it."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """What a model's forward calls a block with beside the hidden state: masks, rotary tables and other inputs."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    context: Context
+    """The context variables of the forward: which samples are packed, which tokens are real."""
+
+
 class Placeholder(nn.Module):
     """Placeholder of a block that does not compute here: returns its input and has the block's plain attributes.
 
-    If the block returns `items` values, the hidden state first, the others are None.
+    If the block returns `items` values, the hidden state first, the others are None. It hands what it is called with to
+    `records`, if that is set.
     """
 
     def __init__(self, block: nn.Module, items: int) -> None:
@@ -116,11 +128,14 @@ class Placeholder(nn.Module):
             self.gradient_checkpointing = False
         self.gives: torch.Tensor | None = None
         self.catches: Leaving | None = None
+        self.records: Callable[[BlockCall], None] | None = None
         self.others = None if items == 0 else (None,) * (items - 1)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.catches is not None:
             self.catches.hidden = hidden_states
+        if self.records is not None:
+            self.records(BlockCall(args, kwargs, copy_context()))
         given = hidden_states if self.gives is None else self.gives
         return given if self.others is None else (given, *self.others)
 

@@ -6,26 +6,33 @@ unsharded. Here only the layer that runs has unsharded parameters and gradients,
 What is kept is what autograd keeps of every micro-batch: with full activation checkpointing the input of each block,
 without any all activations.
 
-A layer's forward is the model's own, with placeholders for everything else (parallel/pipeline.py), on tensors that are
-cut out of the graph; its backward starts from the gradient of its output. FSDP2's public switches do the rest.
+The first and the last layer run in the model's own forward, with placeholders for everything else
+(parallel/pipeline.py). The placeholders of the first one record what the model calls every other block with, so the
+layers between run as calls of their blocks alone: masks and rotary tables are computed once a micro-batch and shared.
+The graph is cut at each layer's input; its backward starts from the gradient of its output. FSDP2's public switches do
+the rest.
 
     M micro-batches of a round, L layers
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.config.errors import InputError
+from expertmesh.experts.lora_state import AdapterState, adapter_state
 from expertmesh.parallel.layers import Layers
 from expertmesh.parallel.pipeline import running
+from expertmesh.parallel.placeholders import BlockCall
 from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.state.other_code import media_in
+from expertmesh.state.patching import replaced
 from expertmesh.step.base_model import model_inputs, run_base
 from expertmesh.step.pipeline_schedule import StageOutput
 
@@ -40,8 +47,25 @@ class _Forward:
     """The input of the layer, a leaf of the graph; None of the first layer."""
     hidden: torch.Tensor | None
     """The output of the layer; None of the last layer."""
-    output: StageOutput
-    """The results of the model's forward."""
+    output: StageOutput | None
+    """The results of the model's forward; None where a block was called alone."""
+
+
+@dataclass(slots=True)
+class _Calls:
+    """What the first layer's forward of one micro-batch leaves for the layers after it."""
+
+    adapters: AdapterState | None
+    """The state of the model's adapters."""
+    calls: dict[int, BlockCall] = field(default_factory=dict)
+    """What the model calls its other blocks with, by their number."""
+    token_numbers: torch.Tensor | None = None
+    """Numbers of the tokens, for the dropout of adapters."""
+
+    def record(self, block: int, call: BlockCall) -> None:
+        """Record a call while the model's forward runs, which forgets the tokens' numbers at its end."""
+        self.calls[block] = call
+        self.token_numbers = None if self.adapters is None else self.adapters.number_T
 
 
 class Round:
@@ -65,6 +89,7 @@ class Round:
                     key="train.accumulate-unsupported",
                 )
         self._forwards: list[list[_Forward | None]] = []
+        self._calls: list[_Calls] = []
 
     def forward(self) -> None:
         """Run all micro-batches forward. Collectives: those of M forwards; each unit of FSDP2 is gathered once."""
@@ -78,17 +103,19 @@ class Round:
                         unit.reshard()
                 received = [_leaf(forward.hidden) for forward in forwards]
             self._forwards.append([*forwards])
+        self._calls.clear()
 
     def router_logits(self, number: int) -> list[torch.Tensor]:
         """Return the router logits `[T, E]` of all MoE layers for one micro-batch, after `forward`."""
-        return [logits for layer in self._forwards for logits in layer[number].output.router_logits]  # type: ignore[union-attr]
+        outputs = [forward.output for layer in self._forwards if (forward := layer[number]) is not None]
+        return [logits for output in outputs if output is not None for logits in output.router_logits]
 
     def backward(self, term: Callable[[StageOutput], torch.Tensor | None], *, all_reduce: bool = True) -> None:
         """Run all micro-batches backward.
 
         Args:
-            term: Called for each layer and micro-batch right before its backward. The sum of all that it returns, on
-                all ranks, is differentiated.
+            term: Called for layers and micro-batches that ran in the model's forward, right before their backward. The
+                sum of all that it returns, on all ranks, is differentiated.
             all_reduce: Sum gradients over replicas, too: in the last round of a step.
 
         Collectives: those of M backwards; the gradients of each unit of FSDP2 are reduced once.
@@ -111,12 +138,33 @@ class Round:
 
     def _forward_of(self, layer: int, number: int, received: torch.Tensor | None) -> _Forward:
         pipeline = self._layers.pipeline
-        with running(self._model, pipeline, layer, received) as leaving:
+        is_last, blocks = pipeline.is_last(layer), pipeline.stages[layer]
+        # Router logits are recorded by the model's forward.
+        if received is not None and not is_last and len(blocks) == 1 and not self._router_logits:
+            return _Forward(received, self._call(blocks.start, number, received), None)
+        if layer == 0:
+            self._calls.append(_Calls(adapter_state(self._model)))
+        with running(self._model, pipeline, layer, received) as leaving, ExitStack() as stack:
+            for block, placeholder in pipeline.idle.items():
+                if layer == 0 and block not in blocks:
+                    stack.enter_context(replaced(placeholder, records=partial(self._calls[number].record, block)))
             base, empty_logits, logits = run_base(self._model, self.batches[number], router_logits=self._router_logits)
-        is_last = pipeline.is_last(layer)
         return _Forward(
             received, None if is_last else leaving.hidden, StageOutput(number, is_last, base, empty_logits, logits)
         )
+
+    def _call(self, number_of_block: int, number: int, received: torch.Tensor) -> torch.Tensor:
+        """Run one block for one micro-batch as the model would, and return its hidden state."""
+        block = self._model.get_submodule(self._layers.pipeline.blocks[number_of_block])
+        recorded = self._calls[number]
+        call, adapters = recorded.calls[number_of_block], recorded.adapters
+        if adapters is not None:
+            adapters.number_T = recorded.token_numbers
+        output: Any = call.context.run(block, received, *call.args, **call.kwargs)
+        if adapters is not None:
+            adapters.number_T = None
+        hidden: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+        return hidden
 
     def _backward_of(
         self,
@@ -131,7 +179,7 @@ class Round:
             gradient = following.received.grad
             roots.append(forward.hidden)
             gradients.append(torch.zeros_like(forward.hidden) if gradient is None else gradient)
-        own = term(forward.output)
+        own = None if forward.output is None else term(forward.output)
         if own is not None and own.requires_grad:
             roots.append(own)
             gradients.append(None)
