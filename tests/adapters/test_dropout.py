@@ -122,7 +122,7 @@ def test_a_linear_layers_adapter_drops_its_input_in_training_alone() -> None:
 
 
 def _two_forwards_then_two_backwards(adapter: Path, checkpointed: bool) -> dict[str, torch.Tensor]:
-    model: Any = tiny_model(FAMILY)
+    model: Any = tiny_model(FAMILY, **BLOCKS)
     mesh = em.init_mesh(em.ParallelConfig(ep=1))
     lora = em.LoraConfig(from_adapter=str(adapter), dropout=0.3)
     em.parallelize(model, mesh, lora=lora, activation_checkpointing=checkpointed)
