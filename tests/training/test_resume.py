@@ -1,5 +1,6 @@
 """A run that is stopped and started again equals the one that was not: weights, metrics, sample order, counters."""
 
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -45,6 +46,21 @@ def test_a_stopped_run_continues_bit_for_bit(inputs: Path, tmp_path: Path, world
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
     assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
+
+
+def test_a_run_continues_in_the_other_order_of_micro_batches(inputs: Path, tmp_path: Path) -> None:
+    """Global batches of four on two data ranks: two micro-batches a step."""
+    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", "train.accumulate=by_layer"))
+    run_ranks(train_steps, 2, run_config(inputs, tmp_path / "broken", "train.accumulate=by_micro_batch"), 1)
+    run_ranks(train, 2, run_config(inputs, tmp_path / "broken", "train.accumulate=by_layer", "train.round=1"))
+    expected, got = (rows_without_times(tmp_path / run) for run in ("whole", "broken"))
+    assert [row["step"] for row in got] == [1, 2, 3]
+    for row, other in zip(got, expected, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        assert row["expert_load"] == other["expert_load"]  # tokens are counted once
+    orders = [start["accumulate"] for start in json.loads((tmp_path / "broken" / "run.json").read_text())["starts"]]
+    assert orders == ["by_micro_batch", "by_layer"]
 
 
 @pytest.mark.slow(why="three launches; data/test_stream.py resumes without ranks")
