@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.parallel.layers import layers_of
+from expertmesh.step import by_layer
 from tests.adapters.reference import AdapterDistance, tiny_peft_run, train_adapters
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -139,16 +141,15 @@ def test_each_layer_is_gathered_twice_and_reduced_once_a_round(
 
 
 def _exchange_kept_inputs(model: nn.Module, mesh: Mesh) -> None:
-    """Give the second layer each micro-batch's input but the first the input of the one before."""
-    pipeline, before = layers_of(model).pipeline, []
+    """Give the last layer, for each micro-batch but the first, the input of the one before, or of the token before."""
+    before, call = list[torch.Tensor](), by_layer.Round._call
 
-    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if module.gives is None:
-            return None
-        before.append(output)
-        return before[-2] if len(before) > 1 and before[-2].shape == output.shape else output.roll(1, 1)
+    def exchanged(self: by_layer.Round, block: int, number: int, received: torch.Tensor) -> torch.Tensor:
+        before.append(received)
+        other = before[-2] if len(before) > 1 else received
+        return call(self, block, number, other if other.shape == received.shape else received.roll(1, 1))
 
-    pipeline.idle[0].register_forward_hook(hook)
+    mock.patch.object(by_layer.Round, "_call", exchanged).start()
 
 
 def _reduce_before_the_last(model: nn.Module, mesh: Mesh) -> None:

@@ -143,10 +143,10 @@ class _Watch(TorchDispatchMode):
 
 
 def _run(variant: dict[str, Any]) -> dict[str, Any]:
-    """One variant: `family`, `world`, `parallel`; if given `mode`, `lora`, `packed`, `samples`, `moe`, `triton` and
-    `rows`.
+    """One variant: `family`, `world`, `parallel`; if given `mode`, `lora`, `packed`, `samples`, `moe`, `triton`,
+    `rows`, `layers` and `order` (of `forward_backward`).
     """
-    config = tiny_config(variant["family"])
+    config = tiny_config(variant["family"], **({"num_hidden_layers": variant["layers"]} if "layers" in variant else {}))
     lora = LoraConfig(**variant["lora"]) if variant.get("lora") else None
     precision = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
     moe = MoeConfig(compute="grouped_mm", **variant.get("moe", {}))
@@ -233,7 +233,8 @@ def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[s
         for watch in (_Watch(), _Watch()):
             waits = 0
             with watch, patch("expertmesh.experts.dispatch.to_host", to_host):
-                losses = forward_backward(model, [micro] * MICRO_BATCHES, target_tokens=LENGTH - 1)
+                micro_batches, order = [micro] * MICRO_BATCHES, variant.get("order", {})
+                losses = forward_backward(model, micro_batches, target_tokens=LENGTH - 1, **order)
                 norm = clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 update_router_bias(model)

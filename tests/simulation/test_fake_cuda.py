@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 LAYERS, MICRO_BATCHES = 2, 2
 LORA = {"r": 8, "dropout": 0.1}
+BY_LAYER = {"accumulate": "by_layer"}
 # The family, the layout on 8 ranks and its mode; then, of each expert layer and micro-batch, waits and all-to-alls.
 VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "all experts here": ({"parallel": {"ep": 1}}, 0, 0),
@@ -41,6 +42,15 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "by DeepEP": ({"family": "deepseek_v3", "parallel": {"ep": 8}, "moe": {"dispatch": "deepep"}}, 1, 0),
     "by DeepEP, full, adapters with dropout": (
         {"parallel": {"ep": 4}, "lora": LORA, "mode": "full", "moe": {"dispatch": "deepep"}}, 1, 0,
+    ),
+    "by layer, samples in one row": (
+        {"parallel": {"ep": 2}, "layers": 4, "samples": True, "mode": "full", "order": BY_LAYER}, 1, 9,
+    ),
+    "by layer, adapters with dropout": (
+        {"parallel": {"ep": 4}, "layers": 4, "lora": LORA, "mode": "full", "order": BY_LAYER}, 1, 11,
+    ),
+    "by layer, router losses": (
+        {"parallel": {"ep": 2}, "moe": {"aux_loss_coef": 0.01}, "order": BY_LAYER}, 1, 7,
     ),
     "biases, adapters": ({"family": "gpt_oss", "parallel": {"ep": 2}, "lora": LORA}, 1, 8),
 }  # fmt: skip
@@ -78,14 +88,14 @@ def test_a_step_stays_on_the_device_and_waits_once_a_layer(name: str, steps: dic
     assert step["elsewhere"] == []
     assert step["results"] == ["cuda"]
     # Where samples end is copied once a micro-batch, and every layer attends by it, without a mask.
-    samples = "samples" in variant
+    samples, layers = "samples" in variant, variant.get("layers", LAYERS)
     assert step["copies"] == ({"aten::_to_copy": MICRO_BATCHES} if samples else {})
     assert bool(step["by_samples"]) is samples
-    assert step["by_samples"] in (0, LAYERS * MICRO_BATCHES * (2 if variant.get("mode") == "full" else 1))
+    assert step["by_samples"] in (0, layers * MICRO_BATCHES * (2 if variant.get("mode") == "full" else 1))
     allowed = OF_PIPELINES if "pp" in variant["parallel"] else OF_SAMPLES if samples else set()
     assert step["on_host"].keys() <= allowed
     assert [kind for kind in step["collectives"] if not kind.endswith(" on cuda")] == []
     # The first layer of DeepSeek-V3 is dense.
-    calls = (LAYERS - (variant.get("family") == "deepseek_v3")) * MICRO_BATCHES // variant["parallel"].get("pp", 1)
+    calls = (layers - (variant.get("family") == "deepseek_v3")) * MICRO_BATCHES // variant["parallel"].get("pp", 1)
     assert step["waits_of_experts"] == waits * calls
     assert step["collectives"].get("alltoall_base_ on cuda", 0) == all_to_alls * calls

@@ -238,11 +238,14 @@ def cut(
 
 
 @contextmanager
-def running(model: nn.Module, pipeline: Pipeline, stage: int, received: torch.Tensor | None) -> Iterator[Leaving]:
+def running(
+    model: nn.Module, pipeline: Pipeline, stage: int, received: torch.Tensor | None, *, behind_blocks: bool = False
+) -> Iterator[Leaving]:
     """Make the model's forward run one stage while the context is open: only its blocks compute.
 
     Args:
         pipeline: the stages of the model.
+        behind_blocks: the stage's blocks have run, and `received` is the output of the last of them.
         received: the input of its first block: the hidden state `[B, S, ...]` of this rank's positions; None on the
             first stage.
 
@@ -250,6 +253,7 @@ def running(model: nn.Module, pipeline: Pipeline, stage: int, received: torch.Te
         The output of the stage, filled by the forward.
     """
     active = pipeline.stages[stage]
+    active = range(active.stop, active.stop) if behind_blocks else active
     blocks = child_slots(model.get_submodule(pipeline.blocks[0].rpartition(".")[0]))
     keys = [name.rpartition(".")[2] for name in pipeline.blocks]
     idle = {keys[n]: pipeline.idle[n] for n in pipeline.own_blocks if n not in active}

@@ -6,9 +6,9 @@ unsharded. Here only the layer that runs has unsharded parameters and gradients,
 What is kept is what autograd keeps of every micro-batch: with full activation checkpointing the input of each block,
 without any all activations.
 
-The first and the last layer run in the model's own forward, with placeholders for everything else
-(parallel/pipeline.py). The placeholders of the first one record what the model calls every other block with, so the
-layers between run as calls of their blocks alone: masks and rotary tables are computed once a micro-batch and shared.
+The first layer runs in the model's own forward, with placeholders for everything else (parallel/pipeline.py). These
+record what the model calls every other block with, so the other layers are calls of their blocks alone: masks and
+rotary tables are computed once a micro-batch and shared. What is behind the blocks is the model's forward again.
 The graph is cut at each layer's input; its backward starts from the gradient of its output. FSDP2's public switches do
 the rest.
 
@@ -139,16 +139,20 @@ class Round:
     def _forward_of(self, layer: int, number: int, received: torch.Tensor | None) -> _Forward:
         pipeline = self._layers.pipeline
         is_last, blocks = pipeline.is_last(layer), pipeline.stages[layer]
+        batch, entering = self.batches[number], received
         # Router logits are recorded by the model's forward.
-        if received is not None and not is_last and len(blocks) == 1 and not self._router_logits:
-            return _Forward(received, self._call(blocks.start, number, received), None)
+        if alone := received is not None and len(blocks) == 1 and not self._router_logits:
+            entering = self._call(blocks.start, number, received)
+            if not is_last:
+                return _Forward(received, entering, None)
+            batch = {"input_ids": batch["input_ids"]}  # nothing behind the blocks looks at masks or positions
         if layer == 0:
             self._calls.append(_Calls(adapter_state(self._model)))
-        with running(self._model, pipeline, layer, received) as leaving, ExitStack() as stack:
+        with running(self._model, pipeline, layer, entering, behind_blocks=alone) as leaving, ExitStack() as stack:
             for block, placeholder in pipeline.idle.items():
                 if layer == 0 and block not in blocks:
                     stack.enter_context(replaced(placeholder, records=partial(self._calls[number].record, block)))
-            base, empty_logits, logits = run_base(self._model, self.batches[number], router_logits=self._router_logits)
+            base, empty_logits, logits = run_base(self._model, batch, router_logits=self._router_logits)
         return _Forward(
             received, None if is_last else leaving.hidden, StageOutput(number, is_last, base, empty_logits, logits)
         )

@@ -167,37 +167,29 @@ def _lose_between_stages(job: Job) -> None:
 def _bugs_by_layer(setup: Setup) -> list[Bug]:
     """Return the bugs of accumulation by layer."""
     alone = "needs two micro-batches" if len(setup.steps[0].batches(setup.layout, 0).micro_batches) == 1 else None
-    exchanged, early = Hooks(loaded=_exchange_inputs), Hooks(loaded=_reduce_early)
+    exchanged, early = Hooks(loaded=_exchange_gradients), Hooks(loaded=_reduce_early)
     return [
-        Bug("a micro-batch's input of the last block exchanged", "backward", exchanged, refusal=alone),
+        Bug("a micro-batch's gradient before the last block exchanged", "backward", exchanged, refusal=alone),
         Bug("the last block reduced before its last micro-batch", "backward", early, refusal=alone),
     ]
 
 
-def _exchange_inputs(job: Job) -> None:
-    """Give the last layer the input of the micro-batch before, or where that has another shape, of the token before."""
-    pipeline = layers_of(job.model).pipeline
+def _exchange_gradients(job: Job) -> None:
+    """Give each micro-batch the gradient before the last block that belongs to the one before, or to another token."""
     before: list[Tensor] = []
 
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        other = before.pop() if before else output
-        before.append(output)
-        return other if other.shape == output.shape and other is not output else output.roll(1, 1)
+    def exchange(gradient: Tensor) -> Tensor:
+        other = before.pop() if before else gradient
+        before.append(gradient)
+        return other if other.shape == gradient.shape and other is not gradient else gradient.roll(1, 1)
 
-    pipeline.idle[pipeline.stages[-1].start - 1].register_forward_hook(_of_received(hook))
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        if hidden.requires_grad:
+            hidden.register_hook(exchange)
 
-
-def _of_received(hook: Callable[[nn.Module, Any, Tensor], Tensor]) -> Callable[[nn.Module, Any, Any], Any]:
-    """Return a hook of a placeholder that changes the hidden state that it gives to the next layer, and no other."""
-
-    def changed(module: nn.Module, args: Any, output: Any) -> Any:
-        if getattr(module, "gives", None) is None:
-            return output
-        return (
-            hook(module, args, output) if isinstance(output, Tensor) else (hook(module, args, output[0]), *output[1:])
-        )
-
-    return changed
+    last = layers_of(job.model).pipeline.blocks[-1]
+    job.model.get_submodule(last).register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _reduce_early(job: Job) -> None:
@@ -214,7 +206,7 @@ def _reduce_early(job: Job) -> None:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal forwards
         hidden = output if isinstance(output, Tensor) else output[0]
-        if layers.pipeline.running is not None and hidden.requires_grad:
+        if hidden.requires_grad:
             forwards += 1
             hidden.register_hook(begin_backward)
 
