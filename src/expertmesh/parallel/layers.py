@@ -7,7 +7,7 @@ step/by_layer.py runs the layers; nothing here communicates.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,7 +20,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.stage_probe import CannotCut
-from expertmesh.parallel.pipeline import Pipeline, find_decoder, parts_by_stage, rehearse_each
+from expertmesh.parallel.pipeline import Cut, Pipeline, find_decoder, parts_by_stage, rehearse_each
 from expertmesh.parallel.placeholders import idle, idle_around
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.state.sharded_model import attach, mesh_of, sharded
@@ -56,39 +56,34 @@ def layers_of(model: nn.Module) -> Layers:
 
 def refuse_by_layer(plan: ShardPlan) -> None:
     """Raise `InputError` if the model of a shard plan cannot be trained layer by layer."""
-    _stages(plan)
+    _cut(plan)
 
 
 def _plan(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> Layers:
-    blocks, stages, parts, hidden, items = _stages(plan)
-    compute = getattr(torch, plan.options.precision.compute)
-    pipeline = Pipeline(mesh, blocks, stages, tuple(range(len(stages))), hidden, compute)
-    pipeline.idle.update({number: idle(model.get_submodule(name), items) for number, name in enumerate(blocks)})
-    around = [name for name in parts if name not in blocks]
+    cut, compute = _cut(plan), getattr(torch, plan.options.precision.compute)
+    pipeline = Pipeline(mesh, cut.blocks, cut.stages, tuple(range(len(cut.stages))), cut.hidden, compute)
+    pipeline.idle.update({n: idle(model.get_submodule(name), cut.items) for n, name in enumerate(cut.blocks)})
+    around = [name for name in cut.parts if name not in cut.blocks]
     placeholders = idle_around(
         model, around, lambda name: torch.float32 if name in plan.uncast else compute, mesh.device
     )
-    pipeline.around.update({name: (parts[name], placeholder) for name, placeholder in placeholders.items()})
-    units: list[list[FSDPModule]] = [[] for _ in stages]
+    pipeline.around.update({name: (cut.parts[name], placeholder) for name, placeholder in placeholders.items()})
+    units: list[list[FSDPModule]] = [[] for _ in cut.stages]
     for group in plan.groups:
         # In backward the first layer runs last.
-        layer = min(_users(group.parameters or group.modules, parts), default=len(stages) - 1)
+        layer = min(_users(group.parameters or group.modules, cut), default=len(cut.stages) - 1)
         units[layer] += [cast(FSDPModule, model.get_submodule(name)) for name in group.modules]
     return Layers(pipeline, tuple(map(tuple, units)))
 
 
-def _users(names: Sequence[str], parts: Mapping[str, frozenset[int]]) -> set[int]:
+def _users(names: Sequence[str], cut: Cut) -> set[int]:
     """Return the layers that use any of these parameters or modules."""
-    return {
-        layer for name in names for part, layers in parts.items() if name == part or is_inside(name, part)
-        for layer in layers
-    }  # fmt: skip
+    parts = (part for part in cut.parts if any(name == part or is_inside(name, part) for name in names))
+    return {layer for part in parts for layer in cut.parts[part]}
 
 
-def _stages(
-    plan: ShardPlan,
-) -> tuple[tuple[str, ...], tuple[range, ...], dict[str, frozenset[int]], tuple[int, ...], int]:
-    """Return (blocks, block numbers of each layer, layers of each part, dims of the hidden state, items of a block)."""
+def _cut(plan: ShardPlan) -> Cut:
+    """Cut the model of a shard plan into layers, each the only stage of a pp rank of its own."""
     if plan.layout.pp > 1:
         raise InputError(
             "train.accumulate: by_layer is for models that are not cut, and parallel.pp is "
@@ -101,7 +96,6 @@ def _stages(
         decoder = find_decoder(meta, anatomy, blocks, meta)
         starts = [number for number in range(len(blocks)) if number not in decoder.joined]
         stages = tuple(itertools.starmap(range, itertools.pairwise([*starts, len(blocks)])))
-        # As many pp ranks as layers: the rank of a part is its layer.
         parts = parts_by_stage(meta, decoder, blocks, Layout(pp=len(stages)), stages)
         if not decoder.hands_on_hidden_alone:
             rehearse_each(meta, anatomy, blocks, decoder, stages)
@@ -110,4 +104,4 @@ def _stages(
             f"train.accumulate: by_layer: {cannot.why}; set train.accumulate to by_micro_batch",
             key="train.accumulate-unsupported",
         ) from cannot
-    return tuple(blocks), stages, parts, decoder.hidden, decoder.items
+    return Cut(tuple(blocks), stages, parts, decoder.hidden, decoder.items, decoder.joined)
