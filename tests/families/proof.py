@@ -45,10 +45,11 @@ Gradients = dict[str, torch.Tensor]  # of those parameters that have one
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One job of real ranks. `axes` are sizes of further parallel axes."""
+    """One job of real ranks. `axes` are sizes of further parallel axes; `by_layer` is its order of micro-batches."""
 
     layout: Layout
     axes: Mapping[str, int] = field(default_factory=dict)
+    by_layer: bool = False
 
     @property
     def world(self) -> int:
@@ -322,7 +323,8 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
     for step in range(STEPS):
         rows = rows_of(step)
         with computing_in(dtype):
-            total = _forward_backward(model, mesh, rows[mesh.data_rank :: mesh.layout.data_ranks], targets_of(rows))
+            mine = rows[mesh.data_rank :: mesh.layout.data_ranks]
+            total = _forward_backward(model, mesh, mine, targets_of(rows), run.by_layer)
         dist.all_reduce(total)
         loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
         if step == 0:
@@ -341,13 +343,16 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
     return Errors(gradient, tensor, loss_error, weight)
 
 
-def _forward_backward(model: nn.Module, mesh: Mesh, rows: Sequence[torch.Tensor], targets: int) -> torch.Tensor:
+def _forward_backward(
+    model: nn.Module, mesh: Mesh, rows: Sequence[torch.Tensor], targets: int, by_layer: bool = False
+) -> torch.Tensor:
     """A step's gradients from rows of this rank, one to a micro-batch; its share of the loss."""
     batches = [
         {"input_ids": row[None], "labels": row[None], "attention_mask": torch.ones_like(row)[None]} for row in rows
     ]
-    if mesh.layout.pp > 1:
-        return em.forward_backward(model, batches, target_tokens=targets, chunk_tokens=16).loss
+    if mesh.layout.pp > 1 or by_layer:
+        order: Any = {"accumulate": "by_layer"} if by_layer else {}
+        return em.forward_backward(model, batches, target_tokens=targets, chunk_tokens=16, **order).loss
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         loss = em.causal_lm_loss(model, batch, target_tokens=targets, chunk_tokens=16)

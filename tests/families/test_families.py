@@ -7,6 +7,7 @@ on, so that it is the same for everybody at one commit and everything comes arou
 import re
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from tests.families.axes import AXES, run_of
 from tests.families.catalogue import Family, families
 from tests.families.lora import measure as measure_adapters
 from tests.families.outcomes import outcome_of
-from tests.families.proof import TOLERANCE, Layout, Run, Subject, measure
+from tests.families.proof import TOLERANCE, Layout, Run, Subject, measure, prove
 from tests.families.table import PATH, read, read_axes, read_lora, read_refused_in_bf16
 from tests.families.tiny import EXPERTS, random_model
 from tests.families.variants import Variant, prove_variant, published
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailed, run_ranks
 
 CORE = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
 ROTATING = 3
@@ -66,6 +67,21 @@ def test_a_family_is_what_the_table_says(family: Family) -> None:
             axis: said[axis] for axis in _axes_of(family)
         }
         assert outcome.refused_in_bf16 is (family.name in read_refused_in_bf16(text))
+
+
+@pytest.mark.slow(why="parallel/test_by_layer.py has the core; others at the next commit")
+@pytest.mark.parametrize(
+    "family",
+    [each for each in _chosen() if read(PATH.read_text())[each.name] == "proven"],
+    ids=lambda family: family.name,
+)
+def test_a_family_trains_by_layer_or_is_refused_as_on_pp(family: Family, tmp_path: Path) -> None:
+    assert family.model_class is not None
+    subject = Subject(family.model_class, family.name, tmp_path)
+    trains = read_axes(PATH.read_text())[family.name]["pp"]
+    refused = pytest.raises(RankFailed, match=r"train\.accumulate: by_layer: .* cannot")
+    with nullcontext() if trains else refused:
+        prove(subject, {"by layer": [Run(LAYOUTS[0], by_layer=True)]})
 
 
 VARIANTS = list(published())
