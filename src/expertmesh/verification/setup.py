@@ -26,6 +26,7 @@ from expertmesh.training.startup.model_check import Checked, check_model, longes
 from expertmesh.training.startup.preflight import refuse_config, refuse_disk
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
+from expertmesh.weights.first_values import refuse_from_config
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 
 STEPS = 3
@@ -56,6 +57,8 @@ class Setup:
     """A pattern for the file tensors of layers that are left out; None if none are."""
     packs: bool
     """True if the model can keep packed samples apart."""
+    weights_seed: int | None
+    """The seed of random first weights; None if they are read from `directory`."""
 
     def meta_model(self, dtype: torch.dtype, *, fuse: bool = True) -> PreTrainedModel:
         """Return the unsharded model on meta; it ignores file tensors of layers that are left out.
@@ -92,8 +95,14 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     config, notes = _without_chance(config)
     refuse_config(config, names_data=not options.random_data)
     model_config, directory = read_model_config(
-        config.model.name_or_path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        config.model.name_or_path,
+        revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
+        weights=not config.model.from_config,
     )
+    if config.model.from_config:
+        refuse_from_config(model_config, directory)
+        notes.append(f"the weights are random, drawn from train.seed {config.train.seed}")
     _silence(model_config, notes)
     if config.moe.dispatch == "deepep":
         notes.append("moe.dispatch deepep carries bfloat16 alone: it is auto in what is compared in other precisions")
@@ -136,6 +145,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         (kept, every),
         dropped,
         packing_refusal(checked.model) is None,
+        config.weights_seed,
     )
 
 
