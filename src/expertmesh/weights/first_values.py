@@ -46,7 +46,7 @@ class DrawnTensor:
 
 
 class FirstValues:
-    """The tensors of a model by the names of its class, with the interface of `WeightFiles`."""
+    """The tensors of a model by the names of its class, with the interface of `WeightFiles` and of `LibraryFiles`."""
 
     bytes_read = 0
     total_bytes = 0
@@ -107,6 +107,8 @@ class FirstValues:
             inside = (rows[0] - expert * share, rows[1] - expert * share)
             values = self._values(tensor, expert)[slices((inside, *box[1:]))]
             out[rows[0] - start : rows[1] - start].copy_(values)
+
+    __call__ = read
 
     def _values(self, tensor: DrawnTensor, expert: int | None) -> Tensor:
         """Return the tensor, or the rows of one expert; the last one stays, because boxes are read in parts."""
