@@ -22,7 +22,6 @@ from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
 from expertmesh.state.other_code import BeforeSharding, refuse_sharded
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
-from expertmesh.weights.first_values import refuse_from_config
 from expertmesh.weights.load import LoadReport, fill, head_names, start_head
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
@@ -153,8 +152,7 @@ def load_model(
     Args:
         from_config: Draw the weights from `seed` as transformers initialises the class, the same in every layout, for a
             model that has a config and no weights.
-        audit: Compare weights in memory with the files: samples of each expert and each shard, or with "full" every
-            byte.
+        audit: Compare samples of each expert and each shard with the files, or with "full" every byte.
         lora: Freeze the weights, in precision.compute, and add adapters.
         num_labels: Load the family's sequence classifier (a reward model has one label). Its head is drawn from `seed`
             if the files hold a language model.
@@ -173,17 +171,10 @@ def load_model(
     Collectives: every rank calls it.
     """
     with raise_on_all_ranks("reading the model's config"):
+        config, directory = read_model_config(str(name_or_path), revision, trust_remote_code, from_config=from_config)
         if from_config and lora is not None:
-            raise InputError(
-                "from_config is true, but lora trains adapters alone, beside weights that would stay random; "
-                "remove one of the two",
-                key="config.combination",
-            )
-        config, directory = read_model_config(
-            str(name_or_path), revision=revision, trust_remote_code=trust_remote_code, weights=not from_config
-        )
-        if from_config:
-            refuse_from_config(config, directory)
+            problem = "from_config: lora trains adapters alone, beside weights that stay random; remove one of the two"
+            raise InputError(problem, key="config.combination")
     precision = precision or PrecisionConfig()
     model, _ = prepare_model(
         config,

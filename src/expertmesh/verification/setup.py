@@ -26,7 +26,6 @@ from expertmesh.training.startup.model_check import Checked, check_model, longes
 from expertmesh.training.startup.preflight import refuse_config, refuse_disk
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
-from expertmesh.weights.first_values import refuse_from_config
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 
 STEPS = 3
@@ -94,15 +93,10 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     """
     config, notes = _without_chance(config)
     refuse_config(config, names_data=not options.random_data)
+    model = config.model
     model_config, directory = read_model_config(
-        config.model.name_or_path,
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-        weights=not config.model.from_config,
+        model.name_or_path, model.revision, model.trust_remote_code, from_config=model.from_config
     )
-    if config.model.from_config:
-        refuse_from_config(model_config, directory)
-        notes.append(f"the weights are random, drawn from train.seed {config.train.seed}")
     _silence(model_config, notes)
     if config.moe.dispatch == "deepep":
         notes.append("moe.dispatch deepep carries bfloat16 alone: it is auto in what is compared in other precisions")
@@ -157,6 +151,8 @@ def in_float32(precision: PrecisionConfig) -> PrecisionConfig:
 
 
 def _without_chance(config: Config) -> tuple[Config, list[str]]:
+    if config.model.from_config:
+        return config, [f"the weights are random, drawn from train.seed {config.train.seed}"]
     if config.lora is None or config.lora.dropout == 0.0:
         return config, []
     lora = config.lora.model_copy(update={"dropout": 0.0})

@@ -36,6 +36,7 @@ from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.urls import is_url
 from expertmesh.state.model_view import ModelView, tied_names
 from expertmesh.state.sharded_model import attach
+from expertmesh.weights.first_values import refuse_from_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
 from expertmesh.weights.quantised.published import refuse_unsupported
 
@@ -48,23 +49,29 @@ _OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 
 
 def read_model_config(
-    name_or_path: str, revision: str | None = None, trust_remote_code: bool = False, *, weights: bool = True
+    name_or_path: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    weights: bool = True,
+    from_config: bool = False,
 ) -> tuple[PreTrainedConfig, Path]:
     """Return the config of a local directory, a URL or a hub repository, and the local directory with its files.
 
-    Repositories of the hub and of ModelScope are downloaded into their caches: only safetensors, JSON and tokenizer files. A type that is
-    another name for a family of transformers (Kimi-K2's) becomes that family. Every rank may call it; ranks of one
-    machine share the cache.
+    Repositories of the hub and of ModelScope are downloaded into their caches: only safetensors, JSON and tokenizer
+    files. A type that is another name for a family of transformers (Kimi-K2's) becomes that family. Every rank may call
+    it; ranks of one machine share the cache.
 
     Args:
         trust_remote_code: Also download Python files, and allow the model's own code to run.
         weights: If False, weights are not downloaded.
+        from_config: The model starts from random weights: nothing is downloaded, and a model with weights is refused.
 
     Raises:
         InputError: Something is missing, unreadable or quantised by an unsupported method, or the model needs its own
             code and `trust_remote_code` is off.
     """
-    directory = Path(name_or_path)
+    directory, weights = Path(name_or_path), weights and not from_config
     if is_url(name_or_path):
         directory = model_at(name_or_path, revision, trust_remote_code, weights=weights)
     elif not directory.is_dir():
@@ -92,6 +99,8 @@ def read_model_config(
     assert isinstance(config, PreTrainedConfig)
     refuse_impossible(config.to_dict(), path)  # now with the family's defaults for values that the file lacks
     refuse_unsupported(config, directory)
+    if from_config:
+        refuse_from_config(config, directory)
     return config, directory
 
 

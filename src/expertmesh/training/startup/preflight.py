@@ -28,7 +28,7 @@ from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.training.startup.packages import refuse_missing_packages
-from expertmesh.weights.first_values import open_weights, refuse_from_config
+from expertmesh.weights.first_values import open_weights
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import read_model_config
 from expertmesh.weights.quantised.published import quantisation
@@ -60,10 +60,8 @@ def preflight(
         here = config
     model = config.model
     model_config, directory = read_model_config(
-        model.name_or_path, model.revision, model.trust_remote_code, weights=weights and not model.from_config
+        model.name_or_path, model.revision, model.trust_remote_code, weights=weights, from_config=model.from_config
     )
-    if model.from_config:
-        refuse_from_config(model_config, directory)
     if config.save.dtype == "as_loaded" and quantisation(model_config) is None:
         raise InputError(
             f"save.dtype is as_loaded, but {model.name_or_path} is not quantised; set save.dtype to auto",
