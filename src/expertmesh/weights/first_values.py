@@ -131,19 +131,29 @@ class FirstValues:
         slots = parameter_slots(module) if is_parameter else buffer_slots(module)
         new = nn.Parameter(values, requires_grad=False) if is_parameter else values
         name = tensor.name if expert is None else f"{tensor.name}.{expert}"
+        constructor = getattr(module, "reset_parameters", None)  # of torch's modules; what the class draws replaces it
         # The caller's random state must not change; seeding the default generator alone leaves accelerators' as it is.
         with exchanged(slots, {leaf: new}), guard_torch_init_functions(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed_of(self.seed, name))
-            for model, each in self._initialisers(owner):
-                init_weights(model, each)
-        left = values.isnan() if tensor.dtype.is_floating_point else values == unset
-        if bool(left.any()):
-            raise InputError(
-                f"model.from_config: {type(self._model).__name__} gives {tensor.name} no first values; remove the key "
-                "and name a model with weights",
-                key="model.no-first-values",
-            )
-        return values
+            for first in (None, constructor) if callable(constructor) else (None,):
+                torch.default_generator.manual_seed(seed_of(self.seed, name))
+                try:
+                    if first is not None:
+                        first()
+                    for model, each in self._initialisers(owner):
+                        init_weights(model, each)
+                except Exception as error:  # the family's own code
+                    raise self._without_values(tensor, f": {error}") from error
+                left = values.isnan() if tensor.dtype.is_floating_point else values == unset
+                if not bool(left.any()):
+                    return values
+        raise self._without_values(tensor)
+
+    def _without_values(self, tensor: DrawnTensor, reason: str = "") -> InputError:
+        return InputError(
+            f"model.from_config: {type(self._model).__name__} gives {tensor.name} no first values by itself{reason}; "
+            "remove the key and name a model with weights",
+            key="model.no-first-values",
+        )
 
     def _initialisers(self, owner: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
         """Yield the modules that may initialise a tensor of module `owner`, in transformers' order: children first.
