@@ -114,7 +114,7 @@ def plan_load(
     used.
 
     Args:
-        files: Files, whose names are those that the family publishes; or first values, which have its class's own.
+        files: Files, with the names that the family publishes; or first values, with those of its class.
         new: Tensors that may be missing in the files, such as a new head that replaces the language model's (load.py);
             `lm_head.*` of the files is then skipped.
         complete: If False, tensors that do not fit are not reported.
@@ -129,8 +129,7 @@ def plan_load(
         published = published_tensors(quantisation(view.module.config), files)
     with view.published_classes():
         # Rules are found by the classes of modules, and one pipeline stage lacks some of these classes.
-        published_rules = [] if isinstance(files, FirstValues) else get_model_conversion_mapping(view.full)
-        conversions = [*published_rules, *list_rules(view.full)]
+        conversions = [*get_model_conversion_mapping(view.full), *list_rules(view.full)]
     planner = _LoadPlanner(view, published, new)
     inputs, ignored = planner.match(conversions)
     filled, failed = planner.assemble(inputs)
