@@ -16,6 +16,7 @@ from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.adapters.plan import adapt
 from expertmesh.adapters.start import start
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
+from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
@@ -136,6 +137,7 @@ def load_model(
     moe: MoeConfig | None = None,
     lora: LoraConfig | None = None,
     revision: str | None = None,
+    from_config: bool = False,
     trust_remote_code: bool = False,
     attention: str = "auto",
     activation_checkpointing: "CheckpointingMode | bool" = "none",
@@ -148,12 +150,13 @@ def load_model(
     """Load a Hugging Face MoE checkpoint sharded over `mesh`; each rank reads only the bytes it owns.
 
     Args:
-        audit: Compare weights in memory with the files: samples of each expert and each shard, or with "full" every
-            byte.
+        from_config: Draw the weights from `seed` as transformers initialises the class, the same in every layout, for a
+            model that has a config and no weights.
+        audit: Compare samples of each expert and each shard with the files, or with "full" every byte.
         lora: Freeze the weights, in precision.compute, and add adapters.
         num_labels: Load the family's sequence classifier (a reward model has one label). Its head is drawn from `seed`
             if the files hold a language model.
-        seed: The first values of adapters, and of a new head, depend on it alone.
+        seed: The first values of adapters, of a new head, and of weights `from_config`, depend on it alone.
 
     The other options are those of `parallelize`.
 
@@ -168,7 +171,10 @@ def load_model(
     Collectives: every rank calls it.
     """
     with raise_on_all_ranks("reading the model's config"):
-        config, directory = read_model_config(str(name_or_path), revision=revision, trust_remote_code=trust_remote_code)
+        config, directory = read_model_config(str(name_or_path), revision, trust_remote_code, from_config=from_config)
+        if from_config and lora is not None:
+            problem = "from_config: lora trains adapters alone, beside weights that stay random; remove one of the two"
+            raise InputError(problem, key="config.combination")
     precision = precision or PrecisionConfig()
     model, _ = prepare_model(
         config,
@@ -177,7 +183,8 @@ def load_model(
         ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, num_labels),
         ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile),
     )
-    loaded, _ = load_weights(model, directory, mesh, audit, () if num_labels is None else head_names(model))
+    new = () if num_labels is None else head_names(model)
+    loaded, _ = load_weights(model, directory, mesh, audit, new, seed if from_config else None)
     start_head(model, loaded.new, seed)
     start(model, seed)
     return model
@@ -228,16 +235,22 @@ def plan_model(model: PreTrainedModel, layout: "Layout", options: ShardOptions) 
 
 
 def load_weights(
-    model: PreTrainedModel, directory: Path, mesh: "Mesh", audit: AuditMode = "sampled", new: Sequence[str] = ()
-) -> tuple[LoadReport, AuditReport]:
+    model: PreTrainedModel,
+    directory: Path,
+    mesh: "Mesh",
+    audit: AuditMode = "sampled",
+    new: Sequence[str] = (),
+    seed: int | None = None,
+) -> tuple[LoadReport, AuditReport | None]:
     """Allocate the shards of a prepared model, fill them from `directory`, and audit them.
 
     The audit comes last, because it cannot find a later write to the weights.
 
     Args:
         new: Tensors that the files may lack.
+        seed: Draw first values from it instead, which no file can be compared with.
 
     Collectives: every rank calls it; those of `fill` and `audit_weights`.
     """
-    loaded = fill(model, directory, allocate_on=mesh.device, new=new)
-    return loaded, audit_weights(model, directory, audit, new)
+    loaded = fill(model, directory, allocate_on=mesh.device, new=new, seed=seed)
+    return loaded, audit_weights(model, directory, audit, new) if seed is None else None

@@ -93,6 +93,8 @@ def test_a_value_of_another_kind_is_refused_and_named(tmp_path: Path, override: 
         (["moe={router: frozen, aux_loss_coef: 0.01}"], "moe.aux_loss_coef is 0.01"),
         (["moe={router: frozen, bias_update_rate: 1e-3}"], "moe.bias_update_rate is 0.001"),
         (["train.eval_every_steps=5"], "train.eval_every_steps is 5"),
+        (["model.from_config=true", "lora={}"], "model.from_config is true"),
+        (["model.from_config=true", "precision.frozen=nf4"], "precision.frozen is nf4"),
         (
             ["model.attention=flash_attention_2", "precision={params: float32, compute: float32}"],
             "model.attention is flash_attention_2",
@@ -119,6 +121,14 @@ def test_valid_choices_of_every_kind_are_accepted(tmp_path: Path) -> None:
     config = load_config(write(tmp_path), overrides)
     assert config.moe.aux_loss_coef == 0.0
     assert config.parallel.fsdp == 4
+
+
+def test_weights_from_a_config_are_a_key_of_runs_that_have_it(tmp_path: Path) -> None:
+    # Of a run without it nothing changes: its checkpoints, written before the key existed, go on.
+    plain, random = load_config(write(tmp_path)), load_config(write(tmp_path), ["model.from_config=true"])
+    assert "from_config" not in plain.model_dump()["model"]
+    assert random.model_dump()["model"]["from_config"] is True
+    assert (plain.weights_seed, random.weights_seed) == (None, random.train.seed)
 
 
 def test_sections_built_in_python_refuse_the_same() -> None:

@@ -4,7 +4,6 @@ Each target's A, and each expert's, comes from a separate generator, seeded by s
 the values of its shards without communication, and they do not depend on the layout.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 
@@ -21,6 +20,7 @@ from expertmesh.experts.lora_state import adapter_state
 from expertmesh.io.boxes import slices
 from expertmesh.state.model_view import stage_names
 from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.weights.first_values import seed_of
 
 
 @torch.no_grad()
@@ -76,8 +76,7 @@ def _first_values(shape: tuple[int, ...], init: str, seed: int, name: str) -> to
 
     Draws all of A on the CPU, so that a caller who takes its shard gets the same values in every layout.
     """
-    key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
     values = torch.empty(shape)
     if init == "gaussian":
         return values.normal_(0.0, 1.0 / shape[0], generator=generator)

@@ -170,7 +170,7 @@ def describe(model: nn.Module) -> Anatomy:
         InputError: A module cannot be sharded; names it, with the reason.
     """
     model = ModelView(model).full
-    specs = tuple(experts_spec(name, module) for name, module in model.named_modules() if _is_experts(module))
+    specs = tuple(experts_specs(model))
     specs = tuple(replace(spec, top_k=spec.top_k or _top_k_of_block(model, spec)) for spec in specs)
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if not specs:
@@ -205,6 +205,11 @@ def describe(model: nn.Module) -> Anatomy:
         named = [name for name, child in others.items() if "router" in type(child).__name__.lower()]
         routers += named or [name for name, child in others.items() if _scores_experts(child, spec)]
     return Anatomy(blocks, specs, tuple(routers), tuple(shared))
+
+
+def experts_specs(model: nn.Module) -> Iterator[ExpertsSpec]:
+    """Yield what each experts module of `model` holds, in module order; nothing for experts in a list of modules."""
+    return (experts_spec(name, module) for name, module in model.named_modules() if _is_experts(module))
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -96,6 +96,11 @@ class Config(Section):
                 f"parallel.offload is {self.parallel.offload}, but no experts stay packed; set precision.frozen, with "
                 "lora, or parallel.offload to none"
             )
+        if self.model.from_config and self.lora is not None:
+            problems.append(
+                "model.from_config is true, but lora trains adapters alone, beside weights that would stay random; "
+                "remove one of the two"
+            )
         if self.model.attention == "flash_attention_2" and self.precision.compute != "bfloat16":
             problems.append(
                 f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "
@@ -123,6 +128,11 @@ class Config(Section):
             )
         refuse(*problems)
         return self
+
+    @property
+    def weights_seed(self) -> int | None:
+        """The seed of random first weights; None if they are read from files."""
+        return self.train.seed if self.model.from_config else None
 
     def _stream_problems(self) -> Iterator[str]:
         if not self.data.stream:

@@ -32,13 +32,20 @@ class ModelConfig(Section):
     section: ClassVar[str] = "model"
 
     name_or_path: Name
-    """Hub id, local directory or URL of object storage (s3://...) of the model, with its tokenizer."""
+    """Hub id, ModelScope id (ms://...), directory or URL of object storage (s3://...) of the model and its tokenizer."""
     revision: Plain | None = None
     """Branch, tag or commit on the hub; null takes the default branch."""
+    from_config: bool = False
+    """Train from random weights of train.seed, drawn as transformers does; for a model with a config and no weights."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
     """Attention implementation of transformers; auto is transformers' own choice."""
+
+    @model_serializer(mode="wrap")
+    def _without_from_config_off(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        # A run that was started before this key existed has to be the same run.
+        return {key: value for key, value in serialize(self).items() if key != "from_config" or value}
 
 
 class PrecisionConfig(Section):

@@ -10,8 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.config import ModelConfig
 from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
-from expertmesh.io.hub import hub_mend
-from expertmesh.io.local_copy import local_model
+from expertmesh.io.hub import hub_mend, model_at
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, opened, parse_json, read_file
 from expertmesh.io.urls import is_url
 
@@ -30,7 +29,7 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
     `model.trust_remote_code` is off, or when the file cannot be read.
     """
     if is_url(model.name_or_path):
-        directory = local_model(model.name_or_path, model.trust_remote_code, weights=False)
+        directory = model_at(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
         model = model.model_copy(update={"name_or_path": str(directory)})
     name = model.name_or_path
     _refuse_hostile_files(Path(name))

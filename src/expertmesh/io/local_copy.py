@@ -35,7 +35,7 @@ def local_model(url: str, trust_remote_code: bool = False, *, weights: bool = Tr
     Raises:
         InputError: There is no file `holds`, the disk has too little space, or storage failed.
     """
-    patterns = [each for each in MODEL_FILES if weights or each != "*.safetensors"] + ["*.py"] * trust_remote_code
+    patterns = model_patterns(trust_remote_code, weights=weights)
     storage = Storage(url, "the model")
     found = {name: facts for name, facts in storage.objects().items() if any(fnmatchcase(name, p) for p in patterns)}
     if holds not in found:
@@ -47,6 +47,11 @@ def local_model(url: str, trust_remote_code: bool = False, *, weights: bool = Tr
         storage.get(directory, sizes)
 
     return cached([url, sorted(found.items())], storage.url.rpartition("/")[2], make)
+
+
+def model_patterns(trust_remote_code: bool, *, weights: bool) -> list[str]:
+    """Return the patterns of the files of a model that are copied or downloaded; arguments as in `local_model`."""
+    return [each for each in MODEL_FILES if weights or each != "*.safetensors"] + ["*.py"] * trust_remote_code
 
 
 def cached(content: object, name: str, make: Callable[[Path], None], *, anew: bool = False) -> Path:

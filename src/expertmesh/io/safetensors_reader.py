@@ -352,7 +352,11 @@ def _weights_name(directory: Path) -> str:
             f"convert them to {SINGLE_FILE} first (save_pretrained of a trusted copy does it)",
             key="weights.pickle",
         )
-    raise InputError(f"{directory}: holds no weights, neither {SINGLE_FILE} nor {INDEX_FILE}", key="weights.not-found")
+    raise InputError(
+        f"{directory}: holds no weights, neither {SINGLE_FILE} nor {INDEX_FILE}; copy them there, or set "
+        "model.from_config to true to train from random ones",
+        key="weights.not-found",
+    )
 
 
 def _open(path: Path) -> int:

@@ -84,8 +84,9 @@ def _card(config: Config) -> Iterator[str]:
     yield f"tags: [expertmesh, mixture-of-experts, {config.objective.name}{', lora' if adapter else ''}]"
     yield "---"
     yield f"\n# {Path(config.save.push_to_hub or Path(config.output_dir).absolute()).name}\n"
+    what = "Trained from random weights with the config of" if config.model.from_config else "Fine-tuned from"
     yield (
-        f"{'A LoRA adapter for' if adapter else 'Fine-tuned from'} `{_name(base)}`, trained with "
+        f"{'A LoRA adapter for' if adapter else what} `{_name(base)}`, trained with "
         f"[expertmesh](https://github.com/expertmesh/expertmesh) on {_listed(config)}."
     )
     yield "\n## Figures\n"

@@ -57,7 +57,7 @@ def build(
         shards = replace(shards, activation_checkpointing=checkpointing_mode(checkpointing), checkpoint_layers="all")
     model, _ = prepare_model(setup.model_config, setup.directory, mesh, options, shards)
     setup.forget_layers(model)
-    fill(model, setup.directory, allocate_on=mesh.device)
+    fill(model, setup.directory, allocate_on=mesh.device, seed=setup.weights_seed)
     start_adapters(model, config.train.seed)
     set_adapters(model)
     optimizer = build_optimizer(model, config.optim, config.train.seed, getattr(torch, precision.compute))

@@ -59,6 +59,8 @@ class Setup:
     """A pattern for the file tensors of layers that are left out; None if none are."""
     packs: bool
     """True if the model can keep packed samples apart."""
+    weights_seed: int | None
+    """The seed of random first weights; None if they are read from `directory`."""
 
     def meta_model(self, dtype: torch.dtype, *, fuse: bool = True) -> PreTrainedModel:
         """Return the unsharded model on meta; it ignores file tensors of layers that are left out.
@@ -94,8 +96,9 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     """
     config, notes = _without_chance(config)
     refuse_config(config, names_data=not options.random_data)
+    model = config.model
     model_config, directory = read_model_config(
-        config.model.name_or_path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        model.name_or_path, model.revision, model.trust_remote_code, from_config=model.from_config
     )
     _silence(model_config, notes)
     if config.moe.dispatch == "deepep":
@@ -140,6 +143,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         (kept, every),
         dropped,
         packing_refusal(checked.model) is None,
+        config.weights_seed,
     )
 
 
@@ -151,6 +155,8 @@ def in_float32(precision: PrecisionConfig) -> PrecisionConfig:
 
 
 def _without_chance(config: Config) -> tuple[Config, list[str]]:
+    if config.model.from_config:
+        return config, [f"the weights are random, drawn from train.seed {config.train.seed}"]
     if config.lora is None or config.lora.dropout == 0.0:
         return config, []
     lora = config.lora.model_copy(update={"dropout": 0.0})

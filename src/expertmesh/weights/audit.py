@@ -26,9 +26,10 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.pieces import Leaf, Piece
-from expertmesh.io.safetensors_reader import FileTensor, as_bytes, open_weight_files
+from expertmesh.io.safetensors_reader import FileTensor, as_bytes
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import is_on_other_stage, local_box, local_values, owns_copy
+from expertmesh.weights.first_values import FirstValues, open_weights
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
@@ -101,7 +102,11 @@ class AuditReport:
 
 @torch.no_grad()
 def audit_weights(
-    model: PreTrainedModel, directory: str | Path, mode: AuditMode = "sampled", new: Sequence[str] = ()
+    model: PreTrainedModel,
+    directory: str | Path,
+    mode: AuditMode = "sampled",
+    new: Sequence[str] = (),
+    seed: int | None = None,
 ) -> AuditReport:
     """Compare this rank's shards of `model`, filled from `directory`, with the files, bit for bit.
 
@@ -109,6 +114,7 @@ def audit_weights(
 
     Args:
         new: Tensors that may be missing in the files.
+        seed: The seed of first values, drawn again here, instead of files.
 
     Raises:
         IntegrityError: A value differs; raised on all ranks, naming file, tensor and expert.
@@ -119,9 +125,11 @@ def audit_weights(
     started = time.monotonic()
     view = ModelView(model)
     with raise_on_all_ranks("comparing the weights with their files"):
-        with open_weight_files(directory, view.weights_file) as files:
+        with open_weights(view, directory, seed) as files:
             plan = plan_load(view, files, new)
         auditor = _Auditor(plan, view.tensors, expert_tensors(model))
+        if isinstance(files, FirstValues):
+            auditor.files = files
         auditor.check_numbers()
         auditor.plan = kept_plan(model, plan)
         hashed = auditor.full() if mode == "full" else auditor.sample()
@@ -175,7 +183,7 @@ class _Auditor:
     plan: LoadPlan
     state: dict[str, Tensor]
     experts: list[ExpertTensors]
-    files: LibraryFiles = field(default_factory=LibraryFiles)
+    files: LibraryFiles | FirstValues = field(default_factory=LibraryFiles)
     bytes: int = 0
     """Compared so far."""
 

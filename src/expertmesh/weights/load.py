@@ -1,4 +1,4 @@
-"""Fill an already sharded model from a Hugging Face directory. Each rank reads only the bytes of its shards.
+"""Fill an already sharded model from a Hugging Face directory, or with first values. A rank reads only its shards.
 
 Tensors are read one by one, in the order of the files, while the system already reads the next ones: so the ranks of a
 node read the same part of a file at about the same time. Values go straight into the local shards on their device, cast
@@ -22,11 +22,12 @@ from expertmesh.compat import init_weights
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, intersect, slices
-from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.weights.first_values import FirstValues, open_weights, refuse_other_draws
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.reading import bytes_needed, read_box
@@ -67,6 +68,7 @@ def fill(
     directory: str | Path,
     allocate_on: torch.device | str | None = None,
     new: Sequence[str] = (),
+    seed: int | None = None,
 ) -> LoadReport:
     """Give each parameter and persistent buffer of `model` its value from the safetensors files of `directory`.
 
@@ -78,15 +80,20 @@ def fill(
             `allocate_on` is given.
         allocate_on: The device to allocate the local shards on, after the files' headers were found to fit the model.
         new: Tensors that may be missing in the files; a missing one keeps its value in memory.
+        seed: Draw the values from it instead, as the model's class initialises them; then there are no files, and
+            saving writes the family's published layout in the parameters' dtypes.
 
     Raises:
         InputError, SecurityError, IntegrityError: On all ranks with the same sentence; see `open_weight_files` and
             `plan_load`. `IntegrityError` also for values that are not finite.
 
-    Collectives: every rank calls it. One small all-reduce on the default group.
+    Collectives: every rank calls it. One small all-reduce on the default group; with a seed, those of
+    `refuse_other_draws`.
     """
     view = ModelView(model)
-    with raise_on_all_ranks("loading weights"), open_weight_files(directory, view.weights_file) as files:
+    if seed is not None:
+        refuse_other_draws(seed)
+    with raise_on_all_ranks("loading weights"), open_weights(view, directory, seed) as files:
         plan = plan_load(view, files, new)
         if allocate_on is not None:
             materialize(model, allocate_on)
@@ -97,7 +104,7 @@ def fill(
 def read_whole(model: PreTrainedModel, directory: str | Path) -> None:
     """Fill an unsharded model on meta in a single process, on the CPU. No communication."""
     view = ModelView(model)
-    with open_weight_files(directory, view.weights_file) as files:
+    with open_weights(view, directory) as files:
         plan = plan_load(view, files)
         materialize(model, "cpu")
         fill_planned(ModelView(model), files, plan)
@@ -115,14 +122,14 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
     Collectives: none, so call it on every rank or inside `raise_on_all_ranks`.
     """
     view = ModelView(model)
-    with open_weight_files(directory, view.weights_file) as files:
+    with open_weights(view, directory) as files:
         plan = plan_load(view, files)
     sources = [*plan.tensors.items(), *plan.copies]
     return sum(bytes_needed(lazy, local_box(view.tensors[name])) for name, lazy in sources)
 
 
 @torch.no_grad()
-def fill_planned(view: ModelView, files: WeightFiles, plan: LoadPlan) -> LoadReport:
+def fill_planned(view: ModelView, files: WeightFiles | FirstValues, plan: LoadPlan) -> LoadReport:
     """Execute `plan` on this rank. Raises `IntegrityError`; issues no collective."""
     boxes = {name: local_box(view.tensors[name]) for name in plan.tensors}
     shards = {name: local_tensor(view.tensors[name]) for name in plan.tensors}
@@ -137,7 +144,7 @@ def fill_planned(view: ModelView, files: WeightFiles, plan: LoadPlan) -> LoadRep
         read_box(lazy, boxes[name], copy, files.read)
         if not torch.equal(copy, shards[name]):
             raise differing_copies(lazy, plan.tensors[name])
-    source = remember_files(view, plan, files)
+    unmapped = remember_files(view, plan, files).unmapped if isinstance(files, WeightFiles) else ()
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
@@ -145,11 +152,13 @@ def fill_planned(view: ModelView, files: WeightFiles, plan: LoadPlan) -> LoadRep
         local_bytes=sum(local.nbytes for local in shards.values()),
         experts=_experts_held(view, boxes),
         ignored=plan.ignored,
-        unmapped=summarize_unmapped(source.unmapped, files.tensors.keys() - set(plan.ignored)),
+        unmapped=summarize_unmapped(unmapped, files.tensors.keys() - set(plan.ignored)),
     )
 
 
-def _announced(files: WeightFiles, plan: LoadPlan, boxes: dict[str, Box]) -> Iterator[tuple[str, "LazyTensor"]]:
+def _announced(
+    files: WeightFiles | FirstValues, plan: LoadPlan, boxes: dict[str, Box]
+) -> Iterator[tuple[str, "LazyTensor"]]:
     """Yield the tensors in the order of the files, while the system prefetches the bytes of the next ones."""
     items = sorted(plan.tensors.items(), key=lambda item: _place(item[1]))
     sizes = [bytes_needed(lazy, boxes[name]) for name, lazy in items]
@@ -159,7 +168,7 @@ def _announced(files: WeightFiles, plan: LoadPlan, boxes: dict[str, Box]) -> Ite
             name, lazy = items[following]
             for piece in lazy.pieces:
                 common = intersect(piece.dest, boxes[name])
-                if isinstance(piece.leaf, FileTensor) and common is not None:
+                if isinstance(files, WeightFiles) and isinstance(piece.leaf, FileTensor) and common is not None:
                     files.announce(piece.leaf, piece.crop(common).source)
             told += sizes[following]
             following += 1

@@ -30,6 +30,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.pieces import Leaf
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.state.model_view import ModelView
+from expertmesh.weights.first_values import FirstValues
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.module_list import list_rules
 from expertmesh.weights.quantised.published import PublishedTensors, published_tensors, quantisation
@@ -104,13 +105,16 @@ class _Mismatches:
             )
 
 
-def plan_load(view: ModelView, files: WeightFiles, new: Sequence[str] = (), *, complete: bool = True) -> LoadPlan:
+def plan_load(
+    view: ModelView, files: WeightFiles | FirstValues, new: Sequence[str] = (), *, complete: bool = True
+) -> LoadPlan:
     """Plan the source of each tensor of a model, which may be on meta and may be sharded.
 
     Quantised weights are read as the values that their codes represent. Only the headers that `files` already has are
     used.
 
     Args:
+        files: Files, with the names that the family publishes; or first values, with those of its class.
         new: Tensors that may be missing in the files, such as a new head that replaces the language model's (load.py);
             `lm_head.*` of the files is then skipped.
         complete: If False, tensors that do not fit are not reported.
@@ -119,7 +123,10 @@ def plan_load(view: ModelView, files: WeightFiles, new: Sequence[str] = (), *, c
         IntegrityError: Names the tensors that are missing, unexpected, duplicated, incomplete, misshaped or mistyped.
         InputError, IntegrityError: As `published_tensors` does.
     """
-    published = published_tensors(quantisation(view.module.config), files)
+    if isinstance(files, FirstValues):
+        published = files.published
+    else:
+        published = published_tensors(quantisation(view.module.config), files)
     with view.published_classes():
         # Rules are found by the classes of modules, and one pipeline stage lacks some of these classes.
         conversions = [*get_model_conversion_mapping(view.full), *list_rules(view.full)]

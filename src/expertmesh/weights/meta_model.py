@@ -29,13 +29,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from expertmesh.compat import apply_to_tensors, class_mapping, declared, mark_initialised
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.experts.module_list import FusedExperts
-from expertmesh.io.hub import hub_mend
-from expertmesh.io.local_copy import MODEL_FILES, local_model
+from expertmesh.io.hub import hub_mend, model_at
+from expertmesh.io.local_copy import MODEL_FILES, model_patterns
 from expertmesh.io.model_config import blamed, read_model_json, refuse_impossible
 from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.urls import is_url
 from expertmesh.state.model_view import ModelView, tied_names
 from expertmesh.state.sharded_model import attach
+from expertmesh.weights.first_values import refuse_from_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
 from expertmesh.weights.quantised.published import refuse_unsupported
 
@@ -48,25 +49,31 @@ _OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 
 
 def read_model_config(
-    name_or_path: str, revision: str | None = None, trust_remote_code: bool = False, *, weights: bool = True
+    name_or_path: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    weights: bool = True,
+    from_config: bool = False,
 ) -> tuple[PreTrainedConfig, Path]:
     """Return the config of a local directory, a URL or a hub repository, and the local directory with its files.
 
-    Hub repositories are downloaded into the hub's cache: only safetensors, JSON and tokenizer files. A type that is
-    another name for a family of transformers (Kimi-K2's) becomes that family. Every rank may call it; ranks of one
-    machine share the cache.
+    Repositories of the hub and of ModelScope are downloaded into their caches: only safetensors, JSON and tokenizer
+    files. A type that is another name for a family of transformers (Kimi-K2's) becomes that family. Every rank may call
+    it; ranks of one machine share the cache.
 
     Args:
         trust_remote_code: Also download Python files, and allow the model's own code to run.
         weights: If False, weights are not downloaded.
+        from_config: The model starts from random weights: nothing is downloaded, and a model with weights is refused.
 
     Raises:
         InputError: Something is missing, unreadable or quantised by an unsupported method, or the model needs its own
             code and `trust_remote_code` is off.
     """
-    directory = Path(name_or_path)
+    directory, weights = Path(name_or_path), weights and not from_config
     if is_url(name_or_path):
-        directory = local_model(name_or_path, trust_remote_code, weights=weights)
+        directory = model_at(name_or_path, revision, trust_remote_code, weights=weights)
     elif not directory.is_dir():
         directory = _download(name_or_path, revision, trust_remote_code, weights)
     path = directory / CONFIG_FILE
@@ -92,6 +99,8 @@ def read_model_config(
     assert isinstance(config, PreTrainedConfig)
     refuse_impossible(config.to_dict(), path)  # now with the family's defaults for values that the file lacks
     refuse_unsupported(config, directory)
+    if from_config:
+        refuse_from_config(config, directory)
     return config, directory
 
 
@@ -323,9 +332,8 @@ def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: 
 def _download(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> Path:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise InputError(f"model {name}: no such directory; correct the name or the path", key="model.not-found")
-    patterns = [pattern for pattern in MODEL_FILES if weights or pattern != "*.safetensors"]
-    patterns += ["*.py"] if trust_remote_code else []
     try:
+        patterns = model_patterns(trust_remote_code, weights=weights)
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         # Every error of the hub's client is an OSError or a ValueError.

@@ -174,7 +174,7 @@ def _ways(lora: bool | None, wishes: Wishes, *, quantised: bool) -> Iterator[Way
         frozen_as, lora = (wishes.config.precision.frozen,), True
     if lora is not True:
         yield Way()
-    if lora is False:
+    if lora is False or wishes.config.model.from_config:
         return
     is_said = given is not None and (wishes.has("lora", "targets") or given.from_adapter is not None)
     for frozen in frozen_as:

@@ -41,6 +41,8 @@ class Checked:
     layout_reason: str | None
     """Words of the plan about the choice of ep: `distributed.layout.ep_reason`."""
     objective: RunObjective
+    weights_seed: int | None
+    """The seed of random first weights; None if they are read from files."""
     checkpoint_bytes: int = 0
     """Bytes of one checkpoint; 0 without any, or before they were requested."""
 
@@ -82,7 +84,9 @@ def check_model(
     plan = plan_model(model, layout, options)
     order, why = _choose_order(config.train, plan, accumulation)
     reason = ep_reason(config.parallel, layout, traffic, ranks_per_node)
-    return Checked(model_config, directory, model, plan, order, why, reason, RunObjective.of(config))
+    return Checked(
+        model_config, directory, model, plan, order, why, reason, RunObjective.of(config), config.weights_seed
+    )
 
 
 def shard_options(config: Config) -> ShardOptions:

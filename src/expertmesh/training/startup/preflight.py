@@ -21,7 +21,6 @@ from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError, InputError, MissingHereError
 from expertmesh.data import load_tokenizer, refuse_source
 from expertmesh.io.directory import nearest, require_space
-from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.io.urls import is_url
 from expertmesh.state.model_view import ModelView
 from expertmesh.training.optimizers.build import moment_bytes
@@ -29,6 +28,7 @@ from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.training.startup.packages import refuse_missing_packages
+from expertmesh.weights.first_values import open_weights
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import read_model_config
 from expertmesh.weights.quantised.published import quantisation
@@ -60,7 +60,7 @@ def preflight(
         here = config
     model = config.model
     model_config, directory = read_model_config(
-        model.name_or_path, model.revision, model.trust_remote_code, weights=weights
+        model.name_or_path, model.revision, model.trust_remote_code, weights=weights, from_config=model.from_config
     )
     if config.save.dtype == "as_loaded" and quantisation(model_config) is None:
         raise InputError(
@@ -101,13 +101,13 @@ def _noted(notes: list[ExpertmeshError] | None) -> Iterator[None]:
 
 
 def refuse_weights(checked: Checked) -> None:
-    """Refuse weights whose files are absent, or whose headers do not fit the model; no weight is read.
+    """Refuse weights whose files are absent, or whose headers do not fit the model; no weight is read or drawn.
 
     For one process of the job: of a large model the headers take seconds, and each rank reads them when its shards are
     known (`bytes_to_read`). Raises what loading raises before it reads: also `IntegrityError` and `SecurityError`.
     """
     view = ModelView(checked.model)
-    with open_weight_files(checked.directory, view.weights_file) as files:
+    with open_weights(view, checked.directory, checked.weights_seed) as files:
         plan_load(view, files)
 
 

@@ -96,7 +96,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
     torch.manual_seed(train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)
     with raise_on_all_ranks("reading the headers of the weights"):
-        to_load = bytes_to_read(checked.model, checked.directory)
+        to_load = 0 if checked.weights_seed is not None else bytes_to_read(checked.model, checked.directory)
     with raise_on_all_ranks("writing the configuration"):
         if mesh.rank == 0:
             if start is not None:

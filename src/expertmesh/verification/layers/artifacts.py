@@ -154,7 +154,7 @@ def _logits_by_block(proof: Proof, job: Job, directory: Path) -> Tensor:
 
     Collectives: every rank calls it; those of `Reference.run`.
     """
-    saved = replace(job, setup=replace(proof.setup, directory=directory, dropped=None))
+    saved = replace(job, setup=replace(proof.setup, directory=directory, dropped=None, weights_seed=None))
     return Reference(saved, proof.exact.judge).run(proof.setup.steps[0]).forward.tensors["logits"]
 
 

@@ -32,9 +32,10 @@ def check_bytes(proof: Proof) -> list[Check]:
 
 
 def _audit(job: Job) -> Check:
-    name = "every byte equals the files'"
+    seed = job.setup.weights_seed
+    name = "every byte equals the files'" if seed is None else "every byte equals what is drawn"
     try:
-        report = audit_weights(job.model, job.setup.directory, "full")
+        report = audit_weights(job.model, job.setup.directory, "full", seed=seed)
     except IntegrityError as error:
         return Check(name, "fail", note=str(error))
     experts = sum(len(module.sha256) for module in report.experts)

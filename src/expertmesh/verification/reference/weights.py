@@ -1,4 +1,4 @@
-"""The values of the reference's weights: read from the files each time a unit needs them, or held in memory.
+"""The values of the reference's weights: read (or drawn) each time a unit needs them, or held in memory.
 
 Reading follows transformers' conversion rules, with one tensor in memory at a time. All tensors are held in memory only
 for several steps of an unsharded model that fits into the machine. Nothing here communicates.
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.io.boxes import full_box, slices
-from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
+from expertmesh.weights.first_values import FirstValues, open_weights
 from expertmesh.weights.mapping import LoadPlan, plan_load
 from expertmesh.weights.quantised.resident import kept_plan
 from expertmesh.weights.reading import read_box
@@ -47,8 +47,8 @@ class Weights:
     """Add the adapters to the weights."""
     held: dict[str, Tensor] | None = None
     """The leaves in host memory, by name; None: read from the files."""
-    files: LibraryFiles = field(default_factory=LibraryFiles)
-    """Reads the files."""
+    files: LibraryFiles | FirstValues = field(default_factory=LibraryFiles)
+    """Reads the files, or draws the first values."""
     plan: LoadPlan = field(init=False)
     """The source of each tensor in the files."""
     adapters: AdapterPlan | None = field(init=False)
@@ -60,7 +60,9 @@ class Weights:
 
     def __post_init__(self) -> None:
         view = ModelView(self.model)
-        with open_weight_files(self.setup.directory, view.weights_file) as checkpoint:
+        with open_weights(view, self.setup.directory, self.setup.weights_seed) as checkpoint:
+            if isinstance(checkpoint, FirstValues):
+                self.files = checkpoint
             self.plan = kept_plan(self.job_model, plan_load(view, checkpoint))
         self.adapters = plan_of(self.job_model) if self.adapted else None
         self.state = view.tensors

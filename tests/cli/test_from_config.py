@@ -1,0 +1,56 @@
+"""`model.from_config: true` on the command line: train from random weights, then prove and resume that very run."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from expertmesh.cli.main import main
+from tests.training.tiny_run import metrics, run_config, weights, write_inputs
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration of a run whose model has a config and a tokenizer alone, of transformers' own deviation."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    inputs = write_inputs(tmp_path, initializer_range=0.02)
+    (inputs / "model" / "model.safetensors").unlink()
+    run_config(inputs, tmp_path / "run")
+    return tmp_path / "run.yaml"
+
+
+def test_a_run_from_a_config_trains_is_verified_and_goes_on(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [str(run), "model.from_config=true", "train.max_steps=2", "checkpoint.every_steps=1", "--nproc", "2"]
+    assert main(["train", *words]) == 0
+    assert "weights    random, drawn from train.seed 42" in capfd.readouterr().out
+    first = metrics(run.with_suffix(""))[0]["loss"]
+    # Untrained, it knows nothing.
+    vocabulary = len(weights(run.with_suffix(""))["lm_head.weight"])
+    assert abs(first - math.log(vocabulary)) < 0.1
+
+    assert main(["verify", *words, "parallel.ep=2", "--only", "bytes,forward,backward,artifacts"]) == 0
+    printed = capfd.readouterr().out
+    assert "every byte equals what is drawn" in printed
+    assert "note        the weights are random, drawn from train.seed 42" in printed
+
+    words[2] = "train.max_steps=3"
+    assert main(["train", *words, "parallel.ep=2"]) == 0
+    assert "resume     step-00000002" in capfd.readouterr().out
+    assert metrics(run.with_suffix(""))[0]["loss"] == first
+
+
+def test_check_and_init_take_it_and_train_without_it_names_the_key(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    assert main(["check", str(run), "model.from_config=true", "--nproc", "1"]) == 0
+    assert main(["init", "model", "--data", "train.jsonl", "--output", "new.yaml", "model.from_config=true"]) == 0
+    assert "  from_config: true\n" in (run.parent / "new.yaml").read_text()
+    capfd.readouterr()
+    assert main(["train", str(run), "--nproc", "1"]) == 2
+    assert "model.from_config" in capfd.readouterr().err
+    assert (
+        main(["init", "model", "--data", "train.jsonl", "--lora", "--output", "l.yaml", "model.from_config=true"]) == 2
+    )
+    assert "lora" in capfd.readouterr().err
