@@ -32,7 +32,7 @@ class ModelConfig(Section):
     section: ClassVar[str] = "model"
 
     name_or_path: Name
-    """Hub id, ModelScope id (ms://...), directory or URL of object storage (s3://...) of the model and its tokenizer."""
+    """Hub id, ModelScope id (ms://...), directory or object storage (s3://...) of the model and its tokenizer."""
     revision: Plain | None = None
     """Branch, tag or commit on the hub; null takes the default branch."""
     from_config: bool = False

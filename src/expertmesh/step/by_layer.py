@@ -58,7 +58,7 @@ class _Calls:
     adapters: AdapterState | None
     """The state of the model's adapters."""
     calls: dict[int, BlockCall] = field(default_factory=dict)
-    """What the model calls its other blocks with, by their number."""
+    """Arguments with which the model calls its other blocks, by their number."""
     token_numbers: torch.Tensor | None = None
     """Numbers of the tokens, for the dropout of adapters."""
 
