@@ -268,6 +268,8 @@ def _set_up(rank: int, scratch: str) -> None:
     tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
     stack = os.open(f"{scratch}/stack-{rank}", os.O_WRONLY)
+    # Enabled again, not only for another file: a library may have put handlers of its own over pytest's.
+    faulthandler.disable()
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
 
