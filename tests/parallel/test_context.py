@@ -108,6 +108,7 @@ def test_checkpointed_blocks_exchange_again_and_give_the_same(launched: Launched
         distance.check(TOLERANCE)
 
 
+@pytest.mark.slow_cases(r"eager", why="sdpa with ep stays")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_rows_keep_their_samples_apart_and_router_losses_are_the_global_batchs(attention: str) -> None:
     want = expected("qwen3_moe", attn_implementation=attention)
@@ -262,6 +263,7 @@ def _with_flash(want: Any, axes: Axes, prepare: Callable[[Any], Any]) -> Any:
     return _train(dataclasses.replace(want, model=model), em.ParallelConfig(**axes), 4, prepare=prepare)
 
 
+@pytest.mark.slow_cases(r"padded", why="packed rows stay")
 @pytest.mark.parametrize("rows", ["packed", "padded"])
 def test_transformers_flash_path_separates_samples_and_padding_of_whole_rows(rows: str) -> None:
     """Its own unpadding and its own reading of position ids; only the kernels are replaced."""

@@ -156,6 +156,10 @@ def _source(directory: Path, config: Any) -> Path:
 ON_RANKS = ("fp8 partial blocks", "int4 with zero points", "nvfp4")
 
 
+@pytest.mark.slow_cases(
+    r"(fp8 partial blocks|int4 with zero points)-4-2-.*",
+    why="nvfp4, whose scales are of two kinds, stays on four ranks, and every format on one",
+)
 @pytest.mark.parametrize(
     ("name", "world", "ep", "dtype"),
     [(name, 1, 1, torch.float32) for name in PUBLISHED] + [(name, 4, 2, torch.bfloat16) for name in ON_RANKS],
@@ -190,6 +194,7 @@ def test_what_is_computed_is_gathered_by_the_rank_that_encodes_it(tmp_path: Path
     _assert_as_before(target)
 
 
+@pytest.mark.slow_cases(r"pp", why="tp stays, which cuts matrices")
 @pytest.mark.parametrize("axis", ["pp", "tp"])
 def test_stages_and_split_matrices_are_put_together_again(axis: str, tmp_path: Path) -> None:
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["nvfp4"](), is_linear)
@@ -231,6 +236,11 @@ def _reread(directory: Path, name: str) -> Tensor:
     return ModelView(model).tensors[name].detach()
 
 
+@pytest.mark.slow_cases(
+    r"fp8 (blocks|blocks, e8m0|blocks, e8m0 named scale|of compressed-tensors, a scale a row)",
+    r"(fp8, one scale|int4|nvfp4)",
+    why="a harder one of each kind stays; the bytes of what has not changed stay for every format",
+)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_only_blocks_that_have_changed_are_rounded_anew_and_the_error_is_told(name: str, tmp_path: Path) -> None:
     form = PUBLISHED[name]()

@@ -79,6 +79,7 @@ def _assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
         assert state[name].dtype == tensor.dtype
 
 
+@pytest.mark.slow_cases(r"\((2, 2, 0|4, 2, 1)\)-deepseek_v3", why="two dims of four ranks stay")
 @pytest.mark.slow_cases(r".*(mixtral|qwen3_moe)", why="deepseek_v3 stays, which has dense blocks and buffers as well")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -96,6 +97,7 @@ def test_transformers_reads_back_equal_tensors_from_the_same_file_layout(
     assert list(tmp_path.glob("ours.tmp*")) == []
 
 
+@pytest.mark.slow_cases(r"(qwen3_moe|mixtral)", why="deepseek_v3 stays, which has dense blocks as well")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_checkpoint_stays_fused(family: str, tmp_path: Path) -> None:
     reference = random_model(FAMILIES[family]())
