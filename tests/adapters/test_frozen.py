@@ -355,6 +355,7 @@ def _train_nothing(directory: Path, frozen: str, target: Path) -> dict[str, torc
     return {name: tensor.clone() for name, tensor in em.iter_hf_weights(model)}
 
 
+@pytest.mark.slow_cases(r"gpt_oss-nf4", why="scales of two kinds stay")
 @pytest.mark.parametrize(("family", "frozen"), [("qwen3_moe", "nvfp4"), ("gpt_oss", "nf4")])
 def test_merging_adds_to_what_was_trained_on(family: str, frozen: str, tmp_path: Path) -> None:
     """Base and adapter apart in PEFT, together by the command, and streamed to an engine: the same values."""

@@ -116,6 +116,7 @@ def _load_golden(parallel: em.ParallelConfig) -> tuple[dict[str, str], dict[str,
     return hashes, loaded.state, [float(p.abs().sum()) for p in job.state().values()]
 
 
+@pytest.mark.slow_cases(r"2-2-1", why="four ranks with replicas stay")
 @pytest.mark.slow_cases(r"4-4-1", why="two groups of ep 2 on four ranks stay")
 @pytest.mark.parametrize(("world", "ep", "replicate"), [(1, 1, 1), (2, 2, 1), (4, 4, 1), (4, 2, 2)])
 def test_the_golden_checkpoint_is_read_into_any_layout(world: int, ep: int, replicate: int) -> None:

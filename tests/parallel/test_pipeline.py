@@ -249,6 +249,7 @@ def _count_messages(virtual: int) -> list[int]:
     return [size for size in messages.sent if size > 8]  # beside the votes on whether shapes are known
 
 
+@pytest.mark.slow_cases(r"1", why="virtual stages stay")
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_a_step_sends_what_the_formula_says(virtual: int) -> None:
     """pp · v - 1 borders, m micro-batches, both ways, B · S · H elements each."""

@@ -135,6 +135,10 @@ def _load_or_error(good: Path, bad: Path, bad_rank: int) -> tuple[str, str, list
     return f"{type(caught.value).__name__} of key {caught.value.key}", str(caught.value), allocated
 
 
+@pytest.mark.slow_cases(
+    r"(bit flip in a header|file not there|header larger than the file|expert twice)",
+    why="test_safetensors_reader.py has every damage in one process; one of each class of error stays",
+)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_one_rank_sees_every_rank_refuses_in_the_same_words(name: str, checkpoint: Path, tmp_path: Path) -> None:
     attack, error, key, words = ATTACKS[name]
@@ -163,6 +167,10 @@ def test_a_value_only_one_rank_reads_stops_all(checkpoint: Path) -> None:
     assert f"tensor {EXPERT_7} holds a value that is not finite" in first[1]
 
 
+@pytest.mark.slow_cases(
+    r"(num_local_experts-0|num_hidden_layers-0|moe_intermediate_size-)",
+    why="one of experts, of layers and of sizes stays",
+)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -196,6 +204,7 @@ class _Canary:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow_cases(r"(model\.pt|consolidated.*)", why="another name each; two stay")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
 def test_a_pickle_is_refused_and_never_opened(name: str, checkpoint: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
@@ -212,6 +221,7 @@ def test_a_pickle_is_refused_and_never_opened(name: str, checkpoint: Path, tmp_p
     assert canary.exists(), "the canary would have sung"
 
 
+@pytest.mark.slow_cases(r"(pytorch_model.*|/etc/passwd)", why="the relative path stays")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "../model.safetensors", "/etc/passwd"])
 def test_a_config_cannot_name_other_weights_either(name: str, checkpoint: Path) -> None:
     _edit_config(checkpoint, transformers_weights=name)
