@@ -15,7 +15,7 @@ from expertmesh.io.safetensors_reader import read_header
 from expertmesh.state.shards import local_tensor
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 
 
 def _save(directory: Path, parallel: em.ParallelConfig) -> SavedCheckpoint:
@@ -25,8 +25,10 @@ def _save(directory: Path, parallel: em.ParallelConfig) -> SavedCheckpoint:
 
 
 @pytest.mark.parametrize("parallel", [em.ParallelConfig(ep=2), em.ParallelConfig(ep=2, replicate=2)])
-def test_all_ranks_together_write_each_tensor_once(tmp_path: Path, parallel: em.ParallelConfig) -> None:
-    saved = run_ranks(_save, 4, tmp_path, parallel)
+def test_all_ranks_together_write_each_tensor_once(
+    shared_ranks: SharedRanks, tmp_path: Path, parallel: em.ParallelConfig
+) -> None:
+    saved = shared_ranks(_save, 4, tmp_path, parallel)
     assert len({each.total_bytes for each in saved}) == 1
     assert sum(each.bytes_written for each in saved) == saved[0].total_bytes
     on_disk = 0
@@ -67,6 +69,7 @@ def _bytes_read(directory: Path, parallel: em.ParallelConfig) -> tuple[int, int]
     return read_bytes, sum(local_tensor(tensor).nbytes for tensor in tensors.values())
 
 
+@pytest.mark.slow_cases(r"2-parallel1", why="four ranks stay, and another axis")
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [(4, em.ParallelConfig(ep=4)), (2, em.ParallelConfig(ep=2)), (2, em.ParallelConfig(ep=1, replicate=2))],

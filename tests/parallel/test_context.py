@@ -39,7 +39,7 @@ from tests.parallel.test_router_loss import _packed, _train, expected
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import Distance, _rows, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
@@ -169,9 +169,9 @@ def _short_rows(axes: Axes) -> list[float]:
     return [*values.tolist(), float(norm)]
 
 
-def test_rows_shorter_than_cp_and_evaluation() -> None:
-    alone = run_ranks(_short_rows, 1, {"ep": 1})[0]
-    for values in run_ranks(_short_rows, 4, {"cp": 4, "ep": 4}):
+def test_rows_shorter_than_cp_and_evaluation(shared_ranks: SharedRanks) -> None:
+    alone = shared_ranks(_short_rows, 1, {"ep": 1})[0]
+    for values in shared_ranks(_short_rows, 4, {"cp": 4, "ep": 4}):
         assert values == pytest.approx(alone, rel=1e-5)
 
 
@@ -229,8 +229,8 @@ def _kept_alive() -> tuple[int, int]:
     return seen[0].untyped_storage().nbytes(), seen[0].numel() * 4
 
 
-def test_no_rank_keeps_whole_rows_until_backward() -> None:
-    for behind, own in run_ranks(_kept_alive, 2):
+def test_no_rank_keeps_whole_rows_until_backward(shared_ranks: SharedRanks) -> None:
+    for behind, own in shared_ranks(_kept_alive, 2):
         assert behind == own == 4 * 32 * 4
 
 

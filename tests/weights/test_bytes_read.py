@@ -103,6 +103,7 @@ def _spans(directory: Path) -> tuple[list[Span], list[Span]]:
     return told, asked
 
 
+@pytest.mark.slow_cases(r"one file", why="fused and sharded files stay")
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on what will be read")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_node_reads_the_checkpoint_once_file_by_file_and_the_system_is_told_before(

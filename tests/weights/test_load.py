@@ -20,7 +20,7 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import LoadReport, bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import build_meta_model, materialize
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import RankFailed, SharedRanks, run_ranks
 from tests.weights.tiny import FAMILIES, full_state, qwen3_moe, random_model, shard_for_test, write_fused
 
 LAYOUTS = ((1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 2, 0), (4, 2, 1), (4, 4, 0))
@@ -64,7 +64,7 @@ def _differences(state: State, expected: State) -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("world", "ep", "efsdp_dim"), LAYOUTS)
 def test_shards_equal_the_files_bit_for_bit_and_ranks_read_only_their_own(
-    family: str, world: int, ep: int, efsdp_dim: int, tmp_path: Path
+    shared_ranks: SharedRanks, family: str, world: int, ep: int, efsdp_dim: int, tmp_path: Path
 ) -> None:
     reference = random_model(FAMILIES[family]())
     directories = [tmp_path / name for name in ("single", "sharded", "fused")]
@@ -73,7 +73,7 @@ def test_shards_equal_the_files_bit_for_bit_and_ranks_read_only_their_own(
     assert (directories[1] / "model.safetensors.index.json").exists()
     write_fused(reference, directories[2])
     job = (reference.config, directories, world, ep, efsdp_dim)
-    ranks = run_ranks(_load_all, world, *job) if world > 1 else [_load_all(*job)]
+    ranks = shared_ranks(_load_all, world, *job) if world > 1 else [_load_all(*job)]
     for results in ranks:
         for report, planned, state in results:
             assert report.bytes_read == planned
@@ -83,10 +83,10 @@ def test_shards_equal_the_files_bit_for_bit_and_ranks_read_only_their_own(
                 assert _differences(state, reference.state_dict()) == []
 
 
-def test_the_report_names_the_experts_that_a_rank_holds(tmp_path: Path) -> None:
+def test_the_report_names_the_experts_that_a_rank_holds(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
-    ranks = run_ranks(_load_all, 4, reference.config, [tmp_path], 4, 2, 0)
+    ranks = shared_ranks(_load_all, 4, reference.config, [tmp_path], 4, 2, 0)
     held = [results[0][0].experts for results in ranks]
     # Rank = efsdp * 2 + ep: ep halves of four experts each, halved again by efsdp.
     assert [experts[0] for experts in held] == [
@@ -280,20 +280,22 @@ def _logits(config: PreTrainedConfig, directory: Path) -> torch.Tensor:
 
 @pytest.mark.slow_cases(r"False", why="tied weights stay")
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_filled_sharded_model_computes_what_the_reference_computes(tied: bool, tmp_path: Path) -> None:
+def test_a_filled_sharded_model_computes_what_the_reference_computes(
+    shared_ranks: SharedRanks, tied: bool, tmp_path: Path
+) -> None:
     # Nothing here divides by 3: shards are uneven, and FSDP2 pads them.
     reference = random_model(qwen3_moe(tie_word_embeddings=tied))
     reference.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = reference(torch.arange(12)[None]).logits
-    for logits in run_ranks(_logits, 3, reference.config, tmp_path):
+    for logits in shared_ranks(_logits, 3, reference.config, tmp_path):
         assert torch.equal(logits, expected)
 
 
-def test_tied_weights_are_read_once(tmp_path: Path) -> None:
+def test_tied_weights_are_read_once(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe(tie_word_embeddings=True))
     reference.save_pretrained(tmp_path)
-    for results in run_ranks(_load_all, 2, reference.config, [tmp_path], 2, 2, 0):
+    for results in shared_ranks(_load_all, 2, reference.config, [tmp_path], 2, 2, 0):
         report, _, state = results[0]
         assert report.bytes_read <= report.local_bytes * 1.01
         assert state is None or _differences(state, reference.state_dict()) == []
