@@ -178,10 +178,10 @@ def _untrained(directory: Path) -> tuple[str, ...]:
     return saved.untrained
 
 
-def test_what_no_gradient_has_moved_is_said(tmp_path: Path) -> None:
+def test_what_no_gradient_has_moved_is_said(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     leaves = ("wq_b", "wk", "weights_proj")
     indexers = [f"model.layers.{n}.self_attn.indexer.{leaf}" for n in range(2) for leaf in leaves]
-    for untrained in run_ranks(_untrained, 2, tmp_path / "idle"):
+    for untrained in shared_ranks(_untrained, 2, tmp_path / "idle"):
         assert list(untrained) == indexers
 
 

@@ -74,8 +74,10 @@ def _bytes_read(directory: Path, parallel: em.ParallelConfig) -> tuple[int, int]
     ("world", "parallel"),
     [(4, em.ParallelConfig(ep=4)), (2, em.ParallelConfig(ep=2)), (2, em.ParallelConfig(ep=1, replicate=2))],
 )
-def test_each_rank_reads_what_it_holds_and_no_more(saved: Path, world: int, parallel: em.ParallelConfig) -> None:
-    for got, held in run_ranks(_bytes_read, world, saved, parallel):
+def test_each_rank_reads_what_it_holds_and_no_more(
+    shared_ranks: SharedRanks, saved: Path, world: int, parallel: em.ParallelConfig
+) -> None:
+    for got, held in shared_ranks(_bytes_read, world, saved, parallel):
         assert got == held
 
 
@@ -94,8 +96,10 @@ def _headers_read(directory: Path) -> set[str]:
     return set(opened)
 
 
-def test_each_header_is_checked_by_somebody_and_read_by_those_who_need_it(saved: Path) -> None:
-    ranks = run_ranks(_headers_read, 4, saved)
+def test_each_header_is_checked_by_somebody_and_read_by_those_who_need_it(
+    shared_ranks: SharedRanks, saved: Path
+) -> None:
+    ranks = shared_ranks(_headers_read, 4, saved)
     assert set().union(*ranks) == {path.name for path in (saved / "step-00000001").glob("*.safetensors")}
     # Two to check, and its own two on the layout that wrote it; rank 0's files also hold the optimizer's step counts.
     assert all(len(names) <= 5 for names in ranks), ranks

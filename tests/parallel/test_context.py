@@ -213,8 +213,8 @@ def _flash(axes: Axes) -> list[Any]:
     return seen
 
 
-def test_flash_attention_sees_the_samples_of_the_whole_row() -> None:
-    for seen in run_ranks(_flash, 4, {"cp": 4, "ep": 1}):
+def test_flash_attention_sees_the_samples_of_the_whole_row(shared_ranks: SharedRanks) -> None:
+    for seen in shared_ranks(_flash, 4, {"cp": 4, "ep": 1}):
         assert seen == [[[0, 1, 2, 0, 1, 2, 3, 0]], (1, 1), 8, "flash_attention_2"]
 
 
@@ -294,8 +294,8 @@ def _flex() -> list[Any]:
     return seen
 
 
-def test_flex_attention_gets_its_own_mask_of_whole_rows() -> None:
-    assert run_ranks(_flex, 2) == [[("block mask", 8, 8), 8]] * 2
+def test_flex_attention_gets_its_own_mask_of_whole_rows(shared_ranks: SharedRanks) -> None:
+    assert shared_ranks(_flex, 2) == [[("block mask", 8, 8), 8]] * 2
 
 
 # Planted bugs ------------------------------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ def _exchanged(family: str, changes: dict[str, Any], checkpointed: bool) -> list
 
 @pytest.mark.slow_cases(r"False", why="True stays")
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_bytes_over_tp_are_those_of_the_formula(checkpointed: bool) -> None:
+def test_bytes_over_tp_are_those_of_the_formula(shared_ranks: SharedRanks, checkpointed: bool) -> None:
     """docs/parallelism.md: four times the hidden states of the group's positions for each part, twice for the head."""
     states = 2 * 16 * 32 * 4  # rows, padded positions, hidden size, fp32
     passes = 6 if checkpointed else 4
@@ -290,7 +290,7 @@ def test_bytes_over_tp_are_those_of_the_formula(checkpointed: bool) -> None:
         ("olmoe", {}, 2, 2 * 16 * (32 + 16) * 4),  # and queries and keys of all heads, for their norms
     ]:
         expected = (parts * passes + 2) * states + parts * (passes // 2) * features
-        counted = run_ranks(_exchanged, 2, family, changes, checkpointed)
+        counted = shared_ranks(_exchanged, 2, family, changes, checkpointed)
         # A recomputed block stops when nothing more is needed, which may be before its last reduce-scatter.
         left_out = 2 * states if checkpointed else 0
         assert all(expected - left_out <= sum(each) <= expected for each in counted), (family, counted)

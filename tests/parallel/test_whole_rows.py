@@ -160,12 +160,14 @@ def _bytes(family: str, cp: int, mode: Any) -> dict[str, tuple[int, int]]:
 @pytest.mark.slow_cases(r"jamba-4-False", why="the family stays whose attention is split beside")
 @pytest.mark.slow_cases(r"inkling2-.*", why="the other families stay")
 @pytest.mark.parametrize(("family", "parts", "split"), [("deepseek_v32", 2, True), ("jamba", 4, False), INKLING2])
-def test_the_bytes_of_a_step_are_those_of_the_formula(family: str, parts: int, split: bool) -> None:
+def test_the_bytes_of_a_step_are_those_of_the_formula(
+    shared_ranks: SharedRanks, family: str, parts: int, split: bool
+) -> None:
     """B·S·H·b a gather or reduce-scatter; by heads one of each in forward and in backward, whole a gather in forward
     and its reduce-scatter in backward: the positions that are kept cost nothing.
     """
     whole = 2 * 16 * 32 * 4
-    for found in run_ranks(_bytes, 2, family, 2, "none"):
+    for found in shared_ranks(_bytes, 2, family, 2, "none"):
         if split:
             assert found == dict.fromkeys(("_gather", "_reduce_scatter"), (2 * parts, 2 * parts * whole))
         else:

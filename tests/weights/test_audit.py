@@ -24,7 +24,7 @@ from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import LoadPlan
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import SharedRanks
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model, shard_for_test, write_fused
 
 LAYOUTS = ((2, 2, 0), (4, 2, 0), (4, 2, 1), (4, 1, 2))
@@ -176,11 +176,15 @@ def _audit_tampered(
     ],
 )
 def test_planted_differences_are_the_same_error_on_every_rank(
-    tamper: Callable[[PreTrainedModel], None], words: str, mode: AuditMode, tmp_path: Path
+    shared_ranks: SharedRanks,
+    tamper: Callable[[PreTrainedModel], None],
+    words: str,
+    mode: AuditMode,
+    tmp_path: Path,
 ) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
-    first, second = run_ranks(_audit_tampered, 2, reference.config, tmp_path, tamper, mode)
+    first, second = shared_ranks(_audit_tampered, 2, reference.config, tmp_path, tamper, mode)
     assert first == second
     assert re.search(words, first), first
     assert str(tmp_path / "model.safetensors") in first

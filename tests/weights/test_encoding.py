@@ -38,7 +38,7 @@ from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.save import save_model
 from tests.adapters.reference import random_adapter
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import SharedRanks
 from tests.weights.published import FORMATS as PUBLISHED
 from tests.weights.published import (
     SIZES,
@@ -188,9 +188,9 @@ def _load_and_save_computed(target: Path, parallel: em.ParallelConfig) -> None:
         _load_and_save(target, parallel)
 
 
-def test_what_is_computed_is_gathered_by_the_rank_that_encodes_it(tmp_path: Path) -> None:
+def test_what_is_computed_is_gathered_by_the_rank_that_encodes_it(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["int4"](), is_linear)
-    run_ranks(_load_and_save_computed, 2, target, em.ParallelConfig(ep=2))
+    shared_ranks(_load_and_save_computed, 2, target, em.ParallelConfig(ep=2))
     _assert_as_before(target)
 
 

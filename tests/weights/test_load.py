@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -152,37 +153,34 @@ def test_planted_bugs_turn_the_comparison_red(tmp_path: Path) -> None:
 def _fill_and_report_error(config: PreTrainedConfig, directory: Path, broken_rank: int | None) -> str:
     model = _prepared(config, 2, 2)
     materialize(model, "cpu")
-    if dist.get_rank() == broken_rank:
-        path = directory / "model.safetensors"
-        real = WeightFiles.read
+    path, real = directory / "model.safetensors", WeightFiles.read
 
-        def shrunk(self: WeightFiles, tensor: Any, box: Any, out: torch.Tensor) -> None:
-            if tensor.name.endswith("norm.weight"):
-                raise IntegrityError(f"{path}: damaged: the file ends inside tensor {tensor.name}")
-            real(self, tensor, box, out)
+    def shrunk(self: WeightFiles, tensor: Any, box: Any, out: torch.Tensor) -> None:
+        if tensor.name.endswith("norm.weight") and dist.get_rank() == broken_rank:
+            raise IntegrityError(f"{path}: damaged: the file ends inside tensor {tensor.name}")
+        real(self, tensor, box, out)
 
-        WeightFiles.read = shrunk  # type: ignore[method-assign]
-    with pytest.raises(IntegrityError) as caught:
+    with pytest.raises(IntegrityError) as caught, mock.patch.object(WeightFiles, "read", shrunk):
         fill(model, directory)
     dist.barrier()  # The group still works: nobody was left inside a collective.
     return str(caught.value)
 
 
-def test_a_read_error_on_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
+def test_a_read_error_on_one_rank_is_the_same_error_on_all(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
-    first, second = run_ranks(_fill_and_report_error, 2, reference.config, tmp_path, 1)
+    first, second = shared_ranks(_fill_and_report_error, 2, reference.config, tmp_path, 1)
     assert first == second
     assert "ends inside tensor model.layers.0" in first
 
 
-def test_a_plan_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+def test_a_plan_error_is_the_same_on_all_ranks(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    first, second = run_ranks(_fill_and_report_error, 2, reference.config, tmp_path, None)
+    first, second = shared_ranks(_fill_and_report_error, 2, reference.config, tmp_path, None)
     assert first == second
     assert "1 missing (model.norm.weight)" in first
 
@@ -211,7 +209,9 @@ def _errors(config: PreTrainedConfig, directories: list[Path]) -> list[str]:
     return [_fill_and_report_error(config, directory, None) for directory in directories]
 
 
-def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
     reference = random_model(qwen3_moe())
     directories = [tmp_path / name for name in UNFIT]
     for directory, (edits, _) in zip(directories, UNFIT.values(), strict=True):
@@ -221,7 +221,7 @@ def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(
             tensors.pop(name, None)
             tensors |= {} if tensor is None else {name: tensor}
         save_file(tensors, directory / "model.safetensors")
-    first, second = run_ranks(_errors, 2, reference.config, directories)
+    first, second = shared_ranks(_errors, 2, reference.config, directories)
     assert first == second
     for directory, error, (_, words) in zip(directories, first, UNFIT.values(), strict=True):
         assert error.startswith(f"{directory}: does not fit Qwen3MoeForCausalLM: ")
@@ -230,14 +230,16 @@ def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(
 
 @pytest.mark.slow_cases(r"-?inf", why="NaN stays")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_are_refused_naming_file_tensor_and_place(value: float, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_refused_naming_file_tensor_and_place(
+    shared_ranks: SharedRanks, value: float, tmp_path: Path
+) -> None:
     reference = random_model(qwen3_moe())
     name = "model.layers.1.mlp.experts.5.up_proj.weight"
     reference.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[name][3, 4] = value
     save_file(tensors, tmp_path / "model.safetensors")
-    first, second = run_ranks(_fill_and_report_error, 2, reference.config, tmp_path, None)
+    first, second = shared_ranks(_fill_and_report_error, 2, reference.config, tmp_path, None)
     assert first == second
     assert f"{tmp_path / 'model.safetensors'}: tensor {name} holds a value that is not finite" in first
     # Expert 5, row 24 (gate) + 3, column 4 of the fused parameter.

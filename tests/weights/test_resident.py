@@ -142,14 +142,16 @@ def _refusal(directory: Path, frozen: str) -> tuple[str, str]:
     raise AssertionError("not refused")
 
 
-def test_files_whose_codes_cannot_stay_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_files_whose_codes_cannot_stay_are_refused_before_weights_are_read(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
     plain = _source(qwen3_moe(**SIZES), tmp_path / "source")
-    key, problem = run_ranks(_refusal, 1, plain, "as_published")[0]
+    key, problem = shared_ranks(_refusal, 1, plain, "as_published")[0]
     assert (key, "plain weights" in problem) == ("precision.frozen-unsupported", True)
     target = quantise(
         plain, tmp_path / "some", FORMATS["int4"](), lambda name: is_linear(name) and ".3.gate" not in name
     )
-    key, problem = run_ranks(_refusal, 1, target / "quantised", "as_published")[0]
+    key, problem = shared_ranks(_refusal, 1, target / "quantised", "as_published")[0]
     assert key == "precision.frozen-unsupported"
     assert "model.layers.0.mlp.experts.gate_up_proj cannot stay" in problem
 
@@ -174,9 +176,9 @@ def test_the_audit_finds_one_changed_code(tmp_path: Path) -> None:
     assert "expert 2, parameter model.layers.1.mlp.experts.down_proj" in problem
 
 
-def test_matrices_quantised_together_are_found(tmp_path: Path) -> None:
+def test_matrices_quantised_together_are_found(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     """Planted: the factor of the very first matrix for all of them."""
-    problem = run_ranks(_load_with_one_factor, 1, _source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
+    problem = shared_ranks(_load_with_one_factor, 1, _source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
     assert "expert 0, parameter model.layers.0.mlp.experts.gate_up_proj" in problem
 
 
