@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import expertmesh as em
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import LivingRanks, RankFailed
+from tests.support.ranks import LivingRanks, RankFailed, SharedRanks
 
 _STARTED_BY = os.getpid()
 
@@ -108,3 +108,11 @@ def test_ranks_that_die_between_two_functions_are_nobodys_failure() -> None:
     ranks._processes[1].kill()
     assert not ranks.start(0)
     assert not ranks.alive
+
+
+def test_shared_ranks_stay_until_one_fails(shared_ranks: SharedRanks) -> None:
+    first = shared_ranks(os.getpid, 2)
+    assert shared_ranks(os.getpid, 2) == first
+    with pytest.raises(RankFailed, match=BROKEN["one raises"][1]):
+        shared_ranks(_raise_on_one, 2)
+    assert not set(shared_ranks(os.getpid, 2)) & set(first)
