@@ -5,6 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/.expertmesh-installed
 # Tests fork many ranks on few cores; more threads than cores make them crawl.
 export OMP_NUM_THREADS ?= 1
+# Tests are rewritten for their assertions, seconds in each process, and started again and again: keep what was compiled.
+export PYTHONDONTWRITEBYTECODE =
 
 # What `make test-oldest` runs. Left out is what later transformers alone have: norms behind experts, Inkling 2,
 # dates in templates, a sandbox that refuses namespace(__class__=1), its words about a tokenizer's code, reasoning under

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,16 @@ def _launches(request: pytest.FixtureRequest) -> Iterator[Launches]:
 def launched(request: pytest.FixtureRequest, _launches: Launches) -> Launched:
     """Run this case of `one_launch` on ranks that the module's cases share."""
     return lambda: _launches.results(request.node)
+
+
+@pytest.fixture(scope="module")
+def shared_ranks() -> Iterator[Any]:
+    """Run functions on ranks that the module's tests share: what patches nothing, prints nothing and can be pickled."""
+    from tests.support.ranks import SharedRanks
+
+    shared = SharedRanks()
+    yield shared
+    shared.end()
 
 
 @pytest.fixture

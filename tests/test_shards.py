@@ -1,5 +1,6 @@
 """`local_box` against DTensor's own gathering, on real ranks, for the placements that this project makes."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from expertmesh.io.boxes import Box, blocks, extents, intersect, slices, volume
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
-from tests.support.ranks import run_ranks
+from tests.support.one_launch import Launched, one_launch
 
 
 class _Holder(nn.Module):
@@ -66,9 +67,11 @@ def _check(results: list[dict[str, Any]], shape: tuple[int, ...]) -> None:
     ("shape", "mesh_shape"),
     [((8, 3), (2,)), ((7, 3), (4,)), ((2, 3), (4,)), ((5,), (2,)), ((8, 3), (2, 2)), ((3, 2), (2, 2))],
 )
-def test_boxes_of_dense_shards_are_where_fsdp_put_them(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
-    world = mesh_shape[0] * mesh_shape[-1] if len(mesh_shape) == 2 else mesh_shape[0]
-    _check(run_ranks(_dense, world, shape, mesh_shape), shape)
+@one_launch(lambda shape, mesh_shape: (math.prod(mesh_shape), lambda: _dense(shape, mesh_shape)))
+def test_boxes_of_dense_shards_are_where_fsdp_put_them(
+    launched: Launched, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> None:
+    _check(launched(), shape)
 
 
 @pytest.mark.parametrize(
@@ -84,15 +87,22 @@ def test_boxes_of_dense_shards_are_where_fsdp_put_them(shape: tuple[int, ...], m
         ((4, 2, 3), 2, 1, 2, 0),
     ],
 )
+@one_launch(
+    lambda shape, replicate, efsdp, ep, dim: (
+        replicate * efsdp * ep,
+        lambda: _expert(shape, replicate, efsdp, ep, dim),
+    )
+)
 def test_boxes_of_expert_shards_cut_ep_first_and_efsdp_inside(
-    shape: tuple[int, ...], replicate: int, efsdp: int, ep: int, dim: int
+    launched: Launched, shape: tuple[int, ...], replicate: int, efsdp: int, ep: int, dim: int
 ) -> None:
-    _check(run_ranks(_expert, replicate * efsdp * ep, shape, replicate, efsdp, ep, dim), shape)
+    _check(launched(), shape)
 
 
-def test_a_rank_of_the_second_efsdp_half_holds_the_second_half_of_its_own_ep_slice() -> None:
+@one_launch(lambda: (4, lambda: _expert((8, 2, 3), 1, 2, 2, 0)))
+def test_a_rank_of_the_second_efsdp_half_holds_the_second_half_of_its_own_ep_slice(launched: Launched) -> None:
     # Ranks 0..3 are (efsdp, ep) = (0,0), (0,1), (1,0), (1,1); experts 0..3 belong to ep 0.
-    results = run_ranks(_expert, 4, (8, 2, 3), 1, 2, 2, 0)
+    results = launched()
     assert [result["box"][0] for result in results] == [(0, 2), (4, 6), (2, 4), (6, 8)]
 
 
@@ -101,8 +111,9 @@ def _plain() -> tuple[Box, bool]:
     return local_box(tensor), owns_copy(tensor)
 
 
-def test_a_plain_tensor_is_whole_everywhere_and_owned_by_rank_0() -> None:
-    assert run_ranks(_plain, 2) == [(((0, 3), (0, 2)), True), (((0, 3), (0, 2)), False)]
+@one_launch(lambda: (2, _plain))
+def test_a_plain_tensor_is_whole_everywhere_and_owned_by_rank_0(launched: Launched) -> None:
+    assert launched() == [(((0, 3), (0, 2)), True), (((0, 3), (0, 2)), False)]
     assert _plain() == (((0, 3), (0, 2)), True)
 
 
@@ -112,8 +123,9 @@ def _distributed() -> dict[str, Any]:
     return _compare(distribute_tensor(whole, mesh, [Shard(0), Shard(0)]))
 
 
-def test_two_plain_shards_of_one_dim_cut_in_mesh_order() -> None:
-    _check(run_ranks(_distributed, 4), (10, 6))
+@one_launch(lambda: (4, _distributed))
+def test_two_plain_shards_of_one_dim_cut_in_mesh_order(launched: Launched) -> None:
+    _check(launched(), (10, 6))
 
 
 def test_blocks_cover_a_box_once_and_stay_below_the_limit() -> None:

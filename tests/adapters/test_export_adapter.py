@@ -22,7 +22,7 @@ from expertmesh.verification.checkpoint.verify import verify
 from tests.adapters.stock import adapted, base_model, logits, write_family
 from tests.checkpoint.damage import flip_a_bit, remove
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 ADAPTER = "adapter_model.safetensors"
@@ -150,7 +150,7 @@ def test_verify_finds_a_damaged_or_missing_note_on_the_adapter(run: Path, tmp_pa
 
 @pytest.mark.slow_cases(r"(mixtral|qwen3_moe)", why="one family stays")
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_stock_peft_reads_keys_for_each_expert_as_well(family: str, tmp_path: Path) -> None:
+def test_stock_peft_reads_keys_for_each_expert_as_well(shared_ranks: SharedRanks, family: str, tmp_path: Path) -> None:
     """PEFT turns adapters of the separate matrices that transformers 4 had into those of fused ones."""
     path, expected = _checkpoint_of(family, tmp_path)
     arguments = ["export", str(path), "--output", str(tmp_path / "out"), "--adapter-format", "per-expert"]
@@ -164,7 +164,7 @@ def test_stock_peft_reads_keys_for_each_expert_as_well(family: str, tmp_path: Pa
     gate, up = {"mixtral": ("w1", "w3")}.get(family, ("gate_proj", "up_proj"))
     merge(tmp_path / "out", tmp_path / "merged")
     assert _error(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected) <= 1e-5
-    run_ranks(_continue_and_save, 2, tmp_path)
+    shared_ranks(_continue_and_save, 2, tmp_path)
     assert _error(peft.PeftModel.from_pretrained(base_model(family), str(tmp_path / "continued")), expected) <= 1e-5
     of_gate = [name for name in files if f".experts.5.{gate}.lora_A" in name]
     assert of_gate
@@ -201,11 +201,11 @@ def test_what_keys_for_each_expert_leave_out_is_noticed(tmp_path: Path) -> None:
         merge(tmp_path / "out", tmp_path / "refused")
 
 
-def test_shared_experts_alone_are_not_taken_for_routed_ones(tmp_path: Path) -> None:
+def test_shared_experts_alone_are_not_taken_for_routed_ones(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     base = base_model("deepseek_v3")
     base.save_pretrained(tmp_path / "base")
     expected = adapted(base, ["o_proj"], ["shared_experts.up_proj.weight"], tmp_path / "adapter")
-    run_ranks(_load_and_write, 2, tmp_path)
+    shared_ranks(_load_and_write, 2, tmp_path)
     export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "out", adapter_format="per-expert")
     got = logits(peft.PeftModel.from_pretrained(base, str(tmp_path / "out")))
     assert float((got - expected).abs().max() / expected.abs().max()) <= 1e-5
@@ -222,8 +222,8 @@ def test_models_without_names_for_each_expert_are_refused(tmp_path: Path) -> Non
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_format_for_adapters_is_refused_for_a_whole_model(tmp_path: Path) -> None:
-    run_ranks(_write_whole, 1, tmp_path)
+def test_a_format_for_adapters_is_refused_for_a_whole_model(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+    shared_ranks(_write_whole, 1, tmp_path)
     with refused("checkpoint.no-adapter"):
         export(tmp_path / "step-00000001", tmp_path / "out", adapter_format="peft")
 

@@ -23,7 +23,7 @@ from expertmesh.weights import reading, write
 from tests.adapters.stock import EXPERTS, adapted, base_model, logits, write_family
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "llama4")
@@ -170,11 +170,14 @@ def _train_nothing(source: Path, precision: em.PrecisionConfig, adapter: Path, d
 
 @pytest.mark.parametrize("precision", [FP32, em.PrecisionConfig()], ids=["fp32", "bf16"])
 def test_the_base_is_the_one_that_was_trained_on_or_refused(
-    written: dict[str, tuple[Path, torch.Tensor]], precision: em.PrecisionConfig, tmp_path: Path
+    shared_ranks: SharedRanks,
+    written: dict[str, tuple[Path, torch.Tensor]],
+    precision: em.PrecisionConfig,
+    tmp_path: Path,
 ) -> None:
     """DeepSeek-V3 has tensors that stay in fp32 when the rest is trained in bf16."""
     root, expected = written["deepseek_v3"]
-    run_ranks(_train_nothing, 2, root / "base", precision, root / "adapter", tmp_path / "adapter")
+    shared_ranks(_train_nothing, 2, root / "base", precision, root / "adapter", tmp_path / "adapter")
     report = merge(tmp_path / "adapter", tmp_path / "out")
     assert report.base_checked
     assert _error(logits(_plain(tmp_path / "out")), expected) <= 1e-5

@@ -64,6 +64,7 @@ def _check(by_rank: list[list[AdapterDistance]], tolerance: float = TOLERANCE) -
             distance.check(tolerance)
 
 
+@pytest.mark.slow_cases(r"olmoe-2-.*", why="two families stay")
 @pytest.mark.slow_cases(r"gpt_oss-4-.*", why="test_save.py has GPT-OSS on four ranks, as stock PEFT reads it")
 @pytest.mark.slow_cases(
     r"(deepseek_v3-[14]|gpt_oss-[12]|glm4_moe-4|olmoe-4|mixtral-4|qwen3_moe-[14])-.*",

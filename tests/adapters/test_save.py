@@ -30,7 +30,7 @@ from tests.families.tiny import random_model
 from tests.parallel.test_uneven_routing import _route_by_half
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import _rows
 
 IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(7))
@@ -92,9 +92,9 @@ def test_stock_peft_gives_the_trainers_logits_and_every_layout_writes_the_same_f
         assert worst(other, files[0])[0] <= 1e-5
 
 
-def test_a_file_that_is_only_read_and_written_is_the_same_file(tmp_path: Path) -> None:
+def test_a_file_that_is_only_read_and_written_is_the_same_file(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     run = tiny_peft_run("gpt_oss", tmp_path / "start")
-    run_ranks(_read_and_write, 4, run, tmp_path / "again")
+    shared_ranks(_read_and_write, 4, run, tmp_path / "again")
     first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "again"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -153,8 +153,10 @@ def _filled(directory: Path) -> dict[str, tuple[float, ...]]:
     return em.save_adapter(model, directory).filled
 
 
-def test_experts_that_saw_tokens_are_filled_and_the_others_are_still_zero(tmp_path: Path) -> None:
-    for filled in run_ranks(_filled, 4, tmp_path / "saved"):
+def test_experts_that_saw_tokens_are_filled_and_the_others_are_still_zero(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
+    for filled in shared_ranks(_filled, 4, tmp_path / "saved"):
         assert len(filled) == 4  # two layers of two parameters
         for shares in filled.values():
             assert all(share > 0.9 for share in shares[:2])
@@ -176,10 +178,10 @@ def _untrained(directory: Path) -> tuple[str, ...]:
     return saved.untrained
 
 
-def test_what_no_gradient_has_moved_is_said(tmp_path: Path) -> None:
+def test_what_no_gradient_has_moved_is_said(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     leaves = ("wq_b", "wk", "weights_proj")
     indexers = [f"model.layers.{n}.self_attn.indexer.{leaf}" for n in range(2) for leaf in leaves]
-    for untrained in run_ranks(_untrained, 2, tmp_path / "idle"):
+    for untrained in shared_ranks(_untrained, 2, tmp_path / "idle"):
         assert list(untrained) == indexers
 
 

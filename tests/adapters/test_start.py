@@ -13,7 +13,7 @@ from expertmesh.config.errors import IntegrityError
 from tests.adapters.reference import EXPERTS, random_adapter, trainables
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 
 TARGETS = ("attention", "experts", "router")
 
@@ -25,16 +25,16 @@ def _started(ep: int, replicate: int, seed: int = 3, **lora: Any) -> dict[str, t
     return trainables(model)
 
 
-def test_every_layout_starts_from_the_same_adapter() -> None:
-    (first,) = run_ranks(_started, 1, 1, 1)
+def test_every_layout_starts_from_the_same_adapter(shared_ranks: SharedRanks) -> None:
+    (first,) = shared_ranks(_started, 1, 1, 1)
     for world, ep, replicate in [(2, 2, 1), (4, 1, 1), (4, 4, 1), (4, 2, 2)]:
-        for started in run_ranks(_started, world, ep, replicate):
+        for started in shared_ranks(_started, world, ep, replicate):
             assert started.keys() == first.keys()
             assert all(torch.equal(started[name], tensor) for name, tensor in first.items())
 
 
-def test_seeds_layers_and_experts_have_values_of_their_own_and_b_is_zero() -> None:
-    (one,), (other,) = run_ranks(_started, 1, 1, 1, 3), run_ranks(_started, 1, 1, 1, 4)
+def test_seeds_layers_and_experts_have_values_of_their_own_and_b_is_zero(shared_ranks: SharedRanks) -> None:
+    (one,), (other,) = shared_ranks(_started, 1, 1, 1, 3), shared_ranks(_started, 1, 1, 1, 4)
     seen = []
     for tensors in (one, other):
         for name, tensor in tensors.items():
@@ -47,8 +47,8 @@ def test_seeds_layers_and_experts_have_values_of_their_own_and_b_is_zero() -> No
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])
-def test_a_is_distributed_as_pefts(init: str) -> None:
-    (started,) = run_ranks(_attention_and_experts, 1, init)
+def test_a_is_distributed_as_pefts(shared_ranks: SharedRanks, init: str) -> None:
+    (started,) = shared_ranks(_attention_and_experts, 1, init)
     names = {"modules": ["q_proj"], "parameters": EXPERTS}
     said: Any = {"init_lora_weights": True if init == "default" else init}
     config = peft.LoraConfig(r=64, target_modules=names["modules"], target_parameters=names["parameters"], **said)
@@ -83,14 +83,16 @@ def _from_adapter(directory: Path, targets_base: float) -> dict[str, torch.Tenso
     return trainables(model)
 
 
-def test_a_peft_directory_with_weights_is_continued_and_without_them_started_anew(tmp_path: Path) -> None:
+def test_a_peft_directory_with_weights_is_continued_and_without_them_started_anew(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
     random_adapter(tiny_model("qwen3_moe"), tmp_path / "adapter", ["q_proj"], EXPERTS)
-    (continued,) = run_ranks(_from_adapter, 1, tmp_path / "adapter", 0.0)
+    (continued,) = shared_ranks(_from_adapter, 1, tmp_path / "adapter", 0.0)
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     key = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     assert torch.equal(continued["model.layers.1.self_attn.q_proj.lora_B"], stored[key])
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
-    (anew,) = run_ranks(_from_adapter, 1, tmp_path / "adapter", 0.0)
+    (anew,) = shared_ranks(_from_adapter, 1, tmp_path / "adapter", 0.0)
     assert anew.keys() == continued.keys()
     assert not anew["model.layers.1.self_attn.q_proj.lora_B"].any()
 

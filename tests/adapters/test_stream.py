@@ -19,7 +19,7 @@ from expertmesh.export.merge import merge
 from tests.adapters.stock import write_family
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 
 Layouts = list[dict[str, Any]]
 TWO: Layouts = [{"ep": 2}, {"ep": 1}, {"ep": 2, "tp": 2}, {"ep": 1, "pp": 2}]
@@ -70,8 +70,10 @@ def _saved_and_streamed(family: str, layouts: Layouts, root: Path) -> list[list[
     ("family", "world", "layouts"),
     [("qwen3_moe", 2, TWO), ("deepseek_v3", 4, FOUR), ("gpt_oss", 2, TWO[:2])],
 )
-def test_it_gives_what_save_model_writes(family: str, world: int, layouts: Layouts, tmp_path: Path) -> None:
-    for found in run_ranks(_saved_and_streamed, world, family, layouts, tmp_path):
+def test_it_gives_what_save_model_writes(
+    shared_ranks: SharedRanks, family: str, world: int, layouts: Layouts, tmp_path: Path
+) -> None:
+    for found in shared_ranks(_saved_and_streamed, world, family, layouts, tmp_path):
         assert found == [[]] * (2 * len(layouts))
 
 
@@ -94,12 +96,12 @@ def _merged_and_streamed(root: Path, layouts: Layouts, dtype: str) -> list[tuple
     [("qwen3_moe", 2, TWO), ("qwen3_moe", 4, FOUR), ("gpt_oss", 2, TWO[:1]), ("llama4", 2, TWO[:1])],
 )
 def test_adapters_are_merged_as_the_command_merges_them(
-    family: str, world: int, layouts: Layouts, tmp_path: Path
+    shared_ranks: SharedRanks, family: str, world: int, layouts: Layouts, tmp_path: Path
 ) -> None:
     write_family(family, tmp_path)
     merge(tmp_path / "adapter", tmp_path / "merged-float32")
     assert _differing(_files(tmp_path / "merged-float32"), _files(tmp_path / "base"))
-    for found in run_ranks(_merged_and_streamed, world, tmp_path, layouts, "float32"):
+    for found in shared_ranks(_merged_and_streamed, world, tmp_path, layouts, "float32"):
         assert found == [([], [])] * len(layouts)
 
 
@@ -151,8 +153,8 @@ def _measured() -> tuple[int, int, int]:
     return watch.bytes, 4 * largest, 4 * own
 
 
-def test_memory_is_that_of_one_tensor() -> None:
-    for seen, largest, own in run_ranks(_measured, 2):
+def test_memory_is_that_of_one_tensor(shared_ranks: SharedRanks) -> None:
+    for seen, largest, own in shared_ranks(_measured, 2):
         # In fp64, and A and B of a layer's experts; a layer's experts themselves are many times that, on each rank too.
         assert seen <= 3 * largest
         assert own >= 10 * largest
@@ -169,8 +171,8 @@ def _too_large() -> None:
     dist.barrier()
 
 
-def test_what_the_dtype_cannot_hold_is_refused_on_every_rank() -> None:
-    run_ranks(_too_large, 2)
+def test_what_the_dtype_cannot_hold_is_refused_on_every_rank(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_too_large, 2)
 
 
 def test_it_works_in_one_process_without_ranks(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from expertmesh.io.safetensors_reader import read_header
 from expertmesh.state.shards import local_tensor
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 
 
 def _save(directory: Path, parallel: em.ParallelConfig) -> SavedCheckpoint:
@@ -25,8 +25,10 @@ def _save(directory: Path, parallel: em.ParallelConfig) -> SavedCheckpoint:
 
 
 @pytest.mark.parametrize("parallel", [em.ParallelConfig(ep=2), em.ParallelConfig(ep=2, replicate=2)])
-def test_all_ranks_together_write_each_tensor_once(tmp_path: Path, parallel: em.ParallelConfig) -> None:
-    saved = run_ranks(_save, 4, tmp_path, parallel)
+def test_all_ranks_together_write_each_tensor_once(
+    shared_ranks: SharedRanks, tmp_path: Path, parallel: em.ParallelConfig
+) -> None:
+    saved = shared_ranks(_save, 4, tmp_path, parallel)
     assert len({each.total_bytes for each in saved}) == 1
     assert sum(each.bytes_written for each in saved) == saved[0].total_bytes
     on_disk = 0
@@ -67,12 +69,15 @@ def _bytes_read(directory: Path, parallel: em.ParallelConfig) -> tuple[int, int]
     return read_bytes, sum(local_tensor(tensor).nbytes for tensor in tensors.values())
 
 
+@pytest.mark.slow_cases(r"2-parallel1", why="four ranks stay, and another axis")
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [(4, em.ParallelConfig(ep=4)), (2, em.ParallelConfig(ep=2)), (2, em.ParallelConfig(ep=1, replicate=2))],
 )
-def test_each_rank_reads_what_it_holds_and_no_more(saved: Path, world: int, parallel: em.ParallelConfig) -> None:
-    for got, held in run_ranks(_bytes_read, world, saved, parallel):
+def test_each_rank_reads_what_it_holds_and_no_more(
+    shared_ranks: SharedRanks, saved: Path, world: int, parallel: em.ParallelConfig
+) -> None:
+    for got, held in shared_ranks(_bytes_read, world, saved, parallel):
         assert got == held
 
 
@@ -91,8 +96,10 @@ def _headers_read(directory: Path) -> set[str]:
     return set(opened)
 
 
-def test_each_header_is_checked_by_somebody_and_read_by_those_who_need_it(saved: Path) -> None:
-    ranks = run_ranks(_headers_read, 4, saved)
+def test_each_header_is_checked_by_somebody_and_read_by_those_who_need_it(
+    shared_ranks: SharedRanks, saved: Path
+) -> None:
+    ranks = shared_ranks(_headers_read, 4, saved)
     assert set().union(*ranks) == {path.name for path in (saved / "step-00000001").glob("*.safetensors")}
     # Two to check, and its own two on the layout that wrote it; rank 0's files also hold the optimizer's step counts.
     assert all(len(names) <= 5 for names in ranks), ranks

@@ -33,7 +33,7 @@ from tests.checkpoint.damage import (
 )
 from tests.checkpoint.tiny import Job, save
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 
 MODEL, OPTIMIZER = "model-00001-of-00002.safetensors", "optimizer-00000-of-00002.safetensors"
 SMALL = ("state.json", RNG_FILE, "layout.json")
@@ -194,9 +194,11 @@ DAMAGED: dict[str, tuple[Damage, type[ExpertmeshError], str]] = {
 }
 
 
-def test_whatever_is_wrong_is_named_alike_on_all_ranks_before_anything_is_changed(good: Path, tmp_path: Path) -> None:
+def test_whatever_is_wrong_is_named_alike_on_all_ranks_before_anything_is_changed(
+    shared_ranks: SharedRanks, good: Path, tmp_path: Path
+) -> None:
     paths = _copies(good, tmp_path, {name: damage for name, (damage, _, _) in DAMAGED.items()})
-    first, second = run_ranks(_load_each, 2, [*paths, good])
+    first, second = shared_ranks(_load_each, 2, [*paths, good])
     assert first == second
     wrong = []
     for (case, (_, kind, text)), outcome in zip(DAMAGED.items(), first[:-1], strict=True):
@@ -206,14 +208,14 @@ def test_whatever_is_wrong_is_named_alike_on_all_ranks_before_anything_is_change
     assert first[-1] == (None, "")
 
 
-def test_a_pickle_under_any_name_is_never_opened(good: Path, tmp_path: Path) -> None:
+def test_a_pickle_under_any_name_is_never_opened(shared_ranks: SharedRanks, good: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     content = pickle.dumps(Canary(canary))
     names = [path.relative_to(good).as_posix() for path in sorted(good.rglob("*")) if path.is_file()]
     damages: dict[str, Damage] = {name: replace_file(name, content) for name in names if name != MANIFEST}
     damages[MANIFEST] = lambda path: (path / MANIFEST).write_bytes(content) and None
     damages[".metadata"] = lambda path: (path / ".metadata").write_bytes(content) and None
-    outcomes = dict(zip(damages, run_ranks(_load_each, 2, _copies(good, tmp_path, damages))[0], strict=True))
+    outcomes = dict(zip(damages, shared_ranks(_load_each, 2, _copies(good, tmp_path, damages))[0], strict=True))
     assert not canary.exists()
     # What only export reads, or nobody, does not matter here.
     read = {name for name in names if not name.startswith("huggingface/")}

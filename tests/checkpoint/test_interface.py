@@ -14,7 +14,7 @@ from expertmesh.config.errors import DistributedFailure
 from tests.checkpoint.tiny import Job
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 
 
 def _names(directory: Path) -> list[str]:
@@ -32,8 +32,10 @@ def _save_an_earlier_step(directory: Path) -> None:
         em.save_checkpoint(job.model, job.optimizer, directory, step=6, keep_last=0)
 
 
-def test_a_step_before_the_newest_is_refused_and_not_saved_to_be_removed_at_once(tmp_path: Path) -> None:
-    run_ranks(_save_an_earlier_step, 2, tmp_path)
+def test_a_step_before_the_newest_is_refused_and_not_saved_to_be_removed_at_once(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
+    shared_ranks(_save_an_earlier_step, 2, tmp_path)
     assert _names(tmp_path) == ["step-00000005"]
 
 
@@ -57,10 +59,10 @@ def _save_where_one_was_killed(directory: Path) -> None:
     em.save_checkpoint(job.model, job.optimizer, directory, step=1)
 
 
-def test_what_an_interrupted_save_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_what_an_interrupted_save_has_left_is_removed_by_the_next(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     (tmp_path / "step-00000001.tmp-12ab").mkdir()
     (tmp_path / "mine").mkdir()
-    run_ranks(_save_where_one_was_killed, 2, tmp_path)
+    shared_ranks(_save_where_one_was_killed, 2, tmp_path)
     assert _names(tmp_path) == ["mine", "step-00000001"]
 
 
@@ -79,8 +81,10 @@ def _load_from(root: Path) -> list[str]:
     return found
 
 
-def test_a_checkpoint_is_found_by_its_path_its_directory_its_run_or_a_link(tmp_path: Path) -> None:
-    assert run_ranks(_load_from, 2, tmp_path)[1] == ["step-00000003"] * 3 + ["latest"]
+def test_a_checkpoint_is_found_by_its_path_its_directory_its_run_or_a_link(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
+    assert shared_ranks(_load_from, 2, tmp_path)[1] == ["step-00000003"] * 3 + ["latest"]
 
 
 def _load_into_another_optimizer(directory: Path) -> None:
@@ -94,8 +98,8 @@ def _load_into_another_optimizer(directory: Path) -> None:
     assert em.load_checkpoint(job.model, None, directory).step == 1
 
 
-def test_moments_are_never_given_to_an_optimizer_of_another_kind(tmp_path: Path) -> None:
-    run_ranks(_load_into_another_optimizer, 2, tmp_path)
+def test_moments_are_never_given_to_an_optimizer_of_another_kind(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+    shared_ranks(_load_into_another_optimizer, 2, tmp_path)
 
 
 def _save_weights_beside(directory: Path) -> dict[str, torch.Tensor]:
@@ -119,10 +123,12 @@ def _load_weights_from_beside(directory: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_weights_that_lie_beside_a_checkpoint_come_back_in_another_layout(tmp_path: Path) -> None:
+def test_weights_that_lie_beside_a_checkpoint_come_back_in_another_layout(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
     saved, loaded = (
-        run_ranks(_save_weights_beside, 2, tmp_path)[0],
-        run_ranks(_load_weights_from_beside, 4, tmp_path)[0],
+        shared_ranks(_save_weights_beside, 2, tmp_path)[0],
+        shared_ranks(_load_weights_from_beside, 4, tmp_path)[0],
     )
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())

@@ -1,6 +1,8 @@
 """A checkpoint of one layout is the same training state in every other: tensors, moments, generators, next steps."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,13 @@ from expertmesh.config.errors import IntegrityError
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 
 FAMILY = "deepseek_v3"  # shared experts, dense layers, a persistent buffer in the router
 # (world, ep, replicate)
 LAYOUTS = [(4, 4, 1), (4, 2, 1), (4, 2, 2), (2, 2, 1), (2, 1, 2), (1, 1, 1), (8, 4, 2)]
 State = dict[str, torch.Tensor]
+Saved = Callable[[tuple[int, int, int]], tuple[Path, State]]
 
 
 def _parallel(layout: tuple[int, int, int]) -> em.ParallelConfig:
@@ -28,13 +31,15 @@ def _parallel(layout: tuple[int, int, int]) -> em.ParallelConfig:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, int], tuple[Path, State]]:
-    """By layout that wrote it: the checkpoint after two steps, and the whole state then."""
-    written = {}
-    for layout in LAYOUTS[:4]:
+def saved(tmp_path_factory: pytest.TempPathFactory, shared_ranks: SharedRanks) -> Saved:
+    """Write it with a layout: the checkpoint after two steps, and the whole state then."""
+
+    @functools.cache
+    def written(layout: tuple[int, int, int]) -> tuple[Path, State]:
         directory = tmp_path_factory.mktemp("checkpoints")
-        states = run_ranks(save, layout[0], FAMILY, _parallel(layout), 2, directory)
-        written[layout] = (directory / "step-00000002", states[0])
+        states = shared_ranks(save, layout[0], FAMILY, _parallel(layout), 2, directory)
+        return directory / "step-00000002", states[0]
+
     return written
 
 
@@ -44,29 +49,33 @@ def _worst(one: State, other: State) -> float:
 
 
 @pytest.fixture(scope="module")
-def onward(saved: dict[tuple[int, int, int], tuple[Path, State]]) -> State:
+def onward(saved: Saved) -> State:
     """The state two steps later, on the layout that wrote it."""
-    return run_ranks(load, 4, FAMILY, _parallel(LAYOUTS[1]), saved[LAYOUTS[1]][0], [2, 3])[0][1]
+    return run_ranks(load, 4, FAMILY, _parallel(LAYOUTS[1]), saved(LAYOUTS[1])[0], [2, 3])[0][1]
 
 
-@pytest.mark.slow_cases(r"target[0126]", why="four ranks and eight once each")
+@pytest.mark.slow_cases(r"target[01246]", why="two ranks and one stay")
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_every_layout_reads_the_same_state_and_goes_on_alike(
-    saved: dict[tuple[int, int, int], tuple[Path, State]], onward: State, target: tuple[int, int, int]
+    shared_ranks: SharedRanks,
+    saved: Saved,
+    onward: State,
+    target: tuple[int, int, int],
 ) -> None:
-    path, state = saved[LAYOUTS[1]]
-    for loaded, later in run_ranks(load, target[0], FAMILY, _parallel(target), path, [2, 3]):
+    path, state = saved(LAYOUTS[1])
+    for loaded, later in shared_ranks(load, target[0], FAMILY, _parallel(target), path, [2, 3]):
         assert all(torch.equal(state[name], loaded[name]) for name in state)
         assert _worst(onward, later) <= 1e-5
     assert _worst(state, onward) > 1e-3
 
 
+@pytest.mark.slow_cases(r"source[03]", why="four ranks in two groups stay, and replicas")
 @pytest.mark.parametrize("source", LAYOUTS[:4])
 def test_what_every_layout_wrote_is_read_alike(
-    saved: dict[tuple[int, int, int], tuple[Path, State]], source: tuple[int, int, int]
+    shared_ranks: SharedRanks, saved: Saved, source: tuple[int, int, int]
 ) -> None:
-    path, state = saved[source]
-    loaded, _ = run_ranks(load, 1, FAMILY, _parallel((1, 1, 1)), path)[0]
+    path, state = saved(source)
+    loaded, _ = shared_ranks(load, 1, FAMILY, _parallel((1, 1, 1)), path)[0]
     assert all(torch.equal(state[name], loaded[name]) for name in state)
 
 
@@ -82,16 +91,16 @@ def _swap_two_experts_moments(path: Path) -> State:
 
 
 def test_experts_whose_moments_are_swapped_do_not_go_on_alike(
-    saved: dict[tuple[int, int, int], tuple[Path, State]], onward: State
+    shared_ranks: SharedRanks, saved: Saved, onward: State
 ) -> None:
-    path, _ = saved[LAYOUTS[1]]
-    assert _worst(onward, run_ranks(_swap_two_experts_moments, 4, path)[0]) > 1e-4
+    path, _ = saved(LAYOUTS[1])
+    assert _worst(onward, shared_ranks(_swap_two_experts_moments, 4, path)[0]) > 1e-4
 
 
 def test_replicas_write_once_and_every_rank_only_its_own_part(
-    saved: dict[tuple[int, int, int], tuple[Path, State]],
+    saved: Saved,
 ) -> None:
-    one, replicated = (read_manifest(saved[layout][0]) for layout in (LAYOUTS[1], LAYOUTS[2]))
+    one, replicated = (read_manifest(saved(layout)[0]) for layout in (LAYOUTS[1], LAYOUTS[2]))
     sizes = [sum(f.bytes for f in m.files if f.name.endswith(".safetensors")) for m in (one, replicated)]
     assert abs(sizes[0] - sizes[1]) < 0.1 * sizes[0]  # headers differ
     writers = {manifest_file.name[:11] for manifest_file in replicated.files if manifest_file.name.startswith("model-")}
@@ -99,7 +108,7 @@ def test_replicas_write_once_and_every_rank_only_its_own_part(
     experts = replicated.model["model.layers.1.mlp.experts.down_proj"]
     assert (replicated.tilings[experts.tiling].copies, len(replicated.tilings[experts.tiling].ranks)) == (2, 2)
     for writer in writers:
-        (path,) = saved[LAYOUTS[2]][0].glob(f"{writer}*")
+        (path,) = saved(LAYOUTS[2])[0].glob(f"{writer}*")
         assert "model.layers.1.mlp.experts.down_proj" in fingerprints_in(path)
     largest = max(f.bytes for f in one.files)
     assert largest < 0.4 * sizes[0]
@@ -133,8 +142,8 @@ def _let_replicas_drift(directory: Path) -> None:
         em.save_checkpoint(job.model, job.optimizer, directory, step=1)
 
 
-def test_replicas_that_differ_are_never_saved(tmp_path: Path) -> None:
-    run_ranks(_let_replicas_drift, 2, tmp_path)
+def test_replicas_that_differ_are_never_saved(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+    shared_ranks(_let_replicas_drift, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -146,8 +155,8 @@ def _save_thrice(directory: Path) -> None:
         em.save_checkpoint(job.model, job.optimizer, directory, step=3)
 
 
-def test_old_checkpoints_go_and_none_is_written_over(tmp_path: Path) -> None:
-    run_ranks(_save_thrice, 2, tmp_path)
+def test_old_checkpoints_go_and_none_is_written_over(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+    shared_ranks(_save_thrice, 2, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
@@ -159,13 +168,15 @@ def _load_another_model(path: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in job.state().items())
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    run_ranks(save, 2, "qwen3_moe", em.ParallelConfig(ep=2), 1, tmp_path)
-    run_ranks(_load_another_model, 2, tmp_path)
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
+    shared_ranks(save, 2, "qwen3_moe", em.ParallelConfig(ep=2), 1, tmp_path)
+    shared_ranks(_load_another_model, 2, tmp_path)
 
 
-def test_nothing_on_disk_is_a_pickle(saved: dict[tuple[int, int, int], tuple[Path, State]]) -> None:
-    path, _ = saved[LAYOUTS[0]]
+def test_nothing_on_disk_is_a_pickle(saved: Saved) -> None:
+    path, _ = saved(LAYOUTS[1])
     for file in path.rglob("*.*"):
         if file.suffix == ".json":
             json.loads(file.read_bytes())

@@ -17,7 +17,7 @@ from expertmesh.weights import write
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 
 FAMILY = "deepseek_v3"  # a dense block first, a persistent buffer in the router of the other
 State = dict[str, torch.Tensor]
@@ -47,11 +47,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, State]
 @pytest.mark.slow_cases(r"pp 2(, replicate 2)?", why="pp 2 with ep 2 stays")
 @pytest.mark.parametrize("stages", STAGES)
 def test_stages_read_what_a_whole_model_wrote_and_go_on_alike(
-    whole: tuple[Path, State, State], tmp_path: Path, stages: str
+    shared_ranks: SharedRanks, whole: tuple[Path, State, State], tmp_path: Path, stages: str
 ) -> None:
     path, state, onward = whole
     world, parallel = STAGES[stages]
-    for loaded, later in run_ranks(load, world, FAMILY, parallel, path, [2, 3]):
+    for loaded, later in shared_ranks(load, world, FAMILY, parallel, path, [2, 3]):
         assert loaded.keys() == state.keys()
         assert all(torch.equal(state[name], loaded[name]) for name in state)
         assert _worst(onward, later) <= 1e-5
@@ -59,11 +59,13 @@ def test_stages_read_what_a_whole_model_wrote_and_go_on_alike(
 
 @pytest.mark.slow_cases(r"pp 2(, replicate 2)?", why="pp 2 with ep 2 stays")
 @pytest.mark.parametrize("stages", STAGES)
-def test_a_whole_model_reads_what_stages_wrote_and_the_export_is_the_same(tmp_path: Path, stages: str) -> None:
+def test_a_whole_model_reads_what_stages_wrote_and_the_export_is_the_same(
+    shared_ranks: SharedRanks, tmp_path: Path, stages: str
+) -> None:
     world, parallel = STAGES[stages]
-    state = run_ranks(save, world, FAMILY, parallel, 2, tmp_path)[0]
+    state = shared_ranks(save, world, FAMILY, parallel, 2, tmp_path)[0]
     path = tmp_path / "step-00000002"
-    loaded, _ = run_ranks(load, WHOLE[0], FAMILY, WHOLE[1], path)[0]
+    loaded, _ = shared_ranks(load, WHOLE[0], FAMILY, WHOLE[1], path)[0]
     assert loaded.keys() == state.keys()
     assert all(torch.equal(state[name], loaded[name]) for name in state)
     manifest = read_manifest(path)
@@ -87,8 +89,8 @@ def _tied(directory: Path) -> tuple[State, State]:
     return state, other.state()
 
 
-def test_a_weight_on_two_stages_is_written_once_and_read_by_both(tmp_path: Path) -> None:
-    for state, loaded in run_ranks(_tied, 2, tmp_path):
+def test_a_weight_on_two_stages_is_written_once_and_read_by_both(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+    for state, loaded in shared_ranks(_tied, 2, tmp_path):
         assert state.keys() == loaded.keys()
         assert all(torch.equal(state[name], loaded[name]) for name in state)
     manifest = read_manifest(tmp_path / "step-00000002")
@@ -108,8 +110,8 @@ def _let_stages_drift(directory: Path) -> None:
         em.save_checkpoint(job.model, job.optimizer, directory, step=1)
 
 
-def test_a_weight_that_differs_between_two_stages_is_never_saved(tmp_path: Path) -> None:
-    run_ranks(_let_stages_drift, 2, tmp_path)
+def test_a_weight_that_differs_between_two_stages_is_never_saved(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+    shared_ranks(_let_stages_drift, 2, tmp_path)
 
 
 def _round(source: Path, target: Path, parallel: em.ParallelConfig, **options: Any) -> int:
@@ -125,21 +127,26 @@ def _gather_everything(source: Path, target: Path) -> None:
         _round(source, target, em.ParallelConfig(ep=2, pp=2))
 
 
-def test_tensors_that_are_computed_from_another_stage_are_written_right(tmp_path: Path) -> None:
+def test_tensors_that_are_computed_from_another_stage_are_written_right(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
     model: Any = tiny_model("qwen3_moe", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "source")
-    run_ranks(_gather_everything, 4, tmp_path / "source", tmp_path / "target")
+    shared_ranks(_gather_everything, 4, tmp_path / "source", tmp_path / "target")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "target"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow_cases(r"pp 2(, replicate 2)?", why="ep inside stages stays")
 @pytest.mark.parametrize("stages", STAGES)
-def test_each_stage_reads_and_writes_its_own_share_of_the_files(tmp_path: Path, stages: str) -> None:
+def test_each_stage_reads_and_writes_its_own_share_of_the_files(
+    shared_ranks: SharedRanks, tmp_path: Path, stages: str
+) -> None:
     model: Any = copy.deepcopy(tiny_model(FAMILY))
     model.save_pretrained(tmp_path / "source")
     world, parallel = STAGES[stages]
-    written = run_ranks(_round, world, tmp_path / "source", tmp_path / "target", parallel)
+    written = shared_ranks(_round, world, tmp_path / "source", tmp_path / "target", parallel)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "target"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

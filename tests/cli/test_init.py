@@ -139,6 +139,7 @@ def test_large_data_get_the_whole_global_batch(large: Path, tmp_path: Path, data
     assert config.train.num_epochs == 1
 
 
+@pytest.mark.slow_cases(r"False", why="adapters stay")
 @pytest.mark.parametrize("lora", [False, True])
 def test_pairs_are_trained_as_pairs(tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str], lora: bool) -> None:
     write_inputs(tmp_path)

@@ -226,6 +226,7 @@ def without_torch(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow_cases(r"(?!None|train|plan|verify).*", why="a process each; four verbs stay")
 @pytest.mark.parametrize("verb", [None, *VERBS])
 def test_help_is_told_before_torch_is_imported(verb: str | None) -> None:
     ended = without_torch(*([verb] if verb else []), "--help")

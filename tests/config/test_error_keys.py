@@ -1,6 +1,7 @@
 """Every error that a user can cause has a stable key, named by the rule in errors.py and documented."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,18 +22,16 @@ CLASSES = (InputError, IntegrityError, SecurityError, DistributedFailure)
 KEY = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for file in sorted(SOURCE.rglob("*.py")):
-        yield str(file.relative_to(SOURCE)), ast.parse(file.read_text(encoding="utf-8"))
-
-
-TREES = dict(trees())
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    files = sorted(SOURCE.rglob("*.py"))
+    return {str(file.relative_to(SOURCE)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
 def exit_codes() -> dict[str, int]:
     """Of each class of errors by its name, those that a file derives for itself included."""
     codes = {kind.__name__: kind.exit_code for kind in CLASSES}
-    nodes = (node for tree in TREES.values() for node in ast.walk(tree))
+    nodes = (node for tree in trees().values() for node in ast.walk(tree))
     for kind in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for base in kind.bases:
             if isinstance(base, ast.Name) and base.id in codes:
@@ -43,7 +42,7 @@ def exit_codes() -> dict[str, int]:
 def raised() -> Iterator[tuple[str, int, ast.expr | None]]:
     """Where an error is made, the exit code of its class, and its `key=`."""
     codes = exit_codes()
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in codes:
                 key = next((keyword.value for keyword in node.keywords if keyword.arg == "key"), None)
@@ -69,7 +68,7 @@ def test_every_key_is_documented_with_its_exit_code() -> None:
 def test_every_documented_key_is_in_the_source_and_listed_once() -> None:
     keys = [key for key, _ in documented()]
     assert len(set(keys)) == len(keys)
-    literals = {node.value for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    literals = {node.value for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert set(keys) - literals == set()
 
 

@@ -239,6 +239,10 @@ def marked(template: str) -> str:
     return template[:start] + turns + "{%- endif %}" + template[template.index(end) :].replace("<|im_end|>", "", 1)
 
 
+@pytest.mark.slow_cases(
+    r".*-(messages-marked|pairs-unmarked)",
+    why="pairwise: each part of a row with and without marks, in conversations and in pairs",
+)
 @pytest.mark.parametrize("marks", [False, True], ids=["unmarked", "marked"])
 @pytest.mark.parametrize("answers", ["messages", "pairs"])
 @pytest.mark.parametrize(
@@ -308,6 +312,10 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow_cases(
+    r"(template0-(completion|all)|template1-(assistant|all)|template2-(assistant|completion))",
+    why="pairwise over templates and targets",
+)
 @pytest.mark.parametrize("loss_on", ["assistant", "completion", "all"])
 @pytest.mark.parametrize("template", [on_the_fly.CHATML, on_the_fly.CHATML_WITH_MARKS, on_the_fly.COUNTS_MESSAGES])
 def test_broken_thinking_is_counted_however_targets_are_found(tmp_path: Path, template: str, loss_on: str) -> None:

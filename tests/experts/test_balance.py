@@ -140,6 +140,8 @@ def _four_steps(layout: tuple[int, int, int, int], mode: str) -> tuple[int, Call
 
 
 # (world size, ep, replicate, rows of a micro-batch)
+@pytest.mark.slow_cases(r"layout2-selective", why="replicas of recomputed blocks stay")
+@pytest.mark.slow_cases(r"layout[01]-none", why="recomputed blocks stay, in two groups and with replicas")
 @pytest.mark.slow_cases(r"layout3-.*", why="four ranks with replicas stay")
 @pytest.mark.parametrize(
     ("layout", "mode"),

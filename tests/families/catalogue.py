@@ -5,6 +5,7 @@ through the experts interface (`use_experts_implementation`), or in a layout of 
 parameters without the interface). Nothing here builds a model.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class Family:
     interface: bool
 
 
+@functools.cache
 def families() -> tuple[Family, ...]:
     """All of them, by name; those with the experts interface and those without."""
     root = Path(transformers.__file__).parent / "models"

@@ -21,7 +21,7 @@ import expertmesh as em
 from expertmesh.state import other_code
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import OPTIM, _rows, padded, whole, worst
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
@@ -103,8 +103,8 @@ def _every_layout(world: int, loss_of: Loss) -> None:
     [(4, own_loss), (2, from_several_outputs), (2, fed_back)],
     ids=["own_loss", "several_outputs", "fed_back"],
 )
-def test_gradients_and_steps_are_ddps(world: int, loss_of: Loss) -> None:
-    run_ranks(_every_layout, world, world, loss_of)
+def test_gradients_and_steps_are_ddps(shared_ranks: SharedRanks, world: int, loss_of: Loss) -> None:
+    shared_ranks(_every_layout, world, world, loss_of)
 
 
 def _counted_over_ranks() -> None:
@@ -117,8 +117,8 @@ def _counted_over_ranks() -> None:
     assert all(torch.equal(tensor, gradients[1][name]) for name, tensor in gradients[0].items())
 
 
-def test_a_loss_over_the_targets_of_all_ranks_stays_as_it_is() -> None:
-    run_ranks(_counted_over_ranks, 2)
+def test_a_loss_over_the_targets_of_all_ranks_stays_as_it_is(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_counted_over_ranks, 2)
 
 
 def _summed() -> None:
@@ -174,7 +174,7 @@ def _on_shared_rows() -> None:
         model(**padded(_rows(0, ())))
 
 
-def test_ranks_that_share_rows_are_refused() -> None:
-    run_ranks(_on_shared_rows, 2)
+def test_ranks_that_share_rows_are_refused(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_on_shared_rows, 2)
     with refused("model.not-parallelized"):
         em.like_ddp(tiny_model("qwen3_moe"))

@@ -22,7 +22,7 @@ import expertmesh as em
 from expertmesh.config.errors import InputError
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import _rows, full, padded
 
 LORA = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"], task_type="CAUSAL_LM")
@@ -110,8 +110,8 @@ def _sentences() -> list[tuple[str, str]]:
     return found
 
 
-def test_what_cannot_be_right_is_one_sentence_on_every_rank() -> None:
-    first, second = run_ranks(_sentences, 2)
+def test_what_cannot_be_right_is_one_sentence_on_every_rank(shared_ranks: SharedRanks) -> None:
+    first, second = shared_ranks(_sentences, 2)
     assert first == second
     for (key, sentence), (expected, naming) in zip(first, WHAT.values(), strict=True):
         assert key == expected, sentence
@@ -128,8 +128,8 @@ def _fully_shard_again() -> None:
             fully_shard(part(_sharded()))
 
 
-def test_torch_itself_refuses_to_shard_twice() -> None:
-    run_ranks(_fully_shard_again, 2)
+def test_torch_itself_refuses_to_shard_twice(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_fully_shard_again, 2)
 
 
 def _as_ever() -> None:
@@ -149,8 +149,8 @@ def _as_ever() -> None:
     torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=f"{directory}/dcp-{os.getppid()}")
 
 
-def test_evaluation_losses_of_ones_own_and_dcp_work_as_ever() -> None:
-    run_ranks(_as_ever, 2)
+def test_evaluation_losses_of_ones_own_and_dcp_work_as_ever(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_as_ever, 2)
 
 
 def _alone() -> None:
@@ -158,8 +158,8 @@ def _alone() -> None:
     model(**_batch()).loss.backward()
 
 
-def test_one_data_rank_has_nothing_to_average() -> None:
-    run_ranks(_alone, 1)
+def test_one_data_rank_has_nothing_to_average(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_alone, 1)
 
 
 def _clipped(layout: dict[str, int]) -> None:
@@ -185,8 +185,8 @@ def _every_layout() -> None:
         _clipped(layout)
 
 
-def test_torchs_clipping_is_ours_in_every_layout() -> None:
-    run_ranks(_every_layout, 4)
+def test_torchs_clipping_is_ours_in_every_layout(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_every_layout, 4)
 
 
 def _plain_models_are_clipped_as_ever() -> None:
@@ -199,8 +199,8 @@ def _plain_models_are_clipped_as_ever() -> None:
     assert float(scaled) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_other_models_are_clipped_as_ever() -> None:
-    run_ranks(_plain_models_are_clipped_as_ever, 2)
+def test_other_models_are_clipped_as_ever(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_plain_models_are_clipped_as_ever, 2)
 
 
 def _stages() -> None:
@@ -213,8 +213,8 @@ def _stages() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-def test_a_stage_is_not_clipped_alone() -> None:
-    run_ranks(_stages, 2)
+def test_a_stage_is_not_clipped_alone(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_stages, 2)
 
 
 def _copied() -> None:
@@ -224,8 +224,8 @@ def _copied() -> None:
     model.load_state_dict(state)
 
 
-def test_a_state_dict_goes_back_into_its_model() -> None:
-    run_ranks(_copied, 2)
+def test_a_state_dict_goes_back_into_its_model(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_copied, 2)
 
 
 def _already_sharded(source: Path) -> list[tuple[str, str]]:

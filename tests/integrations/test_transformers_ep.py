@@ -52,6 +52,7 @@ def _compare(source: Path, ep: int) -> tuple[float, float, float]:
     return abs(own_loss / loss - 1), worst(gradients, expected)[0], worst(others, expected)[0]
 
 
+@pytest.mark.slow_cases(r"(qwen3_moe|mixtral)-2-2", why="four ranks in two groups stay")
 @pytest.mark.parametrize(("family", "world", "ep"), [("qwen3_moe", 2, 2), ("qwen3_moe", 4, 2), ("mixtral", 2, 2)])
 def test_every_gradient_is_ddps(family: str, world: int, ep: int, tmp_path: Path) -> None:
     model: Any = tiny_model(family)

@@ -16,7 +16,7 @@ import expertmesh as em
 from expertmesh.config.errors import IntegrityError
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 
 IDS = torch.randint(96, (2, 1, 16), generator=torch.Generator().manual_seed(0))
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -86,8 +86,8 @@ def _norm_after_a_forgotten_loss() -> tuple[float, float]:
     return norm, float(em.clip_grad_norm_(model, None))
 
 
-def test_a_loss_without_backward_does_not_hide_gradients_from_the_norm() -> None:
-    for before, after in run_ranks(_norm_after_a_forgotten_loss, 2):
+def test_a_loss_without_backward_does_not_hide_gradients_from_the_norm(shared_ranks: SharedRanks) -> None:
+    for before, after in shared_ranks(_norm_after_a_forgotten_loss, 2):
         assert before == after
 
 
@@ -100,9 +100,9 @@ def _train_with_frozen_router() -> set[str]:
     return {n for n, p in model.named_parameters() if torch.equal(p.detach().full_tensor(), before[n])}
 
 
-def test_a_frozen_router_is_what_stays_and_everything_else_moves() -> None:
+def test_a_frozen_router_is_what_stays_and_everything_else_moves(shared_ranks: SharedRanks) -> None:
     routers = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
-    assert run_ranks(_train_with_frozen_router, 2) == [routers, routers]
+    assert shared_ranks(_train_with_frozen_router, 2) == [routers, routers]
 
 
 def test_a_router_that_is_not_recognised_cannot_be_frozen_silently() -> None:

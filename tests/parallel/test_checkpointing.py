@@ -25,7 +25,7 @@ from expertmesh.parallel.checkpointing import checkpointed_blocks, checkpointed_
 from tests.families.tiny import random_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import _rows, padded
 
 MODES = ("none", "selective", "full")
@@ -68,8 +68,8 @@ def _differences(family: str, ep: int) -> list[str]:
     why="one family of each kind of experts stays",
 )
 @pytest.mark.parametrize(("family", "ep"), CASES)
-def test_no_gradient_changes_by_a_bit(family: str, ep: int) -> None:
-    assert run_ranks(_differences, 4, family, ep) == [[]] * 4
+def test_no_gradient_changes_by_a_bit(shared_ranks: SharedRanks, family: str, ep: int) -> None:
+    assert shared_ranks(_differences, 4, family, ep) == [[]] * 4
 
 
 @dataclass(frozen=True, slots=True)

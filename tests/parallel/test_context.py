@@ -39,7 +39,7 @@ from tests.parallel.test_router_loss import _packed, _train, expected
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import Distance, _rows, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
@@ -108,6 +108,7 @@ def test_checkpointed_blocks_exchange_again_and_give_the_same(launched: Launched
         distance.check(TOLERANCE)
 
 
+@pytest.mark.slow_cases(r"eager", why="sdpa with ep stays")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_rows_keep_their_samples_apart_and_router_losses_are_the_global_batchs(attention: str) -> None:
     want = expected("qwen3_moe", attn_implementation=attention)
@@ -168,9 +169,9 @@ def _short_rows(axes: Axes) -> list[float]:
     return [*values.tolist(), float(norm)]
 
 
-def test_rows_shorter_than_cp_and_evaluation() -> None:
-    alone = run_ranks(_short_rows, 1, {"ep": 1})[0]
-    for values in run_ranks(_short_rows, 4, {"cp": 4, "ep": 4}):
+def test_rows_shorter_than_cp_and_evaluation(shared_ranks: SharedRanks) -> None:
+    alone = shared_ranks(_short_rows, 1, {"ep": 1})[0]
+    for values in shared_ranks(_short_rows, 4, {"cp": 4, "ep": 4}):
         assert values == pytest.approx(alone, rel=1e-5)
 
 
@@ -212,8 +213,8 @@ def _flash(axes: Axes) -> list[Any]:
     return seen
 
 
-def test_flash_attention_sees_the_samples_of_the_whole_row() -> None:
-    for seen in run_ranks(_flash, 4, {"cp": 4, "ep": 1}):
+def test_flash_attention_sees_the_samples_of_the_whole_row(shared_ranks: SharedRanks) -> None:
+    for seen in shared_ranks(_flash, 4, {"cp": 4, "ep": 1}):
         assert seen == [[[0, 1, 2, 0, 1, 2, 3, 0]], (1, 1), 8, "flash_attention_2"]
 
 
@@ -228,8 +229,8 @@ def _kept_alive() -> tuple[int, int]:
     return seen[0].untyped_storage().nbytes(), seen[0].numel() * 4
 
 
-def test_no_rank_keeps_whole_rows_until_backward() -> None:
-    for behind, own in run_ranks(_kept_alive, 2):
+def test_no_rank_keeps_whole_rows_until_backward(shared_ranks: SharedRanks) -> None:
+    for behind, own in shared_ranks(_kept_alive, 2):
         assert behind == own == 4 * 32 * 4
 
 
@@ -262,6 +263,7 @@ def _with_flash(want: Any, axes: Axes, prepare: Callable[[Any], Any]) -> Any:
     return _train(dataclasses.replace(want, model=model), em.ParallelConfig(**axes), 4, prepare=prepare)
 
 
+@pytest.mark.slow_cases(r"padded", why="packed rows stay")
 @pytest.mark.parametrize("rows", ["packed", "padded"])
 def test_transformers_flash_path_separates_samples_and_padding_of_whole_rows(rows: str) -> None:
     """Its own unpadding and its own reading of position ids; only the kernels are replaced."""
@@ -292,8 +294,8 @@ def _flex() -> list[Any]:
     return seen
 
 
-def test_flex_attention_gets_its_own_mask_of_whole_rows() -> None:
-    assert run_ranks(_flex, 2) == [[("block mask", 8, 8), 8]] * 2
+def test_flex_attention_gets_its_own_mask_of_whole_rows(shared_ranks: SharedRanks) -> None:
+    assert shared_ranks(_flex, 2) == [[("block mask", 8, 8), 8]] * 2
 
 
 # Planted bugs ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from expertmesh.export.checkpoint import export
 from expertmesh.training.run import train
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.training.tiny_run import metrics, run_config, train_steps, weights, write_inputs
 
 SPLIT, DATA = em.ParallelConfig(cp=2, ep=4), em.ParallelConfig(ep=1)
@@ -55,12 +55,12 @@ def test_a_run_goes_on_with_another_cp(inputs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(why="checkpoint/test_layouts.py and the tp one stay")
-def test_checkpoints_cross_cp_both_ways(tmp_path: Path) -> None:
+def test_checkpoints_cross_cp_both_ways(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     after = {}
     for name, writer, reader in (("split", SPLIT, DATA), ("data", DATA, SPLIT)):
         directory = tmp_path / name
-        state = run_ranks(save, 4, "deepseek_v3", writer, 2, directory)[0]
-        loaded, later = run_ranks(load, 4, "deepseek_v3", reader, directory / "step-00000002", [2])[0]
+        state = shared_ranks(save, 4, "deepseek_v3", writer, 2, directory)[0]
+        loaded, later = shared_ranks(load, 4, "deepseek_v3", reader, directory / "step-00000002", [2])[0]
         assert all(torch.equal(state[key], loaded[key]) for key in state)
         after[name] = later
     for key, tensor in after["data"].items():
@@ -74,8 +74,10 @@ def _write(root: Path) -> None:
     em.save_model(job.model, root / "live")
 
 
-def test_an_export_is_what_saving_the_model_writes_and_names_nothing_of_ours(tmp_path: Path) -> None:
-    run_ranks(_write, 2, tmp_path)
+def test_an_export_is_what_saving_the_model_writes_and_names_nothing_of_ours(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
+    shared_ranks(_write, 2, tmp_path)
     export(tmp_path / "checkpoints" / "step-00000002", tmp_path / "exported")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "live" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
@@ -92,6 +94,7 @@ def _exchanged(family: str, cp: int, checkpointing: bool, changes: dict[str, Any
     return counted.calls, counted.bytes
 
 
+@pytest.mark.slow_cases(r"qwen3_moe-2-.*", why="four ranks stay, and latent attention")
 @pytest.mark.parametrize(
     ("family", "cp", "checkpointing", "sizes"),
     [
@@ -102,11 +105,11 @@ def _exchanged(family: str, cp: int, checkpointing: bool, changes: dict[str, Any
     ],
 )
 def test_the_bytes_of_a_step_are_those_of_the_formula(
-    family: str, cp: int, checkpointing: bool, sizes: tuple[int, int, int, int]
+    shared_ranks: SharedRanks, family: str, cp: int, checkpointing: bool, sizes: tuple[int, int, int, int]
 ) -> None:
     heads, key_heads, of_key, of_value = sizes
     layers, tokens, fp32 = 2, 2 * 16, 4
     per_token = heads * of_key + key_heads * (of_key + of_value) + heads * of_value
     passes = 3 if checkpointing else 2
     expected = passes * layers * (tokens // cp) * per_token * fp32
-    assert run_ranks(_exchanged, cp, family, cp, checkpointing, {}) == [(passes * layers * 2, expected)] * cp
+    assert shared_ranks(_exchanged, cp, family, cp, checkpointing, {}) == [(passes * layers * 2, expected)] * cp

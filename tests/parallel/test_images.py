@@ -18,7 +18,8 @@ from torch import nn
 import expertmesh as em
 from tests.families.tiny import random_model
 from tests.support.errors import refused, refused_on_ranks
-from tests.support.ranks import run_ranks
+from tests.support.one_launch import Launched, one_launch
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import whole, worst
 
 MODELS = {
@@ -111,6 +112,21 @@ def _compare(model: Any, loss_of: Loss, has_images: Sequence[bool], options: dic
     assert float(em.clip_grad_norm_(model, 0.5)) == pytest.approx(float(norm), rel=1e-10)
 
 
+def _case(
+    tied: bool, family: str, loss_of: Loss, has_images: Sequence[bool], options: dict[str, Any]
+) -> tuple[int, Callable[[], None]]:
+    model = _model(family, tie_word_embeddings=tied)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    return 2, lambda: _compare(model, loss_of, has_images, options)
+
+
+@pytest.mark.slow_cases(
+    r"over all targets-(qwen3_5_moe-apart|qwen3_vl_moe-tied)",
+    r"a blank image on one rank-(qwen3_5_moe-.*|qwen3_vl_moe-apart)",
+    r"text alone-(qwen3_5_moe-tied|qwen3_vl_moe-.*)",
+    r"own mean, checkpointed-(qwen3_5_moe-.*|qwen3_vl_moe-tied)",
+    why="pairwise over losses, families and heads",
+)
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize(
@@ -122,12 +138,11 @@ def _compare(model: Any, loss_of: Loss, has_images: Sequence[bool], options: dic
         pytest.param(_own_mean, (True, True), {"activation_checkpointing": True}, id="own mean, checkpointed"),
     ],
 )
+@one_launch(_case)
 def test_every_gradient_with_images_is_exact(
-    tied: bool, family: str, loss_of: Loss, has_images: Sequence[bool], options: dict[str, Any]
+    launched: Launched, tied: bool, family: str, loss_of: Loss, has_images: Sequence[bool], options: dict[str, Any]
 ) -> None:
-    model = _model(family, tie_word_embeddings=tied)
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
-    run_ranks(_compare, 2, model, loss_of, has_images, options)
+    launched()
 
 
 def _on_one_rank(model: Any, with_images: int) -> None:
@@ -146,8 +161,8 @@ def _on_one_rank(model: Any, with_images: int) -> None:
 
 
 @pytest.mark.parametrize("with_images", [0, 1])
-def test_images_on_some_ranks_are_one_sentence_on_all(with_images: int) -> None:
-    run_ranks(_on_one_rank, 2, _model("qwen3_5_moe"), with_images)
+def test_images_on_some_ranks_are_one_sentence_on_all(shared_ranks: SharedRanks, with_images: int) -> None:
+    shared_ranks(_on_one_rank, 2, _model("qwen3_5_moe"), with_images)
 
 
 def _in_layout(model: Any, layout: dict[str, int]) -> None:

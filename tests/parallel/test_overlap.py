@@ -64,6 +64,7 @@ def _both(mode: Any) -> tuple[bool, int, int]:
 
 
 # The first layer of two is dense; a recomputed block runs twice; a selective one has its routed experts' result.
+@pytest.mark.slow_cases(r"none-.*", why="recomputed blocks stay")
 @pytest.mark.parametrize(("mode", "runs", "ahead"), [("none", 1, 1), ("full", 2, 2), ("selective", 2, 0)])
 def test_loss_and_every_gradient_are_those_without_overlap_bit_for_bit(mode: str, runs: int, ahead: int) -> None:
     assert run_ranks(_both, 2, mode) == [(True, runs, ahead)] * 2

@@ -52,6 +52,10 @@ def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
 
 
 @pytest.mark.slow_cases(
+    r"world2-(ep1-replicate1-micro2-mixtral|ep2-replicate1-micro1-qwen3_moe)",
+    why="two ranks stay in double precision",
+)
+@pytest.mark.slow_cases(
     r"(world1-ep1-replicate1-micro1|world2-ep2-replicate1-micro1|world4-ep2-replicate2-micro1)-(mixtral|deepseek_v3)",
     why="pairwise over families and layouts",
 )

@@ -23,7 +23,7 @@ from tests.adapters.reference import tiny_peft_run, train_adapters
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import RankFailed, SharedRanks, run_ranks
 from tests.support.reference import Distance, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
@@ -55,6 +55,7 @@ def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
         distance.check(tolerance)
 
 
+@pytest.mark.slow_cases(r"gpipe", why="tied embeddings over fsdp 2 stay, which has that schedule")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @one_launch(lambda schedule: _case("qwen3_moe", 2, {"pp": 2, "pp_schedule": schedule}))
 def test_two_stages_equal_the_unsharded_model(launched: Launched, schedule: str) -> None:
@@ -91,7 +92,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     r"two replicas",
     r"uneven blocks",
     r"stages of fsdp 2",
-    why="their harder neighbours stay",
+    r"stages of ep 2",
+    why="their harder neighbours stay, and deepseek_v3 with ep inside stages",
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 @one_launch(lambda layout: _case("qwen3_moe", *LAYOUTS[layout]))
@@ -121,11 +123,11 @@ def test_checkpointed_blocks_give_the_same_result(launched: Launched, mode: str,
 
 
 @pytest.mark.slow(why="training/test_pipeline_run.py has adapters on stages")
-def test_adapters_equal_stock_peft(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_adapters_equal_stock_peft(shared_ranks: SharedRanks, tmp_path_factory: pytest.TempPathFactory) -> None:
     for family, parallel in (("qwen3_moe", {"pp": 2}), ("deepseek_v3", {"pp": 2, "ep": 2})):
         run = tiny_peft_run(family, tmp_path_factory.mktemp(family))
         config = em.ParallelConfig(**{"ep": 1, **parallel})
-        for distance in run_ranks(train_adapters, 2 * config.ep, run, config):
+        for distance in shared_ranks(train_adapters, 2 * config.ep, run, config):
             distance.check(TOLERANCE)
 
 
@@ -135,8 +137,8 @@ def _adapt_the_last_block() -> None:
         em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1, pp=2)), lora=lora)
 
 
-def test_a_stage_without_anything_to_train_is_refused() -> None:
-    run_ranks(_adapt_the_last_block, 2)
+def test_a_stage_without_anything_to_train_is_refused(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_adapt_the_last_block, 2)
 
 
 def _scale_the_last_stage(model: nn.Module, mesh: Mesh) -> None:
@@ -193,8 +195,8 @@ def _refused(family: str, parallel: em.ParallelConfig, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_more_stages_than_blocks_are_refused() -> None:
-    for message in run_ranks(_refused, 3, "qwen3_moe", em.ParallelConfig(ep=1, pp=3)):
+def test_more_stages_than_blocks_are_refused(shared_ranks: SharedRanks) -> None:
+    for message in shared_ranks(_refused, 3, "qwen3_moe", em.ParallelConfig(ep=1, pp=3)):
         assert message == (
             "parallel.pp: 3 stages (pp) need as many blocks, and the model has 2; lower parallel.pp or "
             "parallel.pp_virtual_stages"
@@ -208,8 +210,8 @@ def _call_alone() -> None:
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
 
 
-def test_a_stage_is_never_taken_for_the_model() -> None:
-    run_ranks(_call_alone, 2)
+def test_a_stage_is_never_taken_for_the_model(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_call_alone, 2)
 
 
 def _loss_alone() -> None:
@@ -220,8 +222,8 @@ def _loss_alone() -> None:
         em.causal_lm_loss(model, batch, target_tokens=3)
 
 
-def test_the_loss_of_one_stage_is_refused_and_points_to_the_step() -> None:
-    run_ranks(_loss_alone, 2)
+def test_the_loss_of_one_stage_is_refused_and_points_to_the_step(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_loss_alone, 2)
 
 
 class _Messages(TorchDispatchMode):
@@ -247,11 +249,12 @@ def _count_messages(virtual: int) -> list[int]:
     return [size for size in messages.sent if size > 8]  # beside the votes on whether shapes are known
 
 
+@pytest.mark.slow_cases(r"1", why="virtual stages stay")
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_a_step_sends_what_the_formula_says(virtual: int) -> None:
+def test_a_step_sends_what_the_formula_says(shared_ranks: SharedRanks, virtual: int) -> None:
     """pp · v - 1 borders, m micro-batches, both ways, B · S · H elements each."""
     batches, size = 4, 2 * 23 * 32 * 4
-    sent = run_ranks(_count_messages, 2, virtual)
+    sent = shared_ranks(_count_messages, 2, virtual)
     assert sum(len(each) for each in sent) == 2 * batches * (2 * virtual - 1)
     assert {size} == {each for rank in sent for each in rank}
 

@@ -22,7 +22,7 @@ from expertmesh.step import pipeline_schedule, router_losses
 from tests.experts import test_balance as bias
 from tests.parallel.test_router_loss import MOE, Expected, Found, expected
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import OPTIM, of_all_stages, padded
 
 TOLERANCE = 1e-5
@@ -68,6 +68,7 @@ def _train(
     return Found(*(abs(each) for each in relative), worst, routers, int(load))
 
 
+@pytest.mark.slow_cases(r"interleaved", why="ep and replicas beside stages stay")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_router_losses_equal_the_unsharded_models_on_the_global_batch(layout: str) -> None:
     world, parallel, micro_batch, changes = LAYOUTS[layout]
@@ -138,16 +139,19 @@ def _move_biases(parallel: em.ParallelConfig, per_micro_batch: bool) -> list[tor
     return seen
 
 
+@pytest.mark.slow_cases(r"2-parallel0", why="four ranks stay")
 @pytest.mark.parametrize(("world", "parallel"), [(2, {"ep": 1, "pp": 2}), (4, {"ep": 2, "pp": 2})])
-def test_biases_move_by_the_whole_steps_counts_on_the_stage_that_has_them(world: int, parallel: dict[str, Any]) -> None:
+def test_biases_move_by_the_whole_steps_counts_on_the_stage_that_has_them(
+    shared_ranks: SharedRanks, world: int, parallel: dict[str, Any]
+) -> None:
     want = bias.expected()
-    for rank, biases in enumerate(run_ranks(_move_biases, world, em.ParallelConfig(**parallel), False)):
+    for rank, biases in enumerate(shared_ranks(_move_biases, world, em.ParallelConfig(**parallel), False)):
         assert len(biases) == (0 if rank < world // 2 else bias.STEPS)
         for found, exact in zip(biases, want.biases, strict=False):
             assert torch.allclose(found, exact, atol=1e-6)
 
 
-def test_a_bias_that_moves_per_micro_batch_is_seen() -> None:
+def test_a_bias_that_moves_per_micro_batch_is_seen(shared_ranks: SharedRanks) -> None:
     want = bias.expected()
-    *_, biases = run_ranks(_move_biases, 2, em.ParallelConfig(ep=1, pp=2), True)
+    *_, biases = shared_ranks(_move_biases, 2, em.ParallelConfig(ep=1, pp=2), True)
     assert not torch.allclose(biases[-1], want.biases[-1], atol=1e-3)

@@ -14,7 +14,7 @@ import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.compat import tree_leaves
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks
 from tests.support.reference import full
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "ernie4_5_moe"]
@@ -44,13 +44,16 @@ def _sharded(model: nn.Module, ep: int, router: Any) -> tuple[dict[str, torch.Te
     return {name: gradient.full_tensor() for name, gradient in gradients.items()}, dtypes, grad_dtypes
 
 
+@pytest.mark.slow_cases(r"4-compute-qwen3_moe", why="what the family keeps in fp32 stays, and fp32 reductions")
 @pytest.mark.slow_cases(
     r"(2-float32-(?!deepseek).*|4-compute-(mixtral|deepseek_v3))",
     why="pairwise over families, layouts and dtypes of routers",
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("ep", "router"), [(4, "compute"), (2, "float32")])
-def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family: str, ep: int, router: Any) -> None:
+def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(
+    shared_ranks: SharedRanks, family: str, ep: int, router: Any
+) -> None:
     model = tiny_model(family, initializer_range=0.1)
     exact = _gradients(copy.deepcopy(model))
     in_bf16 = copy.deepcopy(model).to(torch.bfloat16)
@@ -58,7 +61,7 @@ def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family:
         if family == "ernie4_5_moe" and name.endswith("gate.weight"):
             parameter.data = model.get_parameter(name).data.clone()  # as from_pretrained keeps it
     unsharded = _gradients(in_bf16)
-    for got, dtypes, grad_dtypes in run_ranks(_sharded, 4, model, ep, router):
+    for got, dtypes, grad_dtypes in shared_ranks(_sharded, 4, model, ep, router):
         assert dtypes == grad_dtypes == {"torch.float32"}  # what the optimizer updates, and with what
         errors = {name: float((got[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
         theirs = {name: float((unsharded[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
@@ -88,9 +91,9 @@ def _dtypes_in_forward() -> dict[str, torch.dtype]:
     return seen
 
 
-def test_what_the_family_keeps_in_fp32_is_never_cast() -> None:
+def test_what_the_family_keeps_in_fp32_is_never_cast(shared_ranks: SharedRanks) -> None:
     """ERNIE declares its router so; transformers keeps it in fp32 inside bf16 models."""
-    for seen in run_ranks(_dtypes_in_forward, 2):
+    for seen in shared_ranks(_dtypes_in_forward, 2):
         assert seen == {
             "model.layers.0.mlp.gate": torch.float32,
             "model.layers.0.self_attn.q_proj": torch.bfloat16,
@@ -107,11 +110,11 @@ def _all_bf16() -> tuple[dict[str, torch.Tensor], set[str]]:
     return gradients, {str(parameter.grad.dtype) for parameter in model.parameters()}
 
 
-def test_bf16_parameters_are_no_further_off_than_the_unsharded_bf16_model() -> None:
+def test_bf16_parameters_are_no_further_off_than_the_unsharded_bf16_model(shared_ranks: SharedRanks) -> None:
     model = tiny_model("qwen3_moe", initializer_range=0.1)
     exact = _gradients(copy.deepcopy(model))
     unsharded = _gradients(copy.deepcopy(model).to(torch.bfloat16))
-    for got, dtypes in run_ranks(_all_bf16, 4):
+    for got, dtypes in shared_ranks(_all_bf16, 4):
         assert dtypes == {"torch.bfloat16"}
         assert 0 < _joint(got, exact) <= 1.5 * _joint(unsharded, exact)
 
@@ -124,10 +127,11 @@ def _parameters_in_memory(ep: int) -> int:
     return int(held)
 
 
+@pytest.mark.slow_cases(r"[12]", why="four ranks stay")
 @pytest.mark.parametrize("ep", [1, 2, 4])
-def test_every_parameter_is_held_exactly_once(ep: int) -> None:
+def test_every_parameter_is_held_exactly_once(shared_ranks: SharedRanks, ep: int) -> None:
     total = sum(parameter.numel() for parameter in tiny_model("qwen3_moe").parameters())
-    assert run_ranks(_parameters_in_memory, 4, ep) == [total] * 4
+    assert shared_ranks(_parameters_in_memory, 4, ep) == [total] * 4
 
 
 def _choices(model: nn.Module, seen: dict[str, torch.Tensor]) -> None:
@@ -157,7 +161,7 @@ def _routed(model: nn.Module, dtype: Literal["float32", "compute"]) -> tuple[dic
     return seen, dtypes, files
 
 
-def test_routers_in_float32_choose_as_the_fp32_model_for_more_tokens() -> None:
+def test_routers_in_float32_choose_as_the_fp32_model_for_more_tokens(shared_ranks: SharedRanks) -> None:
     """Where scores have a large part in common, whose rounding is more than what tells experts apart."""
     model = tiny_model("qwen3_moe", initializer_range=0.1, num_experts=64)
     with torch.no_grad():
@@ -170,7 +174,7 @@ def test_routers_in_float32_choose_as_the_fp32_model_for_more_tokens() -> None:
     unsharded(input_ids=MANY, use_cache=False)
     differ = {}
     for dtype, expected in (("float32", "torch.float32"), ("compute", "torch.bfloat16")):
-        seen, dtypes, files = run_ranks(_routed, 2, model, dtype)[0]
+        seen, dtypes, files = shared_ranks(_routed, 2, model, dtype)[0]
         assert dtypes == {expected}  # input, weight, logits, weights of the experts
         assert all(torch.equal(files[name], tensor) for name, tensor in model.state_dict().items())
         differ[dtype] = sum(int((seen[name] != exact[name]).any(-1).sum()) for name in exact)

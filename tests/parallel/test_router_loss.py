@@ -27,9 +27,10 @@ from expertmesh.anatomy import describe
 from expertmesh.experts.layer import layer_of
 from expertmesh.experts.router_loss import chosen_pairs
 from expertmesh.step import router_losses
-from tests.support.errors import refused_on_ranks
+from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.one_launch import Launched, one_launch
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import Row, padded
 
 AUX, Z = 0.5, 0.05
@@ -157,37 +158,42 @@ def _full(tensor: Any) -> torch.Tensor:
     return full.clone()
 
 
-def _run(want: Expected, layout: tuple[int, int, int, int], **options: Any) -> list[Found]:
+def _case(want: Expected, layout: tuple[int, int, int, int], **options: Any) -> tuple[int, Callable[[], Found]]:
     world, ep, replicate, micro_batch = layout
     parallel = em.ParallelConfig(ep=ep, replicate=replicate)
-    return run_ranks(lambda: _train(want, parallel, micro_batch, **options), world)
+    return world, lambda: _train(want, parallel, micro_batch, **options)
 
 
-def _prove(want: Expected, layout: tuple[int, int, int, int], tolerance: float = TOLERANCE, **options: Any) -> None:
-    for each in _run(want, layout, **options):
+def _prove(launched: Launched, want: Expected, tolerance: float = TOLERANCE) -> None:
+    for each in launched():
         assert max(each.loss, each.aux_loss, each.z_loss, each.gradient[0]) <= tolerance, each
         # Top 2 in two layers: neither the counting forwards nor recomputed ones are load.
         assert each.load == 2 * 2 * sum(len(ids) for ids, _ in want.rows)
 
 
 @pytest.mark.slow_cases(
-    r"(qwen3_moe-layout[0345]|mixtral-layout8|olmoe-layout9)", why="pairwise over families and layouts"
+    r"(qwen3_moe-layout[012345]|mixtral-layout8|olmoe-.*)", why="pairwise over families and layouts"
 )
 @pytest.mark.parametrize(("family", "layout"), CASES)
+@one_launch(lambda family, layout: _case(expected(family), layout))
 def test_values_and_every_gradient_equal_the_unsharded_models_own_losses(
-    family: str, layout: tuple[int, int, int, int]
+    launched: Launched, family: str, layout: tuple[int, int, int, int]
 ) -> None:
-    _prove(expected(family), layout)
+    _prove(launched, expected(family))
 
 
 @pytest.mark.slow_cases(r"layout1-selective", why="full stays")
 @pytest.mark.parametrize(("layout", "mode"), [((2, 2, 1, 8), "full"), ((4, 2, 1, 2), "selective")])
-def test_checkpointed_blocks_add_nothing_twice(layout: tuple[int, int, int, int], mode: str) -> None:
-    _prove(expected("qwen3_moe"), layout, activation_checkpointing=mode)
+@one_launch(lambda layout, mode: _case(expected("qwen3_moe"), layout, activation_checkpointing=mode))
+def test_checkpointed_blocks_add_nothing_twice(
+    launched: Launched, layout: tuple[int, int, int, int], mode: str
+) -> None:
+    _prove(launched, expected("qwen3_moe"))
 
 
-def test_ranks_without_rows_of_their_own_count_nothing() -> None:
-    _prove(expected("mixtral", count=5), (4, 2, 1, 1))
+@one_launch(lambda: _case(expected("mixtral", count=5), (4, 2, 1, 1)))
+def test_ranks_without_rows_of_their_own_count_nothing(launched: Launched) -> None:
+    _prove(launched, expected("mixtral", count=5))
 
 
 @pytest.mark.parametrize("round", [None, 2])
@@ -208,9 +214,11 @@ def _packed(rows: list[Row]) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow_cases(r"layout0", why="two ranks stay")
 @pytest.mark.parametrize("layout", [(1, 1, 1, 16), (2, 2, 1, 2)])
-def test_packed_rows_leave_their_padding_out(layout: tuple[int, int, int, int]) -> None:
-    _prove(expected("qwen3_moe"), layout, prepare=_packed)
+@one_launch(lambda layout: _case(expected("qwen3_moe"), layout, prepare=_packed))
+def test_packed_rows_leave_their_padding_out(launched: Launched, layout: tuple[int, int, int, int]) -> None:
+    _prove(launched, expected("qwen3_moe"))
 
 
 def _local_fractions(model: nn.Module, rank: int) -> None:
@@ -240,7 +248,8 @@ def _share_per_micro_batch(model: nn.Module, rank: int) -> None:
     "bug", [_local_fractions, _no_share_on_one_rank, _fractions_of_the_first_micro_batch, _share_per_micro_batch]
 )
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, int], None]) -> None:
-    for found in _run(expected("qwen3_moe"), (2, 2, 1, 2), tamper=bug):
+    world, train = _case(expected("qwen3_moe"), (2, 2, 1, 2), tamper=bug)
+    for found in run_ranks(train, world):
         assert found.router > 1e-2, found
 
 
@@ -275,18 +284,17 @@ def _communicate(want: Expected, moe: em.MoeConfig, micro_batches: int) -> tuple
 @pytest.mark.slow_cases(r"1", why="three micro-batches stay")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_step_costs_one_small_all_reduce_and_nothing_where_the_losses_are_off(micro_batches: int) -> None:
-    off, z_only, both = (
-        run_ranks(_communicate, 2, expected("mixtral"), moe, micro_batches)[0]
-        for moe in (em.MoeConfig(), em.MoeConfig(z_loss_coef=Z), MOE)
-    )
+    want, settings = expected("mixtral"), (em.MoeConfig(), em.MoeConfig(z_loss_coef=Z), MOE)
+    off, z_only, both = run_ranks(lambda: [_communicate(want, moe, micro_batches) for moe in settings], 2)[0]
     assert off[1] == []
     assert z_only == (off[0] + 1, [(8 + 1) * 8])  # E + 1 integers
     assert both[1] == [(8 + 1) * 8]
     assert both[0] == off[0] + 1 if micro_batches == 1 else both[0] > off[0] + 1  # the counting forwards communicate
 
 
-def test_in_double_precision_only_transformers_own_rounding_is_left() -> None:
-    _prove(expected("qwen3_moe", dtype=torch.float64), (2, 2, 1, 4), 1e-6)
+@one_launch(lambda: _case(expected("qwen3_moe", dtype=torch.float64), (2, 2, 1, 4)))
+def test_in_double_precision_only_transformers_own_rounding_is_left(launched: Launched) -> None:
+    _prove(launched, expected("qwen3_moe", dtype=torch.float64), 1e-6)
 
 
 def _without_a_step(moe: em.MoeConfig | None, changes: dict[str, Any], calls: str = "loss") -> None:
@@ -305,21 +313,28 @@ def _without_a_step(moe: em.MoeConfig | None, changes: dict[str, Any], calls: st
             router()
 
 
-def test_a_models_own_auxiliary_loss_is_not_dropped_silently() -> None:
+def _with_an_own_loss() -> None:
     own = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    with refused_on_ranks("moe.loss-outside-router-losses"):
-        run_ranks(_without_a_step, 1, None, own)
-    with refused_on_ranks("moe.router-loss-incomplete"):
-        run_ranks(_without_a_step, 1, None, own, "never")
-    with refused_on_ranks("moe.router-loss-order"):
-        run_ranks(_without_a_step, 1, None, own, "twice")
-    run_ranks(_without_a_step, 1, em.MoeConfig(aux_loss_coef=0.0), own)
-    run_ranks(_without_a_step, 1, None, {})
+    with refused("moe.loss-outside-router-losses"):
+        _without_a_step(None, own)
+    with refused("moe.router-loss-incomplete"):
+        _without_a_step(None, own, "never")
+    with refused("moe.router-loss-order"):
+        _without_a_step(None, own, "twice")
+    _without_a_step(em.MoeConfig(aux_loss_coef=0.0), own)
+    _without_a_step(None, {})
 
 
-def test_from_model_takes_the_models_own_factor() -> None:
-    changes = {"output_router_logits": True, "router_aux_loss_coef": AUX}
-    _prove(expected("mixtral", **changes), (2, 2, 1, 2), moe=em.MoeConfig(z_loss_coef=Z))
+def test_a_models_own_auxiliary_loss_is_not_dropped_silently(shared_ranks: SharedRanks) -> None:
+    shared_ranks(_with_an_own_loss, 1)
+
+
+OWN_FACTOR: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": AUX}
+
+
+@one_launch(lambda: _case(expected("mixtral", **OWN_FACTOR), (2, 2, 1, 2), moe=em.MoeConfig(z_loss_coef=Z)))
+def test_from_model_takes_the_models_own_factor(launched: Launched) -> None:
+    _prove(launched, expected("mixtral", **OWN_FACTOR))
 
 
 def _adapter_errors(want: Expected) -> list[float]:
@@ -344,8 +359,14 @@ def _adapter_errors(want: Expected) -> list[float]:
     return errors
 
 
-def test_adapters_that_feed_the_routers_get_the_exact_gradient() -> None:
-    for errors in run_ranks(_adapter_errors, 2, expected("qwen3_moe")):
+def _case_of_adapters() -> tuple[int, Callable[[], list[float]]]:
+    want = expected("qwen3_moe")
+    return 2, lambda: _adapter_errors(want)
+
+
+@one_launch(_case_of_adapters)
+def test_adapters_that_feed_the_routers_get_the_exact_gradient(launched: Launched) -> None:
+    for errors in launched():
         assert len(errors) == 2 * 4
         assert max(errors) <= TOLERANCE
 
@@ -371,6 +392,6 @@ def _counted_and_trained() -> tuple[list[float], list[float]]:
         return router._step.pairs_E.tolist(), trained.tolist()
 
 
-def test_counting_forwards_draw_the_random_numbers_of_training() -> None:
-    counted, trained = run_ranks(_counted_and_trained, 1)[0]
+def test_counting_forwards_draw_the_random_numbers_of_training(shared_ranks: SharedRanks) -> None:
+    counted, trained = shared_ranks(_counted_and_trained, 1)[0]
     assert counted == trained

@@ -32,7 +32,7 @@ from tests.parallel.test_router_loss import _train as train_with_router_losses
 from tests.parallel.test_router_loss import expected as expected_with_router_losses
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import Distance, Reference, _rows, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
@@ -184,8 +184,8 @@ def _losses_with_and_without_gradients() -> tuple[float, float, float]:
     return losses[0], losses[1], losses[2]
 
 
-def test_evaluation_gives_the_same_loss_and_leaves_training_alone() -> None:
-    for before, training, after in run_ranks(_losses_with_and_without_gradients, 2):
+def test_evaluation_gives_the_same_loss_and_leaves_training_alone(shared_ranks: SharedRanks) -> None:
+    for before, training, after in shared_ranks(_losses_with_and_without_gradients, 2):
         assert before == training == after
 
 
@@ -205,9 +205,9 @@ def _packed(parallel: em.ParallelConfig) -> tuple[float, dict[str, torch.Tensor]
     return float(total), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def test_packed_samples_stay_apart() -> None:
-    ((loss, gradients),) = run_ranks(_packed, 1, em.ParallelConfig(ep=1))
-    for found, split in run_ranks(_packed, 2, em.ParallelConfig(tp=2, ep=2)):
+def test_packed_samples_stay_apart(shared_ranks: SharedRanks) -> None:
+    ((loss, gradients),) = shared_ranks(_packed, 1, em.ParallelConfig(ep=1))
+    for found, split in shared_ranks(_packed, 2, em.ParallelConfig(tp=2, ep=2)):
         assert found == pytest.approx(loss, rel=1e-6)
         for name, gradient in gradients.items():
             assert float((split[name] - gradient).norm() / gradient.norm()) <= TOLERANCE, name
@@ -278,8 +278,9 @@ def _exchanged(family: str, changes: dict[str, Any], checkpointed: bool) -> list
     return counted
 
 
+@pytest.mark.slow_cases(r"False", why="True stays")
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_bytes_over_tp_are_those_of_the_formula(checkpointed: bool) -> None:
+def test_bytes_over_tp_are_those_of_the_formula(shared_ranks: SharedRanks, checkpointed: bool) -> None:
     """docs/parallelism.md: four times the hidden states of the group's positions for each part, twice for the head."""
     states = 2 * 16 * 32 * 4  # rows, padded positions, hidden size, fp32
     passes = 6 if checkpointed else 4
@@ -289,7 +290,7 @@ def test_bytes_over_tp_are_those_of_the_formula(checkpointed: bool) -> None:
         ("olmoe", {}, 2, 2 * 16 * (32 + 16) * 4),  # and queries and keys of all heads, for their norms
     ]:
         expected = (parts * passes + 2) * states + parts * (passes // 2) * features
-        counted = run_ranks(_exchanged, 2, family, changes, checkpointed)
+        counted = shared_ranks(_exchanged, 2, family, changes, checkpointed)
         # A recomputed block stops when nothing more is needed, which may be before its last reduce-scatter.
         left_out = 2 * states if checkpointed else 0
         assert all(expected - left_out <= sum(each) <= expected for each in counted), (family, counted)

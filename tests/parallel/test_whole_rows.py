@@ -28,7 +28,7 @@ from tests.families.packing import check_packing
 from tests.families.proof import Run, Subject, computing_in, measure
 from tests.families.test_families import FAMILIES
 from tests.families.tiny import EXPERTS, random_model, tiny_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.support.reference import of_all_stages
 
 TOLERANCE = 1e-5
@@ -125,6 +125,7 @@ def _with_adapters(family: str, cp: int, mode: Any) -> dict[str, torch.Tensor]:
     return trainables(model)
 
 
+@pytest.mark.slow_cases(r"lfm2_moe", why="one family stays")
 @pytest.mark.parametrize("family", ["lfm2_moe", "deepseek_v32"])
 def test_adapters_and_their_dropout_are_what_they_are_on_whole_rows(family: str) -> None:
     alone = run_ranks(_with_adapters, 1, family, 1, "none")[0]
@@ -156,14 +157,17 @@ def _bytes(family: str, cp: int, mode: Any) -> dict[str, tuple[int, int]]:
     return counts
 
 
+@pytest.mark.slow_cases(r"jamba-4-False", why="the family stays whose attention is split beside")
 @pytest.mark.slow_cases(r"inkling2-.*", why="the other families stay")
 @pytest.mark.parametrize(("family", "parts", "split"), [("deepseek_v32", 2, True), ("jamba", 4, False), INKLING2])
-def test_the_bytes_of_a_step_are_those_of_the_formula(family: str, parts: int, split: bool) -> None:
+def test_the_bytes_of_a_step_are_those_of_the_formula(
+    shared_ranks: SharedRanks, family: str, parts: int, split: bool
+) -> None:
     """B·S·H·b a gather or reduce-scatter; by heads one of each in forward and in backward, whole a gather in forward
     and its reduce-scatter in backward: the positions that are kept cost nothing.
     """
     whole = 2 * 16 * 32 * 4
-    for found in run_ranks(_bytes, 2, family, 2, "none"):
+    for found in shared_ranks(_bytes, 2, family, 2, "none"):
         if split:
             assert found == dict.fromkeys(("_gather", "_reduce_scatter"), (2 * parts, 2 * parts * whole))
         else:
@@ -186,9 +190,12 @@ def _products(family: str, cp: int) -> int:
     return tracker.products
 
 
+@pytest.mark.slow_cases(r"deepseek_v32", why="jamba stays, whose layers are of two kinds")
 @pytest.mark.parametrize("family", ["deepseek_v32", "jamba"])
-def test_what_every_rank_computes_of_whole_rows_is_predicted_to_the_last_product(family: str) -> None:
-    (alone,), split = run_ranks(_products, 1, family, 1), run_ranks(_products, 2, family, 2)
+def test_what_every_rank_computes_of_whole_rows_is_predicted_to_the_last_product(
+    shared_ranks: SharedRanks, family: str
+) -> None:
+    (alone,), split = shared_ranks(_products, 1, family, 1), shared_ranks(_products, 2, family, 2)
     precision = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
     model = figures_of(tiny_config(_class_of(family), family), length=16, precision=precision, packed=False)
     repeated = sum(block.figures.whole[0] for block in model.blocks)

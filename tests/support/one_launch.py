@@ -10,7 +10,7 @@ The function that `one_launch` gets takes the test's parameters (and fixtures of
 number of ranks and what each of them runs. The first case to call `launched()` builds all cases of the module that
 pytest selected and starts the ranks; every case runs when its test calls `launched()`, so that its time, its output and
 its failure are its own. After a case that raises, crashes or hangs, the next one gets new ranks. They end with the last
-case of their number, or with the module.
+case of their number, or with the module. Ranks whose cases give limits of their own have the shortest.
 """
 
 import functools
@@ -24,9 +24,12 @@ Launched = Callable[[], list[Any]]
 Work = Callable[[], Any]
 
 
-def one_launch(case: Callable[..., tuple[int, Work]]) -> pytest.MarkDecorator:
-    """Mark a test whose cases share ranks; its fixture `launched` runs its own case and returns the ranks' results."""
-    return pytest.mark.one_launch.with_args(case)
+def one_launch(case: Callable[..., tuple[int, Work]], limit_seconds: float | None = None) -> pytest.MarkDecorator:
+    """Mark a test whose cases share ranks; its fixture `launched` runs its own case and returns the ranks' results.
+
+    `limit_seconds` is for a case of moments, whose hang need not last as long as `LivingRanks` allow.
+    """
+    return pytest.mark.one_launch.with_args(case, limit_seconds)
 
 
 class Launches:
@@ -36,10 +39,12 @@ class Launches:
         self._request = request
         self._ranks: dict[int, Any] = {}
         self._to_come: set[str] = set()
+        self._limits: dict[str, float] = {}
 
     def results(self, item: pytest.Item) -> list[Any]:
         """Run the case of `item` on living ranks; raises `RankFailed` with its own ranks' tracebacks."""
-        from tests.support.ranks import LivingRanks  # not with conftest.py: nothing may import torch as early
+        # Not with conftest.py: nothing may import torch as early.
+        from tests.support.ranks import LIMIT_SECONDS, LivingRanks
 
         case = self._cases[item.nodeid]
         if isinstance(case, Exception):
@@ -49,7 +54,8 @@ class Launches:
         number = list(together).index(item.nodeid)
         ranks = self._ranks.get(world)
         if ranks is None or not ranks.alive or not ranks.start(number):
-            ranks = self._ranks[world] = LivingRanks([work for _, work in together.values()], world)
+            limit = min([self._limits[name] for name in together if name in self._limits], default=LIMIT_SECONDS)
+            ranks = self._ranks[world] = LivingRanks([work for _, work in together.values()], world, limit)
             if not ranks.start(number):
                 raise RuntimeError(f"{world} new ranks do not start")
         results: list[Any] = ranks.results()
@@ -72,8 +78,11 @@ class Launches:
             mark = item.get_closest_marker("one_launch")
             if mark is None or item.getparent(pytest.Module) is not self._request.node:
                 continue
+            case, limit = mark.args
+            if limit is not None:
+                self._limits[item.nodeid] = limit
             try:
-                cases[item.nodeid] = mark.args[0](**self._arguments(mark.args[0], item))
+                cases[item.nodeid] = case(**self._arguments(case, item))
             except Exception as error:
                 cases[item.nodeid] = error
         self._to_come = set(cases)

@@ -8,6 +8,7 @@ steps (pages that it copies after the fork, code that runs for the first time) i
 
 import datetime
 import faulthandler
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -81,12 +82,16 @@ def run_ranks(
         return _collect(processes, Path(scratch), timeout)
 
 
-class LivingRanks:
-    """Forked gloo ranks that run some of `fns`, one after the other, each in process groups of its own.
+# A function and what it is called with, picklable; or the place of one in the `fns` that ranks were started with.
+Order = int | tuple[Callable[..., Any], tuple[Any, ...]]
 
-    The ranks have what this process has when they are started, so whatever `fns` need is computed before. A function
-    that fails, in whichever way, ends the ranks: `alive` is then false, and the next one wants new ranks. Functions
-    leave the process as it was: what patches anything is for `run_ranks`.
+
+class LivingRanks:
+    """Forked gloo ranks that run functions one after the other, each in process groups of its own.
+
+    Of `fns` the ranks have what this process has when they are started, so whatever those need is computed before. A
+    function that fails, in whichever way, ends the ranks: `alive` is then false, and the next one wants new ranks.
+    Functions leave the process as it was: what patches anything is for `run_ranks`.
     """
 
     def __init__(self, fns: Sequence[Callable[[], Any]], world_size: int, timeout: float = LIMIT_SECONDS) -> None:
@@ -110,14 +115,14 @@ class LivingRanks:
         for _, there in pipes:
             there.close()
 
-    def start(self, number: int) -> bool:
-        """Have every rank run `fns[number]`; false, without blame, if they did not survive the end of the one before.
-
-        gloo's teardown aborts at random after correct runs.
+    def start(self, order: Order) -> bool:
+        """Have every rank run what `order` says; false, without blame, if they did not survive the end of the one
+        before: gloo's teardown aborts at random after correct runs.
         """
+        message = pickle.dumps(order)  # not as a Connection pickles: it would share memory of tensors
         try:
             for connection in self._connections:
-                connection.send(number)
+                connection.send_bytes(message)
             started = self._all_answer(GRACE_SECONDS)
         except OSError:
             started = False
@@ -171,6 +176,30 @@ class LivingRanks:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 del pending[process]
         return all_alive and not pending
+
+
+class SharedRanks:
+    """Called as `run_ranks`, with functions that can be pickled and leave the process as it was; ranks stay for the
+    next call, by their number, until `end`.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, LivingRanks] = {}
+
+    def __call__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """Run `fn(*args)` on as many ranks as before, or new ones where those have ended; return their results."""
+        ranks = self._ranks.get(world_size)
+        if ranks is None or not ranks.alive or not ranks.start((fn, args)):
+            ranks = self._ranks[world_size] = LivingRanks([], world_size)
+            if not ranks.start((fn, args)):
+                raise RuntimeError(f"{world_size} new ranks do not start")
+        return ranks.results()
+
+    def end(self) -> None:
+        """Leave no ranks behind."""
+        for ranks in self._ranks.values():
+            if ranks.alive:
+                ranks.end()
 
 
 def _start(processes: Sequence[BaseProcess], scratch: str) -> None:
@@ -245,14 +274,15 @@ def _living_rank_main(
         while not orders.poll(1):
             if os.getppid() != parent:
                 os._exit(1)
-        number = orders.recv()
+        order = pickle.loads(orders.recv_bytes())
         if turn > 0:  # only now is every rank done with them
             _forget_groups()
         torch.set_rng_state(random_states[0])
         np.random.set_state(random_states[1])
         random.setstate(random_states[2])
         orders.send("starting")
-        if not _run(fns[number], rank, world, scratch, f"{scratch}/store-{turn}", timeout):
+        fn = fns[order] if isinstance(order, int) else functools.partial(order[0], *order[1])
+        if not _run(fn, rank, world, scratch, f"{scratch}/store-{turn}", timeout):
             os._exit(1)
         orders.send("done")
 
@@ -268,6 +298,8 @@ def _set_up(rank: int, scratch: str) -> None:
     tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
     stack = os.open(f"{scratch}/stack-{rank}", os.O_WRONLY)
+    # Enabled again, not only for another file: a library may have put handlers of its own over pytest's.
+    faulthandler.disable()
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
 

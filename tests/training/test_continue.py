@@ -145,6 +145,7 @@ def _changed(path: Path, old: str, new: str) -> Iterator[None]:
         path.write_text(content)
 
 
+@pytest.mark.slow_cases(r"train\.jsonl-It is 0.*", why="a sample in the middle stays, and the model's configuration")
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [

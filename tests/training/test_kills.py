@@ -207,7 +207,7 @@ def test_restarts_that_are_killed_too_lose_nothing(
     _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
 
 
-KILLED_TIMES = int(os.environ.get("EXPERTMESH_KILLS", "20"))
+KILLED_TIMES = int(os.environ.get("EXPERTMESH_KILLS", "10"))
 MANY = [*RUN[1:3], "train.num_epochs=20", "checkpoint.every_steps=1", "checkpoint.keep_last=2"]
 # A run of so many steps changes its layout after every `SEGMENT` of them: ranks, and what `parallel` is.
 LAYOUTS = [
@@ -222,7 +222,7 @@ LAYOUTS = [
     (2, "{ep: 2, tp: 2}"),
     (2, "{ep: 2}"),
 ]
-SEGMENT = 6
+SEGMENT = 4
 
 
 class _Assassin:
@@ -262,7 +262,7 @@ def _train_until(config: Config, step: int) -> None:
     return train_steps(config, step - _newest(Path(config.output_dir)))
 
 
-@pytest.mark.slow(why="forty launches")
+@pytest.mark.slow(why="thirty launches")
 @pytest.mark.timeout(max(600, 10 * KILLED_TIMES))
 def test_random_kills_in_layouts_that_change_end_in_the_bits_of_the_run_without_them(
     inputs: Path, tmp_path: Path

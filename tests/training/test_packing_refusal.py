@@ -56,6 +56,7 @@ INKLING2 = ("Inkling2ForCausalLM", "inkling2")  # the same, and attention over t
 FAMILIES = [GPT_OSS, QWEN3_5, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4, ZAYA, INKLING, INKLING2]
 
 
+@pytest.mark.slow_cases(r"Glm4v.*", why="the family with recurrences stays")
 @pytest.mark.slow_cases(
     r"(GptOss|DeepseekV4|Glm5|Qwen4|Inkling|Zaya).*",
     why="on cp it stays; qwen3_5_moe stays, which mixes along the sequence, and several position axes",

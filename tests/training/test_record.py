@@ -28,6 +28,7 @@ def _config(inputs: Path, output: Path, *overrides: str) -> Config:
     return run_config(inputs, output, "checkpoint.every_steps=1", *overrides)
 
 
+@pytest.mark.slow_cases(r"1", why="two ranks stay")
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_a_run_leaves_its_layout_and_what_every_rank_holds(inputs: Path, tmp_path: Path, replicate: int) -> None:
     overrides = ["parallel.ep=2", f"parallel.replicate={replicate}", "train.max_steps=1"]

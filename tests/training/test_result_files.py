@@ -86,6 +86,7 @@ ENDS: dict[str, tuple[list[dict[str, Any]], str, Any, Any]] = {
 }
 
 
+@pytest.mark.slow_cases(r"(?!no end before|one of several|pairs).*", why="a run each; three stay")
 @pytest.mark.parametrize(("rows", "template", "before", "after"), ENDS.values(), ids=ENDS)
 def test_the_saved_model_stops_at_what_ends_trained_answers(
     rows: list[dict[str, Any]],

@@ -96,6 +96,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow_cases(r"bytes of cp", why="the bytes of tp and pp stay")
 @pytest.mark.slow_cases(
     r"(adapters.*|tp|bfloat16, biases|hybrid, recomputed|float64|cp|dpo.*|packed)",
     why="pp stays, and every planted bug of test_mutations.py",

@@ -16,7 +16,7 @@ from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected, Reference
 from expertmesh.verification.reference.weights import Weights
 from expertmesh.verification.setup import Setup, set_up
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
@@ -52,12 +52,15 @@ def _expected(setup: Setup) -> Expected:
     return Reference(build(setup), torch.float32).run(setup.steps[0])
 
 
+@pytest.mark.slow_cases(r"(1-deepseek_v3|2-qwen3_moe)", why="pairwise over families and ranks")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("world", [1, 2])
-def test_loss_and_every_gradient_are_those_of_the_whole_model(inputs: Path, family: str, world: int) -> None:
+def test_loss_and_every_gradient_are_those_of_the_whole_model(
+    shared_ranks: SharedRanks, inputs: Path, family: str, world: int
+) -> None:
     setup = _setup(inputs, family, world, "data.packing=true", "parallel.ep=1")
     loss, gradients = _whole(inputs / family / "model", setup)
-    for rank, expected in enumerate(run_ranks(_expected, world, setup)):
+    for rank, expected in enumerate(shared_ranks(_expected, world, setup)):
         assert expected.losses.loss == pytest.approx(loss, rel=1e-6)
         assert expected.squares.keys() == gradients.keys()
         for name, square in expected.squares.items():

@@ -24,7 +24,7 @@ from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import LoadPlan
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model, shard_for_test, write_fused
 
 LAYOUTS = ((2, 2, 0), (4, 2, 0), (4, 2, 1), (4, 1, 2))
@@ -66,7 +66,9 @@ def _hashes_by_hand(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.slow_cases(r"(deepseek_v3|mixtral)", why="a second and third family")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loaded_weights_pass_and_hashes_depend_on_neither_layout_nor_dtype(family: str, tmp_path: Path) -> None:
+def test_loaded_weights_pass_and_hashes_depend_on_neither_layout_nor_dtype(
+    shared_ranks: SharedRanks, family: str, tmp_path: Path
+) -> None:
     reference = random_model(FAMILIES[family]())
     reference.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     write_fused(reference, tmp_path / "fused")
@@ -75,7 +77,7 @@ def test_loaded_weights_pass_and_hashes_depend_on_neither_layout_nor_dtype(famil
     sources = [tmp_path / "sharded", tmp_path / "fused"]
     ranks = [_audits(reference.config, sources, (1, 1, 0))]
     for layout in LAYOUTS:
-        ranks += run_ranks(_audits, layout[0], reference.config, sources, layout)
+        ranks += shared_ranks(_audits, layout[0], reference.config, sources, layout)
     for reports in ranks:
         for report in reports:
             assert report.reads > 0
@@ -174,11 +176,15 @@ def _audit_tampered(
     ],
 )
 def test_planted_differences_are_the_same_error_on_every_rank(
-    tamper: Callable[[PreTrainedModel], None], words: str, mode: AuditMode, tmp_path: Path
+    shared_ranks: SharedRanks,
+    tamper: Callable[[PreTrainedModel], None],
+    words: str,
+    mode: AuditMode,
+    tmp_path: Path,
 ) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
-    first, second = run_ranks(_audit_tampered, 2, reference.config, tmp_path, tamper, mode)
+    first, second = shared_ranks(_audit_tampered, 2, reference.config, tmp_path, tamper, mode)
     assert first == second
     assert re.search(words, first), first
     assert str(tmp_path / "model.safetensors") in first

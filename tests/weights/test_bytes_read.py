@@ -20,7 +20,7 @@ from expertmesh.state.model_view import ModelView
 from expertmesh.weights.load import bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import materialize, read_model_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.weights.tiny import qwen3_moe, random_model, write_fused
 
 WORLD, EXPERTS = 8, 64
@@ -103,16 +103,17 @@ def _spans(directory: Path) -> tuple[list[Span], list[Span]]:
     return told, asked
 
 
+@pytest.mark.slow_cases(r"one file", why="fused and sharded files stay")
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on what will be read")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_node_reads_the_checkpoint_once_file_by_file_and_the_system_is_told_before(
-    layout: str, tmp_path: Path
+    shared_ranks: SharedRanks, layout: str, tmp_path: Path
 ) -> None:
     config = qwen3_moe(num_experts=EXPERTS, num_hidden_layers=1, vocab_size=64, moe_intermediate_size=8)
     _write(random_model(config), tmp_path / "model", layout)
     with open_weight_files(tmp_path / "model") as files:
         total, count = files.total_bytes, len({tensor.path for tensor in files.tensors.values()})
-    ranks = run_ranks(_spans, 2, tmp_path / "model")
+    ranks = shared_ranks(_spans, 2, tmp_path / "model")
     for told, asked in ranks:
         assert sorted(set(told)) == sorted(set(asked))
         order = [file for file, *_ in asked]

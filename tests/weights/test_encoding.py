@@ -38,7 +38,7 @@ from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.save import save_model
 from tests.adapters.reference import random_adapter
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks
 from tests.weights.published import FORMATS as PUBLISHED
 from tests.weights.published import (
     SIZES,
@@ -156,16 +156,20 @@ def _source(directory: Path, config: Any) -> Path:
 ON_RANKS = ("fp8 partial blocks", "int4 with zero points", "nvfp4")
 
 
+@pytest.mark.slow_cases(
+    r"(fp8 partial blocks|int4 with zero points)-4-2-.*",
+    why="nvfp4, whose scales are of two kinds, stays on four ranks, and every format on one",
+)
 @pytest.mark.parametrize(
     ("name", "world", "ep", "dtype"),
     [(name, 1, 1, torch.float32) for name in PUBLISHED] + [(name, 4, 2, torch.bfloat16) for name in ON_RANKS],
 )
 def test_what_training_has_not_changed_is_written_byte_for_byte(
-    name: str, world: int, ep: int, dtype: torch.dtype, tmp_path: Path
+    shared_ranks: SharedRanks, name: str, world: int, ep: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     form = PUBLISHED[name]()
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, form, is_linear)
-    reports = run_ranks(_saved_again, world, target, dtype, world, ep)
+    reports = shared_ranks(_saved_again, world, target, dtype, world, ep)
     _assert_as_before(target)
     assert len(set(reports)) == 1
     for rounded in reports[0]:
@@ -184,23 +188,24 @@ def _load_and_save_computed(target: Path, parallel: em.ParallelConfig) -> None:
         _load_and_save(target, parallel)
 
 
-def test_what_is_computed_is_gathered_by_the_rank_that_encodes_it(tmp_path: Path) -> None:
+def test_what_is_computed_is_gathered_by_the_rank_that_encodes_it(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["int4"](), is_linear)
-    run_ranks(_load_and_save_computed, 2, target, em.ParallelConfig(ep=2))
+    shared_ranks(_load_and_save_computed, 2, target, em.ParallelConfig(ep=2))
     _assert_as_before(target)
 
 
+@pytest.mark.slow_cases(r"pp", why="tp stays, which cuts matrices")
 @pytest.mark.parametrize("axis", ["pp", "tp"])
-def test_stages_and_split_matrices_are_put_together_again(axis: str, tmp_path: Path) -> None:
+def test_stages_and_split_matrices_are_put_together_again(shared_ranks: SharedRanks, axis: str, tmp_path: Path) -> None:
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["nvfp4"](), is_linear)
-    run_ranks(_load_and_save, 4, target, em.ParallelConfig(ep=2, **{axis: 2}))
+    shared_ranks(_load_and_save, 4, target, em.ParallelConfig(ep=2, **{axis: 2}))
     _assert_as_before(target)
 
 
-def test_gpt_oss_is_written_in_its_own_order(tmp_path: Path) -> None:
+def test_gpt_oss_is_written_in_its_own_order(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     target = quantise(_source(tmp_path / "source", gpt_oss_config()), tmp_path, gpt_oss(), is_expert_matrix)
     change = "model.layers.1.mlp.experts.down_proj"
-    run_ranks(_saved_again, 2, target, torch.float32, 2, 2, change)
+    shared_ranks(_saved_again, 2, target, torch.float32, 2, 2, change)
     _assert_as_before(target, (f"{change}_blocks", f"{change}_scales"))
     values = load_file(target / "values/model.safetensors")[change].clone()
     values[0, 0] *= 1.5
@@ -211,11 +216,13 @@ def test_gpt_oss_is_written_in_its_own_order(tmp_path: Path) -> None:
 
 @pytest.mark.slow_cases(r"(1-1|4-4)", why="ep 2 stays")
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 4)])
-def test_deepseek_v4_is_read_and_written_under_its_published_names(world: int, ep: int, tmp_path: Path) -> None:
+def test_deepseek_v4_is_read_and_written_under_its_published_names(
+    shared_ranks: SharedRanks, world: int, ep: int, tmp_path: Path
+) -> None:
     source = write_deepseek_v4(tmp_path / "source")
     target = quantise(source, tmp_path, PUBLISHED["fp4 experts"](), is_deepseek_v4_matrix)
-    assert run_ranks(differing, world, target, torch.float32, world, ep) == [[]] * world
-    run_ranks(_saved_again, world, target, torch.float32, world, ep)
+    assert shared_ranks(differing, world, target, torch.float32, world, ep) == [[]] * world
+    shared_ranks(_saved_again, world, target, torch.float32, world, ep)
     _assert_as_before(target)
     if world == 1:
         convert(str(target / "quantised"), tmp_path / "plain", dtype="float32")
@@ -231,6 +238,11 @@ def _reread(directory: Path, name: str) -> Tensor:
     return ModelView(model).tensors[name].detach()
 
 
+@pytest.mark.slow_cases(
+    r"fp8 (blocks|blocks, e8m0|blocks, e8m0 named scale|of compressed-tensors, a scale a row)",
+    r"(fp8, one scale|int4|nvfp4)",
+    why="a harder one of each kind stays; the bytes of what has not changed stay for every format",
+)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_only_blocks_that_have_changed_are_rounded_anew_and_the_error_is_told(name: str, tmp_path: Path) -> None:
     form = PUBLISHED[name]()
@@ -330,10 +342,10 @@ def test_what_a_format_has_no_place_for_is_refused_before_anything_is_written(
     assert not (tmp_path / "target").exists()
 
 
-def test_a_run_is_exported_as_loaded_like_its_live_model(tmp_path: Path) -> None:
+def test_a_run_is_exported_as_loaded_like_its_live_model(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     """Also when the files that it was loaded from are gone: then everything is rounded anew."""
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["nvfp4"](), is_linear)
-    run_ranks(_train_and_save, 2, target)
+    shared_ranks(_train_and_save, 2, target)
     checkpoint = target / "checkpoints/step-00000001"
     export(checkpoint, tmp_path / "exported", dtype="as_loaded")
     live = _bytes_of(target / "live")

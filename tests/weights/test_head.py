@@ -26,6 +26,7 @@ def _loaded(directory: Path, seed: int, **parallel: Any) -> tuple[dict[str, torc
     return {name: value.detach().clone() for name, value in parameters.items()}, logits_BL
 
 
+@pytest.mark.slow_cases(r"(qwen3_moe|mixtral)-.*", why="two families stay")
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("qwen3_moe", {"tie_word_embeddings": True}), ("gpt_oss", {}), ("deepseek_v3", {}), ("mixtral", {})],

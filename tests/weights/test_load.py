@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import LoadReport, bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import build_meta_model, materialize
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import RankFailed, SharedRanks, run_ranks
 from tests.weights.tiny import FAMILIES, full_state, qwen3_moe, random_model, shard_for_test, write_fused
 
 LAYOUTS = ((1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 2, 0), (4, 2, 1), (4, 4, 0))
@@ -58,13 +59,13 @@ def _differences(state: State, expected: State) -> list[str]:
 
 
 @pytest.mark.slow_cases(
-    r"((2-2-0|4-2-0|1-1-0)-.*|2-1-0-(mixtral|deepseek_v3)|4-2-1-(qwen3_moe|mixtral)|4-4-0-(qwen3_moe|deepseek_v3))",
-    why="pairwise; four ranks in one EP group and with replicas stay",
+    r"((2-2-0|4-2-0|1-1-0)-.*|2-1-0-(mixtral|deepseek_v3)|4-2-1-(qwen3_moe|mixtral)|4-4-0-.*)",
+    why="pairwise; four ranks in two EP groups stay, whose experts are cut again, and two without",
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("world", "ep", "efsdp_dim"), LAYOUTS)
 def test_shards_equal_the_files_bit_for_bit_and_ranks_read_only_their_own(
-    family: str, world: int, ep: int, efsdp_dim: int, tmp_path: Path
+    shared_ranks: SharedRanks, family: str, world: int, ep: int, efsdp_dim: int, tmp_path: Path
 ) -> None:
     reference = random_model(FAMILIES[family]())
     directories = [tmp_path / name for name in ("single", "sharded", "fused")]
@@ -73,7 +74,7 @@ def test_shards_equal_the_files_bit_for_bit_and_ranks_read_only_their_own(
     assert (directories[1] / "model.safetensors.index.json").exists()
     write_fused(reference, directories[2])
     job = (reference.config, directories, world, ep, efsdp_dim)
-    ranks = run_ranks(_load_all, world, *job) if world > 1 else [_load_all(*job)]
+    ranks = shared_ranks(_load_all, world, *job) if world > 1 else [_load_all(*job)]
     for results in ranks:
         for report, planned, state in results:
             assert report.bytes_read == planned
@@ -83,10 +84,10 @@ def test_shards_equal_the_files_bit_for_bit_and_ranks_read_only_their_own(
                 assert _differences(state, reference.state_dict()) == []
 
 
-def test_the_report_names_the_experts_that_a_rank_holds(tmp_path: Path) -> None:
+def test_the_report_names_the_experts_that_a_rank_holds(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
-    ranks = run_ranks(_load_all, 4, reference.config, [tmp_path], 4, 2, 0)
+    ranks = shared_ranks(_load_all, 4, reference.config, [tmp_path], 4, 2, 0)
     held = [results[0][0].experts for results in ranks]
     # Rank = efsdp * 2 + ep: ep halves of four experts each, halved again by efsdp.
     assert [experts[0] for experts in held] == [
@@ -94,6 +95,7 @@ def test_the_report_names_the_experts_that_a_rank_holds(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow_cases(r"torch\.float32-.*", why="the wider dtype stays")
 @pytest.mark.parametrize(
     ("stored", "wanted"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
 )
@@ -151,37 +153,34 @@ def test_planted_bugs_turn_the_comparison_red(tmp_path: Path) -> None:
 def _fill_and_report_error(config: PreTrainedConfig, directory: Path, broken_rank: int | None) -> str:
     model = _prepared(config, 2, 2)
     materialize(model, "cpu")
-    if dist.get_rank() == broken_rank:
-        path = directory / "model.safetensors"
-        real = WeightFiles.read
+    path, real = directory / "model.safetensors", WeightFiles.read
 
-        def shrunk(self: WeightFiles, tensor: Any, box: Any, out: torch.Tensor) -> None:
-            if tensor.name.endswith("norm.weight"):
-                raise IntegrityError(f"{path}: damaged: the file ends inside tensor {tensor.name}")
-            real(self, tensor, box, out)
+    def shrunk(self: WeightFiles, tensor: Any, box: Any, out: torch.Tensor) -> None:
+        if tensor.name.endswith("norm.weight") and dist.get_rank() == broken_rank:
+            raise IntegrityError(f"{path}: damaged: the file ends inside tensor {tensor.name}")
+        real(self, tensor, box, out)
 
-        WeightFiles.read = shrunk  # type: ignore[method-assign]
-    with pytest.raises(IntegrityError) as caught:
+    with pytest.raises(IntegrityError) as caught, mock.patch.object(WeightFiles, "read", shrunk):
         fill(model, directory)
     dist.barrier()  # The group still works: nobody was left inside a collective.
     return str(caught.value)
 
 
-def test_a_read_error_on_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
+def test_a_read_error_on_one_rank_is_the_same_error_on_all(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
-    first, second = run_ranks(_fill_and_report_error, 2, reference.config, tmp_path, 1)
+    first, second = shared_ranks(_fill_and_report_error, 2, reference.config, tmp_path, 1)
     assert first == second
     assert "ends inside tensor model.layers.0" in first
 
 
-def test_a_plan_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+def test_a_plan_error_is_the_same_on_all_ranks(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    first, second = run_ranks(_fill_and_report_error, 2, reference.config, tmp_path, None)
+    first, second = shared_ranks(_fill_and_report_error, 2, reference.config, tmp_path, None)
     assert first == second
     assert "1 missing (model.norm.weight)" in first
 
@@ -210,7 +209,9 @@ def _errors(config: PreTrainedConfig, directories: list[Path]) -> list[str]:
     return [_fill_and_report_error(config, directory, None) for directory in directories]
 
 
-def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
     reference = random_model(qwen3_moe())
     directories = [tmp_path / name for name in UNFIT]
     for directory, (edits, _) in zip(directories, UNFIT.values(), strict=True):
@@ -220,22 +221,25 @@ def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(
             tensors.pop(name, None)
             tensors |= {} if tensor is None else {name: tensor}
         save_file(tensors, directory / "model.safetensors")
-    first, second = run_ranks(_errors, 2, reference.config, directories)
+    first, second = shared_ranks(_errors, 2, reference.config, directories)
     assert first == second
     for directory, error, (_, words) in zip(directories, first, UNFIT.values(), strict=True):
         assert error.startswith(f"{directory}: does not fit Qwen3MoeForCausalLM: ")
         assert words in error
 
 
+@pytest.mark.slow_cases(r"-?inf", why="NaN stays")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_are_refused_naming_file_tensor_and_place(value: float, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_refused_naming_file_tensor_and_place(
+    shared_ranks: SharedRanks, value: float, tmp_path: Path
+) -> None:
     reference = random_model(qwen3_moe())
     name = "model.layers.1.mlp.experts.5.up_proj.weight"
     reference.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[name][3, 4] = value
     save_file(tensors, tmp_path / "model.safetensors")
-    first, second = run_ranks(_fill_and_report_error, 2, reference.config, tmp_path, None)
+    first, second = shared_ranks(_fill_and_report_error, 2, reference.config, tmp_path, None)
     assert first == second
     assert f"{tmp_path / 'model.safetensors'}: tensor {name} holds a value that is not finite" in first
     # Expert 5, row 24 (gate) + 3, column 4 of the fused parameter.
@@ -276,21 +280,24 @@ def _logits(config: PreTrainedConfig, directory: Path) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow_cases(r"False", why="tied weights stay")
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_filled_sharded_model_computes_what_the_reference_computes(tied: bool, tmp_path: Path) -> None:
+def test_a_filled_sharded_model_computes_what_the_reference_computes(
+    shared_ranks: SharedRanks, tied: bool, tmp_path: Path
+) -> None:
     # Nothing here divides by 3: shards are uneven, and FSDP2 pads them.
     reference = random_model(qwen3_moe(tie_word_embeddings=tied))
     reference.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = reference(torch.arange(12)[None]).logits
-    for logits in run_ranks(_logits, 3, reference.config, tmp_path):
+    for logits in shared_ranks(_logits, 3, reference.config, tmp_path):
         assert torch.equal(logits, expected)
 
 
-def test_tied_weights_are_read_once(tmp_path: Path) -> None:
+def test_tied_weights_are_read_once(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe(tie_word_embeddings=True))
     reference.save_pretrained(tmp_path)
-    for results in run_ranks(_load_all, 2, reference.config, [tmp_path], 2, 2, 0):
+    for results in shared_ranks(_load_all, 2, reference.config, [tmp_path], 2, 2, 0):
         report, _, state = results[0]
         assert report.bytes_read <= report.local_bytes * 1.01
         assert state is None or _differences(state, reference.state_dict()) == []

@@ -81,6 +81,7 @@ def _read(directory: Path) -> dict[str, torch.Tensor]:
     return {k: v for path in sorted(directory.glob("*.safetensors")) for k, v in load_file(path).items()}
 
 
+@pytest.mark.slow_cases(r"plain-1-rank", why="two ranks stay")
 @pytest.mark.slow_cases(r"qwen-checkpointed", why="the other ways stay")
 @pytest.mark.parametrize(
     ("changes", "world", "ep", "dispatch", "checkpointing", "in_memory"),

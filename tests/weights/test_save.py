@@ -24,7 +24,7 @@ from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.save import SaveReport, save_model
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks, run_ranks
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model, shard_for_test, write_fused
 
 LAYOUTS = ((1, 1, 0), (2, 2, 0), (4, 2, 0), (4, 2, 1), (4, 2, 2))
@@ -79,6 +79,7 @@ def _assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
         assert state[name].dtype == tensor.dtype
 
 
+@pytest.mark.slow_cases(r"\((2, 2, 0|4, 2, 1)\)-deepseek_v3", why="two dims of four ranks stay")
 @pytest.mark.slow_cases(r".*(mixtral|qwen3_moe)", why="deepseek_v3 stays, which has dense blocks and buffers as well")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -96,6 +97,7 @@ def test_transformers_reads_back_equal_tensors_from_the_same_file_layout(
     assert list(tmp_path.glob("ours.tmp*")) == []
 
 
+@pytest.mark.slow_cases(r"(qwen3_moe|mixtral)", why="deepseek_v3 stays, which has dense blocks as well")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_checkpoint_stays_fused(family: str, tmp_path: Path) -> None:
     reference = random_model(FAMILIES[family]())
@@ -114,10 +116,12 @@ def _save_from_memory(reference: PreTrainedModel, target: Path) -> None:
     save_model(model, target)
 
 
-def test_a_model_made_in_memory_and_then_sharded_is_saved_in_its_familys_layout(tmp_path: Path) -> None:
+def test_a_model_made_in_memory_and_then_sharded_is_saved_in_its_familys_layout(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path / "theirs")
-    run_ranks(_save_from_memory, 2, reference, tmp_path / "ours")
+    shared_ranks(_save_from_memory, 2, reference, tmp_path / "ours")
     assert _specs(tmp_path / "ours") == _specs(tmp_path / "theirs")
     _assert_equal(_reloaded(tmp_path / "ours"), reference)
 
@@ -250,10 +254,12 @@ def _save_computed(config: PreTrainedConfig, source: Path, target: Path) -> None
     save_model(model, target, max_shard_bytes=20_000)
 
 
-def test_conversions_that_compute_across_shards_are_gathered_and_exact(tmp_path: Path) -> None:
+def test_conversions_that_compute_across_shards_are_gathered_and_exact(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path / "theirs")
-    run_ranks(_save_computed, 2, reference.config, tmp_path / "theirs", tmp_path / "ours")
+    shared_ranks(_save_computed, 2, reference.config, tmp_path / "theirs", tmp_path / "ours")
     _computed_rules(reference)
     reference.save_pretrained(tmp_path / "expected")
     ours: dict[str, torch.Tensor] = {}

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.model import load_model
 from expertmesh.weights import load
-from tests.support.ranks import run_ranks
+from tests.support.ranks import SharedRanks
 from tests.weights.tiny import qwen3_moe, random_model
 
 EXPERT_7 = "model.layers.1.mlp.experts.7.down_proj.weight"
@@ -125,25 +126,35 @@ ATTACKS: dict[str, tuple[Callable[[Path], Path], type[ExpertmeshError], str, str
 def _load_or_error(good: Path, bad: Path, bad_rank: int) -> tuple[str, str, list[str]]:
     """Load on 2 ranks of which one sees a bad copy, as on machines with disks of their own."""
     allocated: list[str] = []
+
+    def counted(model: Any, device: Any) -> None:
+        allocated.append(str(device))
+        materialize(model, device)
+
     materialize = load.materialize
-    load.materialize = lambda model, device: (allocated.append(str(device)), materialize(model, device))[1]
     directory = bad if dist.get_rank() == bad_rank else good
     mesh = init_mesh(ParallelConfig(ep=2), device=torch.device("cpu"))
-    with pytest.raises(ExpertmeshError) as caught:
+    with pytest.raises(ExpertmeshError) as caught, mock.patch.object(load, "materialize", counted):
         load_model(directory, mesh)
     dist.barrier()  # The group still works: nobody was left inside a collective.
     return f"{type(caught.value).__name__} of key {caught.value.key}", str(caught.value), allocated
 
 
+@pytest.mark.slow_cases(
+    r"(bit flip in a header|file not there|header larger than the file|expert twice)",
+    why="test_safetensors_reader.py has every damage in one process; one of each class of error stays",
+)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_what_one_rank_sees_every_rank_refuses_in_the_same_words(name: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_what_one_rank_sees_every_rank_refuses_in_the_same_words(
+    shared_ranks: SharedRanks, name: str, checkpoint: Path, tmp_path: Path
+) -> None:
     attack, error, key, words = ATTACKS[name]
     bad = tmp_path / "bad"
     bad.mkdir()
     for path in checkpoint.iterdir():
         (bad / path.name).write_bytes(path.read_bytes())
     named = attack(bad)
-    first, second = run_ranks(_load_or_error, 2, checkpoint, bad, 1)
+    first, second = shared_ranks(_load_or_error, 2, checkpoint, bad, 1)
     assert first[:2] == second[:2]
     kind, sentence, _ = first
     assert (kind, error.exit_code) == (
@@ -156,13 +167,17 @@ def test_what_one_rank_sees_every_rank_refuses_in_the_same_words(name: str, chec
     assert second[2] == (["cpu"] if attack is _poison else [])
 
 
-def test_a_value_only_one_rank_reads_stops_all(checkpoint: Path) -> None:
+def test_a_value_only_one_rank_reads_stops_all(shared_ranks: SharedRanks, checkpoint: Path) -> None:
     _poison(checkpoint)  # expert 7 is rank 1's
-    first, second = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
+    first, second = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first[:2] == second[:2]
     assert f"tensor {EXPERT_7} holds a value that is not finite" in first[1]
 
 
+@pytest.mark.slow_cases(
+    r"(num_local_experts-0|num_hidden_layers-0|moe_intermediate_size-)",
+    why="one of experts, of layers and of sizes stays",
+)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -176,10 +191,10 @@ def test_a_value_only_one_rank_reads_stops_all(checkpoint: Path) -> None:
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
 def test_a_config_that_disagrees_with_the_tensors_names_them(
-    changes: dict[str, Any], words: list[str], checkpoint: Path
+    shared_ranks: SharedRanks, changes: dict[str, Any], words: list[str], checkpoint: Path
 ) -> None:
     _edit_config(checkpoint, **changes)
-    first, second = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
+    first, second = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first == second
     kind, sentence, allocated = first
     assert (kind, allocated) == ("IntegrityError of key weights.does-not-fit", [])
@@ -196,13 +211,16 @@ class _Canary:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow_cases(r"(model\.pt|consolidated.*)", why="another name each; two stay")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
-def test_a_pickle_is_refused_and_never_opened(name: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_and_never_opened(
+    shared_ranks: SharedRanks, name: str, checkpoint: Path, tmp_path: Path
+) -> None:
     canary = tmp_path / "canary"
     for path in checkpoint.glob("model*.safetensors*"):
         path.unlink()
     (checkpoint / name).write_bytes(pickle.dumps(_Canary(canary)))
-    first, second = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
+    first, second = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first == second
     assert first[0] == "SecurityError of key weights.pickle"
     assert name in first[1]
@@ -212,28 +230,31 @@ def test_a_pickle_is_refused_and_never_opened(name: str, checkpoint: Path, tmp_p
     assert canary.exists(), "the canary would have sung"
 
 
+@pytest.mark.slow_cases(r"(pytorch_model.*|/etc/passwd)", why="the relative path stays")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "../model.safetensors", "/etc/passwd"])
-def test_a_config_cannot_name_other_weights_either(name: str, checkpoint: Path) -> None:
+def test_a_config_cannot_name_other_weights_either(shared_ranks: SharedRanks, name: str, checkpoint: Path) -> None:
     _edit_config(checkpoint, transformers_weights=name)
-    first, second = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
+    first, second = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first == second
     assert first[0] == "SecurityError of key weights.unsafe-name"
     assert repr(name) in first[1]
 
 
-def test_code_of_a_model_does_not_run_without_the_flag(checkpoint: Path, tmp_path: Path) -> None:
+def test_code_of_a_model_does_not_run_without_the_flag(
+    shared_ranks: SharedRanks, checkpoint: Path, tmp_path: Path
+) -> None:
     canary = tmp_path / "canary"
     _edit_config(checkpoint, model_type="made_up", auto_map={"AutoConfig": "made_up.MadeUp"})
     (checkpoint / "made_up.py").write_text(f"open({str(canary)!r}, 'w')")
-    first, second = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
+    first, second = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first == second
     assert first[0] == "InputError of key model.remote-code"
     assert "made_up.MadeUp" in first[1]
     assert not canary.exists()
 
 
-def test_a_config_nested_without_end_is_plain_bad_input(checkpoint: Path) -> None:
+def test_a_config_nested_without_end_is_plain_bad_input(shared_ranks: SharedRanks, checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text("[" * 1_000_000)
-    (kind, sentence, _), _ = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
+    (kind, sentence, _), _ = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert kind == "InputError of key model.invalid-config"
     assert "config.json" in sentence
