@@ -76,15 +76,15 @@ def _check(
 
 
 def test_a_second_micro_batch_in_flight_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "in_flight", lambda *_: (InFlight(0, (1,), (True,), False),))
+    monkeypatch.setattr(memory, "in_flight", lambda *_: (InFlight(0, (1,), (True,)),))
     with pytest.raises(AssertionError):
         _check("qwen", ParallelConfig(ep=4, pp=4), "none", None, Batch(1, 4), "all", 0)
 
 
 def test_a_prefetch_in_vain_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic, "prefetches", lambda *_: ())
+    monkeypatch.setattr(traffic, "prefetches_in_vain", lambda *_: {})
     with pytest.raises(AssertionError):
-        _check("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, Batch(1, 4), "all", 0)
+        _check("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, Batch(1, 4), "all", 1)
 
 
 def test_what_fake_tensors_cannot_do_is_refused() -> None:

@@ -4,6 +4,7 @@ The answers are those of `plan_axes`, which decides for `train` as well, each co
 pp with the smallest size that could do, because the remaining conditions are arithmetic (heads, blocks).
 """
 
+import itertools
 from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Any
@@ -68,6 +69,14 @@ class Feasibility:
         ranges = plan_stages(self._model, self._anatomy, self._blocks, layout, self._joined)
         place = {name: number for number, name in enumerate(self._anatomy.blocks)}
         return tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers, among all of the model's blocks, of those of each layer of accumulation by layer."""
+        place = {name: number for number, name in enumerate(self._anatomy.blocks)}
+        starts = [number for number in range(len(self._blocks)) if number not in self._joined]
+        bounds = itertools.pairwise([*starts, len(self._blocks)])
+        return tuple(tuple(place[self._blocks[n]] for n in range(*each)) for each in bounds)
 
     @cached_property
     def _joined(self) -> Mapping[int, str]:
