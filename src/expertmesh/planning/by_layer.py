@@ -10,7 +10,7 @@ micro-batches of a round. What a block saves and needs for one of them is in blo
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from expertmesh.planning.blocks import BlockMemory, Moment, reduced_bytes
+from expertmesh.planning.blocks import Moment, reduced_bytes
 from expertmesh.planning.model_figures import GroupBytes, group_bytes
 from expertmesh.planning.stages import Piece
 
@@ -155,7 +155,7 @@ class _LayerMemory:
 
     def ends(self) -> Iterator[Moment]:
         """Yield the moments behind the blocks: the head's gradient is summed or reduced, and the embedding's."""
-        run, hidden = self.run, self.memory.hidden
+        run = self.run
         if self.is_end:
             held = self.around + self.flats + max(block.reducing for block in self.blocks)
         else:

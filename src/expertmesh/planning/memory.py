@@ -176,7 +176,6 @@ class RankMemory:
         assert worst is not None
         return most + state.frozen + state.master + state.moments, worst
 
-
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yield every moment of a step at which the peak of one pp rank can be."""
         if self.batch.together:

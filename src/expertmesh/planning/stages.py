@@ -7,7 +7,7 @@ schedules which step/pipeline_schedule.py chooses from torch.distributed.pipelin
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -38,7 +38,7 @@ class Batch:
     """Sequences of a micro-batch."""
     accumulation: int
     """Micro-batches of a step."""
-    order: Order = Order()
+    order: Order = field(default_factory=Order)
     """Order of the micro-batches; that by layer needs several."""
 
     @property
