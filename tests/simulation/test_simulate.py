@@ -58,7 +58,7 @@ def _check(
     stage: int,
 ) -> None:
     config = qwen3_30b_a3b() if shape == "qwen" else deepseek_v3()
-    config.num_hidden_layers = 4
+    config.num_hidden_layers = max(4, parallel.pp * parallel.pp_virtual_stages)
     model = figures_of(config, length=LENGTH, precision=PrecisionConfig(), lora=lora, packed=False)
     layout = resolve_layout(parallel, 64, model.anatomy.num_experts)
     workload = Workload(model, layout, batch, mode, layers)
@@ -115,7 +115,7 @@ def test_a_second_micro_batch_in_flight_that_is_forgotten_would_be_noticed(monke
 def test_a_prefetch_in_vain_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "prefetches_in_vain", lambda *_: {})
     with pytest.raises(AssertionError):
-        _check("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, Batch(1, 4), "all", 1)
+        _check("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=3), "none", None, Batch(1, 4), "all", 1)
 
 
 def test_what_fake_tensors_cannot_do_is_refused() -> None:
