@@ -33,6 +33,7 @@ from expertmesh.simulation.axes import planned_by_axis, sent_by_axis
 from expertmesh.state.packed import stored
 from expertmesh.step import forward_backward as training_step
 from expertmesh.step import pipeline_schedule as stages
+from expertmesh.step.forward_backward import Order
 from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
@@ -51,6 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "jetmoe": {"intermediate_size": 96, "num_local_experts": EXPERTS, "kv_channels": 16},
 }
 MIXED, ONE = PrecisionConfig(), Batch(1, 1)
+BY_LAYER, IN_TWOS = Order(by_layer=True), Order(by_layer=True, round=2)
 FP32 = PrecisionConfig(params="float32", compute="float32", reduce="float32")
 BF16 = PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="float32")
 
@@ -125,6 +127,17 @@ def _points() -> tuple[Point, ...]:
         Point("qwen3 ep2 of 4, selective, block 3", "qwen3_moe", 4, ep(2), "selective", layers=(3,)),
         Point("qwen3 tp2 ep2 of 4, full, blocks 0 and 1", "qwen3_moe", 4, ep(2, tp=2), "full", layers=(0, 1)),
         Point("deepseek ep2 of 4, full, every 2nd block", "deepseek_v3", 4, ep(2), "full", layers=2),
+        Point("qwen3 ep2 of 4, full, 4 by layer", "qwen3_moe", 4, ep(2), "full", batch=Batch(1, 4, BY_LAYER)),
+        Point(
+            "deepseek ep4 of 4, LoRA, full, 4 by layer in 2 rounds",
+            "deepseek_v3",
+            4,
+            ep(4),
+            "full",
+            lora=lora,
+            batch=Batch(1, 4, IN_TWOS),
+        ),
+        Point("qwen3 tp2 ep2 of 4, 2 by layer", "qwen3_moe", 4, ep(2, tp=2), batch=Batch(1, 2, BY_LAYER)),
         Point("qwen3 ep2 of 4, adamw_8bit", "qwen3_moe", 4, ep(2), optimizer="adamw_8bit"),
         Point("qwen3 tp2 ep2 of 4, adamw_8bit", "qwen3_moe", 4, ep(2, tp=2), optimizer="adamw_8bit"),
         Point("qwen3 tp2 ep2 of 4, muon", "qwen3_moe", 4, ep(2, tp=2), optimizer="muon"),
@@ -167,8 +180,9 @@ def measure(point: Point) -> Honesty:
         ranks = results[stage * each : (stage + 1) * each]
         state = resident_state(model, layout, stage, point.optimizer)
         states.append((state.frozen + state.master + state.moments) / ranks[0]["state"] - 1)
-        saved = saved_of(workload, stage=stage, chunk=0)
-        saves.append(saved / (sum(rank["saved"] for rank in ranks) / each) - 1)
+        if not point.batch.together:  # by layer nothing runs a whole forward
+            saved = saved_of(workload, stage=stage, chunk=0)
+            saves.append(saved / (sum(rank["saved"] for rank in ranks) / each) - 1)
         for key, transfer in planned_by_axis(traffic_of(workload, stage), ranks[0]["sent"]).items():
             sent.setdefault(key, [0.0, 0.0])[1] += transfer.bytes / layout.pp
         for rank in ranks:
@@ -183,7 +197,7 @@ def measure(point: Point) -> Honesty:
     peak = max(result["peak"] for result in results)
     return Honesty(
         state=max(states, key=abs),
-        saved=max(saves, key=abs),
+        saved=max(saves, key=abs, default=0.0),
         peak=memory_of(workload).total / peak - 1,
         traffic=worst,
         axes=axes,
@@ -212,8 +226,10 @@ def _rank(point: Point) -> dict[str, Any]:
     ids = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(point.batch.accumulation)]
     batches = [{"input_ids": part, "labels": part, "attention_mask": torch.ones_like(part)} for part in ids]
 
+    order: Any = "by_layer" if point.batch.together else "by_micro_batch"
+
     def step() -> None:
-        em.forward_backward(model, batches, target_tokens=1000)
+        em.forward_backward(model, batches, target_tokens=1000, accumulate=order, round=point.batch.order.round)
         em.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -232,7 +248,7 @@ def _rank(point: Point) -> dict[str, Any]:
         step()
     sent = {key: entry.bytes for key, entry in sent_by_axis(tracker.sent, mesh).items()}
     # The first forwards are all of the rank's first stage; one may find a message that gloo's threads still hold.
-    kept = min(saved[: min(mesh.layout.pp, point.batch.accumulation)])
+    kept = min(saved[: min(mesh.layout.pp, point.batch.accumulation)], default=None)
     return {"state": state, "saved": kept, "peak": tracker.peak, "sent": sent}
 
 

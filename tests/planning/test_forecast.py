@@ -17,6 +17,8 @@ from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
 from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import Job, plan
+from expertmesh.step.forward_backward import Order
+from expertmesh.training.reporting.record import Forecast
 from expertmesh.training.startup.model_check import Checked, check_model
 from tests.families.tiny import random_model
 from tests.support.models import tiny_config
@@ -34,6 +36,7 @@ def _checked(config: Config, model_config: Any, world: int) -> Checked:
 
 def test_checkpoint_layers_count_in_what_is_predicted(tmp_path: Path) -> None:
     sized = ("data.max_length=128", "train.activation_checkpointing=full", "parallel.ep=2")
+    sized += ("train.accumulate=by_micro_batch",)  # auto would take another order for each of the two
     configs = _config(tmp_path, *sized), _config(tmp_path, *sized, "train.checkpoint_layers=[0]")
     every, one = (forecast(each, _checked(each, tiny_config("qwen3_moe"), 4)).prediction for each in configs)
     assert every is not None
@@ -141,6 +144,37 @@ def test_an_ep_that_would_fit_is_named_where_auto_does_not(tmp_path: Path) -> No
     assert "would fit" not in forecast(fixed, checked, here).line
 
 
+def test_a_round_has_as_many_micro_batches_as_fit(tmp_path: Path) -> None:
+    options = ("train.global_batch_size=64", "data.max_length=4096", "train.activation_checkpointing=full")
+    config, kind = _config(tmp_path, *options, "parallel.ep=8", "lora={r: 8}"), hardware_table()["h200"]
+    checked = _checked(config, qwen3_30b_a3b(), 8)
+    assert checked.order_line(8).startswith("by layer, 1 round of up to 8: a block is gathered twice a round, not 16")
+
+    def predicted(memory: float, **train: Any) -> Forecast:
+        here = Devices("h200", 1, 8, kind.model_copy(update={"memory": memory, "headroom": 0.0}))
+        return forecast(config.model_copy(update={"train": config.train.model_copy(update=train)}), checked, here)
+
+    def needed(**train: Any) -> float:
+        found = predicted(1e12, **train).prediction
+        assert found is not None
+        return found.peak_memory_bytes or 0.0
+
+    by_micro_batch = needed(accumulate="by_micro_batch")
+    two, four, eight = (needed(accumulate="by_layer", round=size) for size in (2, 4, 8))
+    assert by_micro_batch < two < four < eight
+    for memory, size, said in (
+        (eight, None, "by layer, 1 round of up to 8: a block"),
+        ((four + eight) / 2, 4, "by layer, 2 rounds of up to 4: a block is gathered twice a round, not 16"),
+        ((by_micro_batch + two) / 2, 1, "by micro-batch: by layer, two micro-batches of a round are predicted not"),
+    ):
+        found = predicted(memory)
+        assert found.round == size
+        assert checked.in_rounds("auto", found.round).order_line(8).startswith(said)
+        assert "may run out" not in found.line
+    assert checked.in_rounds("by_layer", 1).order == Order(by_layer=True, round=1)
+    assert predicted(two, accumulate="by_layer", round=8).round is None
+
+
 @pytest.mark.parametrize("devices", ["2x8 h100", "4 cpu"])
 def test_auto_is_one_rule_for_train_and_plan(devices: str, tmp_path: Path) -> None:
     """`train` comes by itself to the ep of each layout that `plan` proposes, with the same micro-batch and mode."""
@@ -159,3 +193,5 @@ def test_auto_is_one_rule_for_train_and_plan(devices: str, tmp_path: Path) -> No
         update = {"parallel": axes, "train": config.train.model_copy(update=train)}
         checked = check_model(config.model_copy(update=update), model_config, Path(), here.count, here.per_node)
         assert checked.layout == candidate.layout
+        found_there = forecast(config.model_copy(update=update), checked, here)
+        assert checked.in_rounds("auto", found_there.round).order == batch.order

@@ -18,7 +18,7 @@ def _check(found: Honesty) -> None:
     assert abs(found.traffic) <= TRAFFIC, found
 
 
-@pytest.mark.slow_cases(r"(?!qwen3 cp2 ep2 of 4).*", why="honesty of the planner: ten layouts on real ranks; one stays")
+@pytest.mark.slow_cases(r"(?!qwen3 cp2 ep2 of 4).*", why="honesty of the planner: real ranks; one of eleven stays")
 @pytest.mark.parametrize(
     "name",
     [
@@ -31,6 +31,7 @@ def _check(found: Honesty) -> None:
         "qwen3 pp4, 2 micro-batches",
         "qwen3 pp2 x 2 stages ep2, full, 4 micro-batches",
         "qwen3 tp2 ep2 of 4, full, blocks 0 and 1",
+        "qwen3 ep2 of 4, full, 4 by layer",
     ],
 )
 def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:

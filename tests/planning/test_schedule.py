@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from expertmesh.distributed.layout import Layout
-from expertmesh.planning.stages import InFlight, Prefetches, in_flight, prefetches, schedule_order
+from expertmesh.planning.stages import InFlight, in_flight, prefetches_in_vain, schedule_order
 
 
 @pytest.mark.parametrize(("pp", "chunks", "count"), [(2, 2, 4), (2, 2, 2), (4, 2, 8), (4, 3, 12), (2, 4, 3), (3, 2, 1)])
@@ -22,17 +22,14 @@ def test_the_order_is_that_of_torchs_interleaved_schedule(pp: int, chunks: int, 
 
 def test_everything_is_in_flight_where_all_forwards_run_first() -> None:
     gpipe, short = Layout(pp=4, pp_schedule="gpipe"), Layout(pp=4)
-    assert in_flight(gpipe, 8, 3) == (InFlight(0, (8,), (False,), True), InFlight(0, (7,), (True,), False))
+    assert in_flight(gpipe, 8, 3) == (InFlight(0, (8,), (False,)), InFlight(0, (7,), (True,)))
     assert in_flight(short, 3, 3)[0].saved == (3,)  # fewer micro-batches than stages
-    assert in_flight(short, 4, 3) == (InFlight(0, (1,), (True,), False),)
-    assert in_flight(short, 8, 0) == (InFlight(0, (4,), (True,), True),)
+    assert in_flight(short, 4, 3) == (InFlight(0, (1,), (True,)),)
+    assert in_flight(short, 8, 0) == (InFlight(0, (4,), (True,)),)
     unequal = Layout(pp=2, pp_schedule="interleaved_1f1b", pp_virtual_stages=2)
     assert max(sum(each.saved) for each in in_flight(unequal, 5, 1)) == 10
 
 
-def test_what_is_recorded_when_a_backward_begins() -> None:
-    assert prefetches(Layout(pp=2), 4, 0) == (Prefetches(0, True, 0, None, 1), Prefetches(0, True, None, None, 2))
-    assert prefetches(Layout(pp=2), 4, 1) == (Prefetches(0, True, None, None, 1), Prefetches(0, True, None, None, 3))
+def test_a_chunk_of_another_round_is_prefetched_in_vain() -> None:
     virtual = Layout(pp=4, pp_schedule="interleaved_1f1b", pp_virtual_stages=3)
-    others = [found for found in prefetches(virtual, 8, 3) if found.other is not None]
-    assert sum(found.times for found in others) == 8  # of the chunk before or behind, between its own rounds
+    assert sum(prefetches_in_vain(virtual, 8, 3).values()) == 8  # of the chunk before or behind, between its own rounds

@@ -368,6 +368,27 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
 
 
+def test_plan_names_the_order_of_micro_batches_and_keeps_one_that_is_set(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["plan", str(directory), "--seq-len", "64", "--devices", "2x2 cpu", "--goal", "memory"]
+    found: dict[str, list[Any]] = {}
+    for order in ("by_micro_batch", "by_layer", "auto"):
+        assert main([*small, "--accumulate", order, "--json"]) == 0
+        found[order] = json.loads(capsys.readouterr().out)["candidates"]
+    orders = {order: {each["accumulate"] for each in several} for order, several in found.items()}
+    assert orders["by_micro_batch"] == {"by_micro_batch"}
+    assert orders["by_layer"] == {"by_layer"}
+    assert {each["layout"]["pp"] for each in found["by_layer"]} == {1}
+    for each in found["auto"]:
+        by_layer = each["activation_checkpointing"] == "full" and each["accumulation"] > 1 and each["layout"]["pp"] == 1
+        assert each["round"] == (each["accumulation"] if by_layer else 1)
+    assert main([*small, "--accumulate", "by_layer"]) == 0
+    assert " by layer" in capsys.readouterr().out
+    assert main([*small, "--accumulate", "by_layer", "--yaml"]) == 0
+    assert "accumulate: by_layer" in capsys.readouterr().out
+
+
 def test_plan_says_what_it_assumes_and_nothing_of_what_is_given(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

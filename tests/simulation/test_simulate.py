@@ -13,6 +13,7 @@ from expertmesh.planning.stages import Batch, CheckpointedLayers, InFlight, Work
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.axes import planned_by_axis
 from expertmesh.simulation.run import simulate
+from expertmesh.step.forward_backward import Order
 from tests.support.errors import refused
 
 LENGTH = 1024
@@ -57,7 +58,7 @@ def _check(
     stage: int,
 ) -> None:
     config = qwen3_30b_a3b() if shape == "qwen" else deepseek_v3()
-    config.num_hidden_layers = 4
+    config.num_hidden_layers = max(4, parallel.pp * parallel.pp_virtual_stages)
     model = figures_of(config, length=LENGTH, precision=PrecisionConfig(), lora=lora, packed=False)
     layout = resolve_layout(parallel, 64, model.anatomy.num_experts)
     workload = Workload(model, layout, batch, mode, layers)
@@ -75,16 +76,46 @@ def _check(
     assert found.process_groups <= 16
 
 
+@pytest.mark.slow_cases(r"(?!qwen-parallel0).*", why="one of six stays")
+@pytest.mark.parametrize(
+    ("shape", "parallel", "mode", "lora", "rows", "size", "layers"),
+    [
+        ("qwen", ParallelConfig(ep=8), "full", LoraConfig(), 1, None, "all"),
+        ("qwen", ParallelConfig(ep=8), "none", None, 1, None, "all"),
+        ("qwen", ParallelConfig(ep=8, tp=2, replicate=2), "full", None, 2, 2, "all"),
+        ("qwen", ParallelConfig(ep=8, cp=2), "full", LoraConfig(), 1, 3, 2),
+        ("qwen", ParallelConfig(ep=64), "full", None, 1, None, "all"),
+        ("deepseek", ParallelConfig(ep=16), "full", None, 1, 2, "all"),
+    ],
+)
+def test_simulated_rank_that_goes_by_layer_is_what_the_formulas_say(
+    shape: str,
+    parallel: ParallelConfig,
+    mode: CheckpointingMode,
+    lora: LoraConfig | None,
+    rows: int,
+    size: int | None,
+    layers: CheckpointedLayers,
+) -> None:
+    _check(shape, parallel, mode, lora, Batch(rows, 4, Order(by_layer=True, round=size)), layers, 0)
+
+
+def test_a_last_layer_that_were_gathered_twice_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "stays_gathered", lambda *_: ())
+    with pytest.raises(AssertionError):
+        _check("qwen", ParallelConfig(ep=8), "full", LoraConfig(), Batch(1, 2, Order(by_layer=True)), "all", 0)
+
+
 def test_a_second_micro_batch_in_flight_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "in_flight", lambda *_: (InFlight(0, (1,), (True,), False),))
+    monkeypatch.setattr(memory, "in_flight", lambda *_: (InFlight(0, (1,), (True,)),))
     with pytest.raises(AssertionError):
         _check("qwen", ParallelConfig(ep=4, pp=4), "none", None, Batch(1, 4), "all", 0)
 
 
 def test_a_prefetch_in_vain_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic, "prefetches", lambda *_: ())
+    monkeypatch.setattr(traffic, "prefetches_in_vain", lambda *_: {})
     with pytest.raises(AssertionError):
-        _check("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, Batch(1, 4), "all", 0)
+        _check("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=3), "none", None, Batch(1, 4), "all", 1)
 
 
 def test_what_fake_tensors_cannot_do_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from typer import Argument, Option
 
-from expertmesh.config.sections import OptimizerName
+from expertmesh.config.sections import Accumulate, OptimizerName
 from expertmesh.verification.options import DEFAULT_TOKENS, LAYERS
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -134,6 +134,7 @@ class PlanOptions:
     lora: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="adapters: r=16; again for more keys")] = None
     params: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the parameters that train")] = "float32"
     optimizer: Annotated[OptimizerName, Option(help="what updates them")] = "adamw"
+    accumulate: Annotated[Accumulate, Option(help="order of the micro-batches of a step")] = "auto"
     compute: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of forward and backward")] = "bfloat16"
     frozen: Annotated[Frozen | None, Option(help="how weights that adapters freeze stay in memory")] = None
     offload: Annotated[Literal["none", "experts"], Option(help="frozen experts in host memory, streamed")] = "none"

@@ -23,6 +23,7 @@ Seconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
 Sequences = Annotated[int, Field(ge=1, le=2**24)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon", "sgd"]
+Accumulate = Literal["auto", "by_micro_batch", "by_layer"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -262,7 +263,7 @@ class TrainConfig(Section):
     (selective). auto is full on accelerators and none on a CPU."""
     checkpoint_layers: Literal["all"] | Annotated[int, Field(ge=2)] | Listed[Annotated[int, Field(ge=0)]] = "all"
     """Blocks that are recomputed, from 0: all, N for every Nth from the first on, or a list."""
-    accumulate: Literal["auto", "by_micro_batch", "by_layer"] = "auto"
+    accumulate: Accumulate = "auto"
     """Order of the micro-batches of a step: each through the whole model, or all of a round through one block before
     the next. auto is by_layer where blocks are recomputed in full and gathered (printed)."""
     round: Literal["auto"] | PositiveInt = "auto"

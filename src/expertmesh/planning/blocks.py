@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.parallel.checkpointing import CheckpointingMode
@@ -135,6 +136,19 @@ class BlockMemory:
     growing: float
     """Parameters' gradients that the block's backward makes on top of `working`; tp splits them."""
     experts: ExpertsMemory
+
+
+class Moment(NamedTuple):
+    """The bytes of one rank at one moment, beside its parameters and optimizer state."""
+
+    name: str
+    accumulated: float
+    """Share of the gradients that exist."""
+    unsharded: float
+    activations: float
+    dispatch: float = 0.0
+    logits: float = 0.0
+    working: float = 0.0
 
 
 @cache

@@ -4,16 +4,19 @@ The answers are those of `plan_axes`, which decides for `train` as well, each co
 pp with the smallest size that could do, because the remaining conditions are arithmetic (heads, blocks).
 """
 
+import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 
-from expertmesh.anatomy import Anatomy, decoder_blocks
+from expertmesh.anatomy import decoder_blocks
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.context.plan import ContextPlan
-from expertmesh.parallel.pipeline import Cut, find_decoder
-from expertmesh.parallel.shard_plan import KeptInFp32, plan_axes
+from expertmesh.parallel.layers import refuse_by_layer
+from expertmesh.parallel.pipeline import find_decoder
+from expertmesh.parallel.shard_plan import KeptInFp32, ShardPlan, plan_axes
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.model_view import ModelView
@@ -24,11 +27,10 @@ _SMALL = (2, 3, 5, 7)
 class Feasibility:
     """The layouts that one model on meta can have. Nothing communicates, the model stays as it is."""
 
-    def __init__(
-        self, model: Any, anatomy: Anatomy, heads: int, kept_in_fp32: KeptInFp32, cut: Cut | None = None
-    ) -> None:
-        """Keep the model on meta; `cut` is its cut into stages if a layout with pp was planned before, else None."""
-        self._cut = cut
+    def __init__(self, model: Any, plan: ShardPlan, heads: int, kept_in_fp32: KeptInFp32) -> None:
+        """Keep the model on meta and its shard plan, of any layout."""
+        anatomy = plan.anatomy
+        self._shards, self._cut = plan, plan.cut
         self._model, self._anatomy, self._heads, self._kept = model, anatomy, heads, kept_in_fp32
         self._blocks = decoder_blocks(anatomy)
         self._view = ModelView(model)
@@ -45,6 +47,19 @@ class Feasibility:
             except InputError as error:
                 return str(error)
         return next((str(found) for found in map(self._plan, one_axis) if isinstance(found, InputError)), None)
+
+    def refuse_by_layer(self, layout: Layout) -> None:
+        """Raise `InputError` if the model cannot be trained layer by layer in `layout`."""
+        if (refusal := self._by_layer_refusal(Layout(pp=layout.pp))) is not None:
+            raise refusal
+
+    @cache  # noqa: B019
+    def _by_layer_refusal(self, layout: Layout) -> InputError | None:
+        try:
+            refuse_by_layer(replace(self._shards, layout=layout))
+        except InputError as error:
+            return error
+        return None
 
     def any_tensor_plan(self) -> TensorPlan:
         """Return the plan of the fewest ranks that can share this model; of one rank (nothing is split) where
@@ -68,6 +83,14 @@ class Feasibility:
         ranges = plan_stages(self._model, self._anatomy, self._blocks, layout, self._joined)
         place = {name: number for number, name in enumerate(self._anatomy.blocks)}
         return tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers, among all of the model's blocks, of those of each layer of accumulation by layer."""
+        place = {name: number for number, name in enumerate(self._anatomy.blocks)}
+        starts = [number for number in range(len(self._blocks)) if number not in self._joined]
+        bounds = itertools.pairwise([*starts, len(self._blocks)])
+        return tuple(tuple(place[self._blocks[n]] for n in range(*each)) for each in bounds)
 
     @cached_property
     def _joined(self) -> Mapping[int, str]:

@@ -98,7 +98,9 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
     cures, peak = partial(_cures, config, checked, devices), None
     if timed and devices.name != "cpu":  # of a processor the table has no peak, but what one reached
         peak = found.speed.peak_flops * found.speed.tokens / found.speed.model_flops
-    return Forecast("; ".join(notes), prediction, warning, cures, peak)
+    batch = found.workload.batch
+    rounds = None if batch.together == batch.accumulation else max(1, batch.together)
+    return Forecast("; ".join(notes), prediction, warning, cures, peak, rounds)
 
 
 def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
@@ -181,7 +183,9 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed, device=kind)
     layers = config.train.checkpoint_layers
     size, optimizer = config.train.global_batch_size, config.optim.name
-    return Job(figures, devices, size, optimizer, layers=layers, dispatch=config.moe.dispatch)
+    accumulate, rounds = config.train.accumulate, None if config.train.round == "auto" else config.train.round
+    dispatch = config.moe.dispatch
+    return Job(figures, devices, size, optimizer, layers=layers, dispatch=dispatch, accumulate=accumulate, round=rounds)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
 
-from expertmesh.planning.blocks import BlockMemory, BlockSharding, block_memory, hidden_bytes, reduced_bytes
+from expertmesh.planning.blocks import BlockMemory, BlockSharding, Moment, block_memory, hidden_bytes, reduced_bytes
+from expertmesh.planning.by_layer import RoundMemory
 from expertmesh.planning.model_figures import group_bytes
 from expertmesh.planning.stages import InFlight, Piece, Workload, in_flight, resident_state
 
@@ -57,7 +57,7 @@ class Memory:
 
 def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
     """Return the peak of the worst rank; `overhead`: bytes that the device takes beside tensors."""
-    memory = _RankMemory(workload)
+    memory = RankMemory(workload)
     found = [(memory.peak(stage), stage) for stage in workload.distinct_stages()]
     (_, worst), stage = max(found, key=lambda each: each[0][0])
     state = resident_state(workload.model, workload.layout, stage, workload.optimizer)
@@ -78,7 +78,7 @@ def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
 
 def peak_of(workload: Workload, stage: int) -> float:
     """Return the peak of one pp rank, without what the device takes for itself."""
-    return _RankMemory(workload).peak(stage)[0]
+    return RankMemory(workload).peak(stage)[0]
 
 
 def fullest_stage(workload: Workload) -> int:
@@ -93,25 +93,12 @@ def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
         stage: The pp rank.
         chunk: Which of its `pp_virtual_stages` stages, counted as in a list; -1 is the last.
     """
-    memory, chunk = _RankMemory(workload), range(workload.layout.pp_virtual_stages)[chunk]
+    memory, chunk = RankMemory(workload), range(workload.layout.pp_virtual_stages)[chunk]
     saved = memory.saved(stage, chunk)[-1] + memory.tables + memory.at_borders(stage, chunk)
     return saved + (memory.outside + memory.head_saved if memory.is_last(stage, chunk) else 0.0)
 
 
-class _Moment(NamedTuple):
-    """The bytes of one rank at one moment, beside its parameters and optimizer state."""
-
-    name: str
-    accumulated: float
-    """Share of the gradients that exist."""
-    unsharded: float
-    activations: float
-    dispatch: float = 0.0
-    logits: float = 0.0
-    working: float = 0.0
-
-
-class _RankMemory:
+class RankMemory:
     """The memory of ranks of one layout, named as docs/formulas.md names it; bytes of one rank."""
 
     def __init__(self, workload: Workload) -> None:
@@ -177,21 +164,29 @@ class _RankMemory:
         rounding = 2 * head * compute + (targets - (chunks - 1) * chunk) * vocabulary * compute
         return 3 * rows - self.head_input + head * wide + max(logits + again, product + again, rounding)
 
-    def peak(self, stage: int) -> tuple[float, _Moment]:
+    def peak(self, stage: int) -> tuple[float, Moment]:
         """Return the most bytes of everything that one pp rank holds, and when."""
         state = resident_state(self.model, self.layout, stage, self.workload.optimizer)
+        most, worst = -1.0, None
+        for moment in self.moments(stage):
+            _, accumulated, unsharded, activations, dispatch, logits, working = moment
+            held = state.master * accumulated + unsharded + activations + dispatch + logits + working
+            if held > most:
+                most, worst = held, moment
+        assert worst is not None
+        return most + state.frozen + state.master + state.moments, worst
+
+    def moments(self, stage: int) -> Iterator[Moment]:
+        """Yield every moment of a step at which the peak of one pp rank can be."""
+        if self.batch.together:
+            for ready in {self.batch.passes > 1, False}:
+                yield from RoundMemory(self, ready=ready).moments()
+            return
         chunks = range(self.layout.pp_virtual_stages)
         saved = [self.saved(stage, chunk) for chunk in chunks]
         at_borders = [self.at_borders(stage, chunk) for chunk in chunks]
-        most, worst = -1.0, None
         for situation in in_flight(self.layout, self.batch.accumulation, stage):
-            for moment in _Backward(self, stage, situation, saved, at_borders).moments():
-                _, accumulated, unsharded, activations, dispatch, logits, working = moment
-                held = state.master * accumulated + unsharded + activations + dispatch + logits + working
-                if held > most:
-                    most, worst = held, moment
-        assert worst is not None
-        return most + state.frozen + state.master + state.moments, worst
+            yield from _Backward(self, stage, situation, saved, at_borders).moments()
 
 
 class _Backward:
@@ -200,7 +195,7 @@ class _Backward:
     """
 
     def __init__(
-        self, memory: _RankMemory, stage: int, situation: InFlight, saved: list[list[float]], at_borders: list[float]
+        self, memory: RankMemory, stage: int, situation: InFlight, saved: list[list[float]], at_borders: list[float]
     ) -> None:
         self.memory, self.stage, self.situation, self.saved = memory, stage, situation, saved[situation.chunk]
         self.rank = memory.workload.rank(stage)
@@ -219,21 +214,21 @@ class _Backward:
         for count, whole, sent in zip(situation.saved, saved, at_borders, strict=True):
             self.before += count * (whole[-1] + memory.tables + sent)
 
-    def moments(self) -> Iterator[_Moment]:
+    def moments(self) -> Iterator[Moment]:
         """Yield every moment at which the peak can be."""
         memory, before = self.memory, self.before
         if self.is_first and self.rank.embedding is not None:
             # Forward begins with what is around the blocks, and FSDP2 keeps both flat buffers for a while.
             behind = self.root + self.head.flat if self.rank.has_root else 0.0
             gathered = self.embedding.gathered + self.embedding.flat + behind
-            yield _Moment("embedding's gather", self.ready / self.blocks, gathered, before - memory.tables)
+            yield Moment("embedding's gather", self.ready / self.blocks, gathered, before - memory.tables)
         if self.stage == memory.layout.pp - 1:
             # Losses are taken in forward, with the head's gradient (step/loss.py).
             before += (self.situation.saved[-1] - self.is_last) * (memory.outside + memory.head_saved)
         before += memory.outside + memory.head_input if self.is_last else 0.0
         if self.is_last:
             activations = before + self.saved[-1]
-            yield _Moment("loss", self.ready / self.blocks, self.root, activations, logits=memory.loss())
+            yield Moment("loss", self.ready / self.blocks, self.root, activations, logits=memory.loss())
         for index in _edges(self.pieces):
             yield from self._block(index, before)
         if self.is_first and self.rank.embedding is not None:
@@ -243,16 +238,16 @@ class _Backward:
             copied = reducing if memory.sharding.gloo else 0.0
             unsharded = max(self.head_gradient, copied) + reducing
             accumulated = (self.ready + self.own) / self.blocks
-            yield _Moment("head's reduction", accumulated, unsharded, memory.received(self.stage))
+            yield Moment("head's reduction", accumulated, unsharded, memory.received(self.stage))
 
-    def _block(self, index: int, before: float) -> Iterator[_Moment]:
+    def _block(self, index: int, before: float) -> Iterator[Moment]:
         memory, pieces, hidden = self.memory, self.pieces, self.memory.hidden
         mode = pieces[index][1]
         block = memory.block(pieces[index])
         experts = block.experts
         following = memory.block(pieces[index - 1]) if index else None  # backward comes to it next
         accumulated = (self.ready + max(0, self.own - index - 1)) / self.blocks
-        flats = following.flats if following else self.embedding.flat
+        flats = following.flats if following else 0.0
         # The reduction buffer that the block behind still holds.
         behind = memory.block(pieces[index + 1]).reducing if index + 1 < len(pieces) else 0.0
         common = self.root + self.head_gradient + flats + block.dense
@@ -265,31 +260,28 @@ class _Backward:
             # Gathering, and in forward for a while after, there is their own buffer, and not yet that of the experts
             # before them.
             gathering = at_work + experts.buffered - (following.experts.buffered if following else 0.0)
-            yield _Moment("experts' gather", accumulated, gathering, now)
+            yield Moment("experts' gather", accumulated, gathering, now)
             if mode == "full":
-                yield _Moment("recomputing", accumulated, gathering, full, experts.again)
-            yield _Moment("experts' backward", accumulated, at_work, early, experts.backward, 0.0, hidden)
+                yield Moment("recomputing", accumulated, gathering, full, experts.again)
+            yield Moment("experts' backward", accumulated, at_work, early, experts.backward, 0.0, hidden)
             reduced, rest = common + experts.reduced, early - experts.saved
-            yield _Moment("experts' reduction", accumulated, reduced, rest, 0.0, 0.0, 2 * hidden)
+            yield Moment("experts' reduction", accumulated, reduced, rest, 0.0, 0.0, 2 * hidden)
             behind = experts.reducing or behind
         running, rest = common + behind + block.growing, full - experts.saved
-        yield _Moment("block's backward", accumulated, running, rest, 0.0, 0.0, block.working)
+        yield Moment("block's backward", accumulated, running, rest, 0.0, 0.0, block.working)
         reduced = common - block.dense + max(block.gradients, block.copied) + block.reducing
-        yield _Moment("block's reduction", accumulated, reduced, full - block.reads, 0.0, 0.0, 2 * hidden)
+        yield Moment("block's reduction", accumulated, reduced, full - block.reads, 0.0, 0.0, 2 * hidden)
 
-    def _embedding(self, before: float) -> _Moment:
+    def _embedding(self, before: float) -> Moment:
         memory, embedding = self.memory, self.embedding
         reducing = reduced_bytes(memory.model, embedding)
-        waiting = embedding.gathered + embedding.gradients + memory.block(self.pieces[0]).reducing
-        if self.situation.extra_gather and not self.rank.has_root:
-            # FSDP2 prefetches the last block of another micro-batch, which nothing uses.
-            last = memory.block(self.pieces[-1])
-            waiting += last.flats - last.experts.buffered
+        running = embedding.gathered + max(embedding.flat, embedding.gradients)
+        waiting = running + memory.block(self.pieces[0]).reducing
         copied = reducing if memory.sharding.gloo else 0.0
         ends = max(waiting, embedding.gradients + reducing, reducing + copied)
         unsharded = self.root + self.head_gradient + ends
         accumulated = (self.ready + self.own) / self.blocks
-        return _Moment("embedding's gradient", accumulated, unsharded, before - memory.tables, 0.0, 0.0, memory.hidden)
+        return Moment("embedding's gradient", accumulated, unsharded, before - memory.tables, 0.0, 0.0, memory.hidden)
 
 
 @cache

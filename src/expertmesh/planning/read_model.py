@@ -93,7 +93,7 @@ def _figures(
     text = model.config.get_text_config()
     sizes = text.to_dict()  # not by attributes: reading one that differs between layers raises
     attention_heads = int(sizes.get("num_attention_heads") or 1)
-    feasibility = Feasibility(model, anatomy, attention_heads, fp32, plan.cut)
+    feasibility = Feasibility(model, plan, attention_heads, fp32)
     tensor_plan = feasibility.any_tensor_plan()
     context_plan = feasibility.any_context_plan()
     reader = _Reader(model, plan, fp32, lora, tensor_plan, context_plan)

@@ -6,13 +6,14 @@ All arithmetic; 16,384 devices take seconds. The code that trains decides what i
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import sqrt
 from typing import Literal, get_args
 
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.config.sections import OptimizerName
+from expertmesh.config.sections import Accumulate, OptimizerName
 from expertmesh.distributed.layout import Layout, divisors, explicit, least_moved, nodes_of_ep, resolve_layout
 from expertmesh.experts.dispatchers import deepep
 from expertmesh.parallel.checkpointing import CheckpointingMode
@@ -22,6 +23,8 @@ from expertmesh.planning.memory import Memory, memory_of
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.speed import Speed, speed_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, pipeline_rank, resident_state
+from expertmesh.step.forward_backward import Order
+from expertmesh.training.startup.model_check import choose_order, in_rounds
 
 Goal = Literal["speed", "memory"]
 # Sizes of usual cards in GiB, and bytes that CUDA takes of one without NCCL.
@@ -50,6 +53,10 @@ class Job:
     """parallel.offload."""
     dispatch: str = "auto"
     """moe.dispatch."""
+    accumulate: Accumulate = "auto"
+    """train.accumulate."""
+    round: int | None = None
+    """train.round; None for auto."""
 
     @property
     def budget(self) -> float:
@@ -174,13 +181,40 @@ def cards_that_fit(job: Job) -> tuple[float, list[int]]:
 
 
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
-    """Return the memory and time of one layout with a mode and a batch."""
+    """Return the memory and time of one layout with a mode and a batch, in the order that `train` would take."""
     on_cpu = job.devices.name == "cpu"
     nodes = nodes_of_ep(layout, job.devices.per_node) if job.dispatch == "hierarchical" else 1
     workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, on_cpu, job.optimizer, nodes)
     buffers = deepep.buffer_bytes(layout, job.model.hidden) if job.dispatch == "deepep" and layout.ep > 1 else 0
-    memory = memory_of(workload, overhead=job.devices.hardware.overhead + buffers)
-    return Candidate(workload, memory, speed_of(workload, job.devices))
+    overhead = job.devices.hardware.overhead + buffers
+
+    def fits(order: Order) -> bool:
+        in_order = replace(workload, batch=replace(batch, order=order))
+        return memory_of(in_order, overhead=overhead).total <= job.budget
+
+    chosen = choose_order(
+        job.accumulate,
+        job.round,
+        layout,
+        batch.accumulation,
+        recomputes_all=mode == "full" and job.layers == "all",
+        refuse=partial(job.model.feasibility.refuse_by_layer, layout),
+    )
+    if chosen[0].by_layer and chosen[0].round is None and batch.accumulation > 1:
+        chosen = in_rounds(job.accumulate, chosen, _round_that_fits(batch.accumulation, fits))
+    workload = replace(workload, batch=replace(batch, order=chosen[0]))
+    return Candidate(workload, memory_of(workload, overhead=overhead), speed_of(workload, job.devices))
+
+
+def _round_that_fits(accumulation: int, fits: Callable[[Order], bool]) -> int | None:
+    """Return the most of a step's micro-batches with which a round by layer fits, at least 1; None for all."""
+    if fits(Order(by_layer=True)):
+        return None
+    # In several rounds a larger one needs more. Rounds are of nearly equal size, so not every size makes a difference.
+    sizes = sorted({-(-accumulation // rounds) for rounds in range(2, accumulation)})
+    if not sizes or not fits(Order(by_layer=True, round=sizes[0])):
+        return 1
+    return next(size for size in reversed(sizes) if fits(Order(by_layer=True, round=size)))
 
 
 def modes(model: ModelFigures) -> tuple[CheckpointingMode, ...]:
@@ -269,6 +303,8 @@ def _refusal(job: Job, layout: Layout) -> str | None:
         for block, _ in pipeline_rank(model).blocks:
             if block.experts is not None:
                 expert_shard_dim(block.experts.spec, layout)
+        if job.accumulate == "by_layer":
+            model.feasibility.refuse_by_layer(layout)
     except InputError as error:
         return str(error)
     if (refusal := model.feasibility.refusal(layout)) is not None:

@@ -100,7 +100,7 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
         products=times * slowest.products,
         experts=times * slowest.experts,
         attention=times * slowest.attention,
-        memory=times * (slowest.memory + _copied(workload, stage) / rates.bandwidth),
+        memory=times * slowest.memory + _copied(workload, stage) / rates.bandwidth,
         host=times * slowest.host,
         head=times * slowest.head,
         # Parameters and moments are read and written; gradients are read by the norm, scaled, and read again.
@@ -114,20 +114,23 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
 
 
 def _copied(workload: Workload, stage: int) -> float:
-    """Return the bytes of device memory that casts and copies of masters and gradients move in a micro-batch.
+    """Return the bytes of device memory that casts and copies of masters and gradients move in a step.
 
     FSDP2 casts a shard, copies it into the buffer that is gathered and copies the result out of it, before forward and
-    again before backward; it copies gradients into the buffer that is reduced, and scales what it gets. Experts that
-    nothing gathers are cast for each use.
+    again before backward; it copies gradients into the buffer that is reduced, and scales what it gets. By layer it
+    does so once a round, and adds up each micro-batch's gradients. Experts that nothing gathers are cast for each use.
     """
-    model, layout, rank = workload.model, workload.layout, workload.rank(stage)
+    model, layout, rank, batch = workload.model, workload.layout, workload.rank(stage), workload.batch
     ranks, compute, reduce = layout.fsdp * layout.cp, model.compute_bytes, model.reduce_bytes
     master = BYTES_OF[model.precision.params]
     cast = master + compute if master != compute else 0
+    added = batch.accumulation * (compute + 2 * reduce) if batch.together else 0
+    summed = reduce if batch.together else compute
 
     def gathered(times: float, size: float, over: int, trained: float) -> float:
         through = 2 * size * (1 + 1 / over if over > 1 else 1) + cast * trained / over
-        return times * through + trained * (compute + reduce + 2 * reduce / over)
+        one_pass = times * through + trained * (summed + reduce + 2 * reduce / over)
+        return batch.passes * one_pass + trained * added
 
     total = 0.0
     for group, times in rank.groups:
@@ -141,7 +144,8 @@ def _copied(workload: Workload, stage: int) -> float:
         if layout.efsdp > 1 or layout.replicate > 1 or layout.offload == "experts":
             total += times * gathered(2, experts.gathered(compute) * here, layout.efsdp, trained)
         else:
-            total += times * trained * (3 if workload.mode == "full" else 2) * cast + times * trained * cast
+            uses = 4 if workload.mode == "full" else 3
+            total += batch.accumulation * times * trained * uses * cast
     return total
 
 

@@ -6,8 +6,8 @@ schedules which step/pipeline_schedule.py chooses from torch.distributed.pipelin
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from expertmesh.planning.model_figures import (
     ParamGroup,
     group_bytes,
 )
+from expertmesh.step.forward_backward import Order
 from expertmesh.training.optimizers.build import moment_bytes
 
 CheckpointedLayers = Literal["all"] | int | tuple[int, ...]
@@ -37,6 +38,20 @@ class Batch:
     """Sequences of a micro-batch."""
     accumulation: int
     """Micro-batches of a step."""
+    order: Order = field(default_factory=Order)
+    """Order of the micro-batches; that by layer needs several."""
+
+    @property
+    def together(self) -> int:
+        """Micro-batches of the largest round by layer, which go through a block together; 0 by micro-batch."""
+        if not self.order.by_layer or self.accumulation == 1:
+            return 0
+        return -(-self.accumulation // self.order.rounds(self.accumulation))
+
+    @property
+    def passes(self) -> int:
+        """Forwards, each with its backward, for which FSDP2 gathers every block: of micro-batches, or of rounds."""
+        return self.order.rounds(self.accumulation) if self.together else self.accumulation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,22 +218,6 @@ class InFlight(NamedTuple):
     """Micro-batches that have activations saved, by chunk; this one included."""
     accumulated: tuple[bool, ...]
     """True if an earlier backward has left gradients, by chunk."""
-    extra_gather: bool
-    """True if FSDP2 prefetches a block of another micro-batch at its end."""
-
-
-class Prefetches(NamedTuple):
-    """Equal backwards of a chunk, by the forwards that FSDP2 has recorded and prefetches in reverse order."""
-
-    chunk: int
-    recorded: bool
-    """True if a forward of this chunk is among them."""
-    behind: int | None
-    """The chunk that ran right before the last of those, or None."""
-    other: int | None
-    """The chunk that ran last, or None if it is this one."""
-    times: int
-    """Number of equal backwards in a step."""
 
 
 @cache
@@ -231,44 +230,37 @@ def in_flight(layout: Layout, count: int, stage: int) -> tuple[InFlight, ...]:
         later = min(first, count - 1)
         # From the second micro-batch on gradients are whole, but fewer may be in flight. Where as many are, the second
         # stands for the first as well.
-        found = [InFlight(0, (first,), (False,), first > 1)] if later < first else []
-        return (*found, InFlight(0, (later,), (True,), later == first > 1)) if later else tuple(found)
+        found = [InFlight(0, (first,), (False,))] if later < first else []
+        return (*found, InFlight(0, (later,), (True,))) if later else tuple(found)
     saved, accumulated = [0] * chunks, [False] * chunks
     seen: dict[InFlight, None] = {}
     for chunk, forward in schedule_order(pp, chunks, count, stage):
         if forward:
             saved[chunk] += 1
             continue
-        seen[InFlight(chunk, tuple(saved), tuple(accumulated), sum(saved) > 1 and not any(accumulated))] = None
+        seen[InFlight(chunk, tuple(saved), tuple(accumulated))] = None
         saved[chunk] -= 1
         accumulated[chunk] = True
     return tuple(seen)
 
 
 @cache
-def prefetches(layout: Layout, count: int, stage: int) -> tuple[Prefetches, ...]:
-    """Return the different backwards of a step's `count` micro-batches, by what FSDP2 prefetches, on one pp rank.
+def prefetches_in_vain(layout: Layout, count: int, stage: int) -> Mapping[int, int]:
+    """Return how often a step's backwards on one pp rank prefetch the last block of another chunk, by that chunk.
 
-    FSDP2 clears its record of forwards at the end of each backward, so only forwards since the previous one count.
+    The root ends every forward, so that its own backward prefetches what ran before the latest. FSDP2 clears its record
+    of forwards at the end of each backward: only those since the previous one count.
     """
-    pp, chunks = layout.pp, layout.pp_virtual_stages
-    if chunks == 1:
-        first = in_flight(layout, count, stage)[0].saved[0]
-        found = [Prefetches(0, True, 0 if first > 1 else None, None, 1)]
-        return (*found, Prefetches(0, True, None, None, count - first)) if count > first else tuple(found)
-    recorded: list[int] = []
-    seen: Counter[tuple[int, bool, int | None, int | None]] = Counter()
-    for chunk, forward in schedule_order(pp, chunks, count, stage):
+    found: Counter[int] = Counter()
+    latest = None
+    for chunk, forward in schedule_order(layout.pp, layout.pp_virtual_stages, count, stage):
         if forward:
-            recorded.append(chunk)
+            latest = chunk
             continue
-        there, behind = chunk in recorded, None
-        if there:
-            last = len(recorded) - 1 - recorded[::-1].index(chunk)
-            behind = recorded[last - 1] if last else None
-        seen[chunk, there, behind, recorded[-1] if recorded and recorded[-1] != chunk else None] += 1
-        recorded.clear()
-    return tuple(Prefetches(*key, times) for key, times in seen.items())
+        if latest not in (None, chunk):
+            found[latest] += 1
+        latest = None
+    return found
 
 
 def schedule_order(pp: int, chunks: int, count: int, stage: int) -> Iterator[tuple[int, bool]]:

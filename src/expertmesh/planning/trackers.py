@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from expertmesh.compat import FakeTensor, TorchDispatchMode, group_of, storage_key, tree_leaves
@@ -98,7 +99,7 @@ class UsageTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if is_collective:
             self._count_collective(name, args, result)
-        outputs = [leaf for leaf in tree_leaves(result) if type(leaf) in _WITH_STORAGE]
+        outputs = [leaf for leaf in map(_local, tree_leaves(result)) if type(leaf) in _WITH_STORAGE]
         for output in outputs:
             self._note(output.untyped_storage())
         if (flops := flop_registry.get(func.overloadpacket)) is not None:
@@ -137,6 +138,14 @@ class UsageTracker(TorchDispatchMode):
             entry.bytes += sizes[0 if name == "all_to_all_single" else 1]
         else:
             entry.bytes += max(sizes)
+
+
+def _local(leaf: Any) -> Any:
+    """Return the local tensor of a DTensor, which makes it below the tracker (gradients that FSDP2 accumulates)."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    with torch.no_grad():
+        return leaf.to_local()
 
 
 def _group_of(args: Any) -> str:

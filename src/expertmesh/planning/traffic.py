@@ -16,7 +16,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import CHUNK_TOKENS
 from expertmesh.planning.model_figures import Block, Experts, ModelFigures, group_bytes
-from expertmesh.planning.stages import PipelineRank, Workload, parts_of_last_dim, prefetches, runs_shared_beside
+from expertmesh.planning.stages import PipelineRank, Workload, parts_of_last_dim, prefetches_in_vain, runs_shared_beside
 from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
 
 # The ranks of an EP group with the same place in their nodes.
@@ -60,20 +60,27 @@ class Transfer:
 def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     """Return all transfers of one rank of pp rank `stage` in an optimizer step; axes of one rank have none."""
     model, layout, rank, times = workload.model, workload.layout, workload.rank(stage), workload.batch.accumulation
+    passes, stays = workload.batch.passes, stays_gathered(workload)
     ranks, virtual = layout.fsdp * layout.cp, layout.pp_virtual_stages
     # What layouts have in common is added up once: a plan of a large job computes thousands.
     axes = Layout(pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, pp_virtual_stages=virtual)
     per_token = _of_tokens(model, rank, axes, workload.batch.rows, workload.imbalance, workload.ep_nodes)
-    dense, calls, reduced = _dense(model, rank, virtual, ranks, layout.tp)
-    found = [each.times(times) for each in (*dense, *per_token)]
-    found += _of_experts(model, rank, layout, times)
-    found += _extra_gathers(model, rank, layout, times)
+    dense, calls, reduced = _dense(model, rank, virtual, stays, ranks, layout.tp)
+    found = [*(each.times(passes) for each in dense), *(each.times(times) for each in per_token)]
+    found += _of_experts(model, rank, layout, passes, stays)
+    found += _gathers_in_vain(rank, layout, times)
     found.append(Transfer("replicate", "all_reduce", calls, reduced, layout.replicate, True))
     if workload.optimizer == "adamw_8bit":
         found += _of_shared_blocks(rank, layout)
     if workload.optimizer == "muon":
         found += _of_matrices(model, rank, layout)
     return _summed(found)
+
+
+def stays_gathered(workload: Workload) -> tuple[Block, ...]:
+    """Return the blocks that stay gathered between forward and backward: by layer those of the last one."""
+    model = workload.model
+    return tuple(model.blocks[n] for n in model.feasibility.layers[-1]) if workload.batch.together else ()
 
 
 def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> float:
@@ -113,16 +120,19 @@ def _stride(transfer: Transfer, layout: Layout) -> int:
 def host_copies(workload: Workload, stage: int) -> Transfer:
     """Return the copies of packed experts from host memory in a step of one rank of pp rank `stage`.
 
-    Experts are copied before forward and again before backward; nothing without parallel.offload.
+    Experts are copied before forward and again before backward, where they do not stay; nothing without
+    parallel.offload.
     """
-    layers = size = 0.0
+    copies = size = 0.0
+    stay = stays_gathered(workload)
     for block, times in workload.rank(stage).blocks:
         if block.experts is not None:
             packed = sum(each.elements * each.bytes for each in block.experts.matrices if each.packed)
-            layers += times
-            size += times * packed * block.experts.spec.num_experts / workload.layout.ep / workload.layout.efsdp
-    passes = 2 * workload.batch.accumulation if workload.layout.offload == "experts" else 0
-    return Transfer("host", "send", passes * layers, passes * size, 1, True)
+            uses = 2 * times - stay.count(block)
+            copies += uses
+            size += uses * packed * block.experts.spec.num_experts / workload.layout.ep / workload.layout.efsdp
+    passes = workload.batch.passes if workload.layout.offload == "experts" else 0
+    return Transfer("host", "send", passes * copies, passes * size, 1, True)
 
 
 def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
@@ -175,49 +185,43 @@ def _of_matrices(model: ModelFigures, rank: PipelineRank, layout: Layout) -> Ite
 
 @cache
 def _dense(
-    model: ModelFigures, rank: PipelineRank, virtual: int, ranks: int, tp: int
+    model: ModelFigures, rank: PipelineRank, virtual: int, stays: tuple[Block, ...], ranks: int, tp: int
 ) -> tuple[tuple[Transfer, ...], int, float]:
-    """Return a micro-batch's, over fsdp: FSDP2 gathers a dense group before forward and again before backward (the root
-    only once), and reduces once; `_extra_gathers` has what else it gathers. Then calls and bytes of a step's all-
-    reduce of this rank's shards over replicas.
+    """Return a micro-batch's or a round's, over fsdp: FSDP2 gathers a dense group before forward and again before
+    backward (the root and what `stays` only once), and reduces once; `_gathers_in_vain` has what else it gathers. Then
+    calls and bytes of a step's all-reduce of this rank's shards over replicas.
     """
     found, calls_over_replicas, over_replicas = [], 0, 0.0
     parts = {block.split: block.parts.split for block, _ in rank.blocks}
+    stay = [group for block in stays for group in block.groups]
     for group, times in rank.groups:
         sizes, over = group_bytes(group, ranks, tp), group.sharded_over(ranks, tp)
         # What tp splits is in a group for each part; otherwise in one with its block.
-        calls = times if group not in parts else times * parts[group] if tp > 1 else 0
+        each = 1 if group not in parts else parts[group] if tp > 1 else 0
+        calls = times * each
         # What is around the blocks runs in the forward of every chunk, and what is behind them in its backward as well.
         is_root, is_embedding = group is model.root, group is model.embedding
-        gathers = virtual if is_root else virtual + model.embeds_trained if is_embedding else 2
+        gathers = times * (virtual if is_root else virtual + model.embeds_trained if is_embedding else 2)
+        gathers -= stay.count(group)
         reduces = virtual if is_root else 1
         reduced = times * sizes.reduced * model.reduce_bytes
-        found.append(Transfer("fsdp", "all_gather", gathers * calls, gathers * times * sizes.flat, over, True))
+        found.append(Transfer("fsdp", "all_gather", gathers * each, gathers * sizes.flat, over, True))
         found.append(Transfer("fsdp", "reduce_scatter", reduces * calls, reduces * reduced, over, True))
         calls_over_replicas += calls if sizes.reduced else 0
         over_replicas += reduced / over
     return _summed(found), calls_over_replicas, over_replicas
 
 
-def _extra_gathers(model: ModelFigures, rank: PipelineRank, layout: Layout, accumulation: int) -> Iterator[Transfer]:
-    """Yield what FSDP2 gathers over fsdp beside each group's forward and backward. The embedding runs in the forward of
-    every chunk; a backward prefetches what ran before its chunk's last forward: the embedding, or a block of another
-    micro-batch, which nothing uses.
+def _gathers_in_vain(rank: PipelineRank, layout: Layout, accumulation: int) -> Iterator[Transfer]:
+    """Yield what FSDP2 gathers over fsdp beside each group's forward and backward: the root's backward prefetches the
+    last block of another chunk, which nothing uses.
     """
     tp, ranks = layout.tp, layout.fsdp * layout.cp
-    for found in prefetches(layout, accumulation, rank.stage):
-        # The root ends every forward, so that its own backward prefetches the last block of the latest.
-        behind = found.other if rank.has_root else found.behind
-        # A block that is alone on its stage would be what is behind itself: it is gathered already.
-        alone = rank.embedding is None and behind == found.chunk and len(rank.chunks[found.chunk]) == 1
-        if rank.embedding is not None and found.recorded and (found.chunk or not model.embeds_trained):
-            size = group_bytes(rank.embedding, ranks, tp).flat
-        elif behind is not None and not alone:
-            block, _ = rank.chunks[behind][-1]
+    if rank.has_root and layout.pp_virtual_stages > 1:
+        for chunk, times in prefetches_in_vain(layout, accumulation, rank.stage).items():
+            block, _ = rank.chunks[chunk][-1]
             size = sum(group_bytes(group, ranks, tp).flat for group in (block.own, None if tp > 1 else block.split))
-        else:
-            continue
-        yield Transfer("fsdp", "all_gather", found.times, found.times * size, ranks * tp, True)
+            yield Transfer("fsdp", "all_gather", times, times * size, ranks * tp, True)
 
 
 @cache
@@ -246,20 +250,24 @@ def _of_tokens(
     return _summed(found)
 
 
-def _of_experts(model: ModelFigures, rank: PipelineRank, layout: Layout, accumulation: int) -> Iterator[Transfer]:
-    """Yield a rank's experts over efsdp, and over replicas."""
-    layers, gathered, reduced = _experts(model, rank)
-    gathered, reduced, times = gathered / layout.ep, reduced / layout.ep, accumulation
-    yield Transfer("efsdp", "all_gather", 2 * times * layers, 2 * times * gathered, layout.efsdp, True)
-    yield Transfer("efsdp", "reduce_scatter", times * layers, times * reduced, layout.efsdp, True)
+def _of_experts(
+    model: ModelFigures, rank: PipelineRank, layout: Layout, passes: int, stays: tuple[Block, ...]
+) -> Iterator[Transfer]:
+    """Yield a rank's experts over efsdp, and over replicas; those of `stays` are gathered once in a pass."""
+    layers, gathered, reduced = _experts(model, rank.blocks)
+    once, stay, _ = _experts(model, tuple((block, 1) for block in stays))
+    calls, size = passes * (2 * layers - once), passes * (2 * gathered - stay) / layout.ep
+    reduced /= layout.ep
+    yield Transfer("efsdp", "all_gather", calls, size, layout.efsdp, True)
+    yield Transfer("efsdp", "reduce_scatter", passes * layers, passes * reduced, layout.efsdp, True)
     yield Transfer("replicate", "all_reduce", layers, reduced / layout.efsdp, layout.replicate, True)
 
 
 @cache
-def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float]:
-    """Return a rank's layers with routed experts, and the bytes of all their experts as gathered and as reduced."""
+def _experts(model: ModelFigures, blocks: tuple[tuple[Block, int], ...]) -> tuple[int, float, float]:
+    """Return the blocks' layers with routed experts, and the bytes of all their experts as gathered and as reduced."""
     layers, gathered, reduced = 0, 0.0, 0.0
-    for block, times in rank.blocks:
+    for block, times in blocks:
         if block.experts is not None:
             every = times * block.experts.spec.num_experts
             layers += times

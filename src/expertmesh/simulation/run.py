@@ -48,7 +48,7 @@ def counted_steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> 
     batches = [micro] * batch.accumulation
 
     def step() -> None:
-        minimise(model, batches, CrossEntropy(batch.rows * (length - 1)))
+        minimise(model, batches, CrossEntropy(batch.rows * (length - 1)), order=batch.order)
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

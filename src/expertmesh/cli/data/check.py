@@ -31,6 +31,7 @@ from expertmesh.data import (
     load_tokenizer,
     padding_token_id,
 )
+from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import CONFIGURED_AXES
 from expertmesh.io.terminal import printable
 from expertmesh.launcher.launch import has_room_for, job_size
@@ -137,9 +138,15 @@ def _print_job(console: Console, config: Config, checked: Checked, nproc: int | 
     reason = f" ({checked.layout_reason})" if checked.layout_reason else ""
     console.print(f"layout of {layout.world_size} rank{'s' * (layout.world_size > 1)}: {axes}{reason}")
     if layout.world_size == here:
-        console.print(f"predicted  {forecast(config, checked).line}")
+        predicted = forecast(config, checked)
+        checked = checked.in_rounds(config.train.accumulate, predicted.round)
+        console.print(f"predicted  {predicted.line}")
     else:
         console.print(f"predicted  nothing: train would start {here} ranks here; see expertmesh plan")
+    train = config.train
+    accumulation = accumulation_of(train.global_batch_size, train.micro_batch_size, layout.data_ranks)
+    if accumulation > 1:
+        console.print(f"{accumulation} micro-batches a step {checked.order_line(accumulation)}")
     adapters = plan_of(checked.model)
     for line in () if adapters is None else plan_lines(adapters, checked.anatomy):
         console.print(f"lora {line}")

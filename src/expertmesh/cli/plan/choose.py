@@ -220,7 +220,9 @@ def _job(options: InitOptions, wishes: Wishes, way: Way, devices: Devices, sizes
                 continue
             raise
         rows = sizes.global_batch_size * (1 if config.objective.name == "sft" else 2)
-        return Job(figures, devices, rows, config.optim.name), why_unpacked
+        accumulate, rounds = config.train.accumulate, None if config.train.round == "auto" else config.train.round
+        job = Job(figures, devices, rows, config.optim.name, accumulate=accumulate, round=rounds)
+        return job, why_unpacked
     raise AssertionError("float32 is never refused as a dtype to compute in")
 
 

@@ -48,7 +48,8 @@ def _run(options: PlanOptions) -> int:
     lora = None if options.lora is None else _lora(options.lora)
     config, figures, why_unpacked = read_figures(options, lora, devices.hardware.torch_device)
     size = options.global_batch_size or max(64, devices.count)
-    job = Job(figures, devices, size, options.optimizer, options.imbalance, offload=options.offload)
+    optimizer, offload, accumulate = options.optimizer, options.offload, options.accumulate
+    job = Job(figures, devices, size, optimizer, options.imbalance, offload=offload, accumulate=accumulate)
     found = plan(job, options.goal)
     best = found.best
     if best is None:
@@ -126,6 +127,7 @@ def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | No
                 "global_batch_size": job.global_batch_size,
                 "micro_batch_size": best.workload.batch.rows,
                 "activation_checkpointing": best.workload.mode,
+                "accumulate": options.accumulate,
             },
             "parallel": explicit(best.layout).model_dump() | {"ep_across_nodes": crosses},
             "output_dir": f"runs/{Path(options.model).name}",

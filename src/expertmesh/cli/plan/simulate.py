@@ -20,11 +20,11 @@ MICRO_BATCHES_PER_STAGE = 2
 def run(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None) -> None:
     """Print state, peak and bytes of a step of `best`, simulated and predicted, on the fullest stage by prediction.
 
-    The step has one micro-batch; with pp as many of the plan's as fill the pipeline twice.
+    The step has one micro-batch, two by layer, and with pp as many of the plan's as fill the pipeline twice.
     """
     pp, planned = best.layout.pp, best.workload.batch
-    enough = 1 if pp == 1 else MICRO_BATCHES_PER_STAGE * pp
-    batch = Batch(planned.rows, min(planned.accumulation, enough))
+    enough = 2 if planned.together else 1 if pp == 1 else MICRO_BATCHES_PER_STAGE * pp
+    batch = Batch(planned.rows, min(planned.accumulation, enough), planned.order)
     workload = replace(best.workload, batch=batch, imbalance=1.0, on_cpu=False)
     stage = fullest_stage(workload)
     found = simulate(config, workload, lora=lora, stage=stage)

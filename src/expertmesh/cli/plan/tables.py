@@ -129,6 +129,8 @@ def as_json(options: PlanOptions, found: Plan, best: Candidate, costs: RunCosts)
                 "activation_checkpointing": each.workload.mode,
                 "micro_batch_size": each.workload.batch.rows,
                 "accumulation": each.workload.batch.accumulation,
+                "accumulate": "by_layer" if each.workload.batch.together else "by_micro_batch",
+                "round": each.workload.batch.together or 1,
                 "memory": asdict(each.memory) | {"total": each.memory.total},
                 "seconds": each.speed.seconds,
                 "tokens_per_second": each.tokens_per_second,
@@ -152,6 +154,8 @@ def _row(job: Job, candidate: Candidate) -> tuple[str, ...]:
     axes = [str(candidate.layout.size(axis)) for axis in CONFIGURED_AXES]
     per_device = candidate.tokens_per_second / job.devices.count
     batch = f"{workload.batch.rows} x {workload.batch.accumulation}"
+    if workload.batch.together:
+        batch += f" by layer{f', {workload.batch.passes} rounds' if workload.batch.passes > 1 else ''}"
     peak = f"{candidate.memory.total / GIB:.1f} GiB"
     return (*axes, workload.mode, batch, peak, f"{speed.seconds:.2f}", f"{per_device:,.0f}", f"{speed.mfu:.1%}")
 

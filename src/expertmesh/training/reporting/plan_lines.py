@@ -108,7 +108,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
         f"× {batches.accumulation} accumulation"
     )
     if batches.accumulation > 1:
-        yield f"           {_order_line(checked, batches.accumulation)}"
+        yield f"           {checked.order_line(batches.accumulation)}"
     if checked.checkpoint_bytes:
         yield f"disk       {_disk_line(checked.checkpoint_bytes, config)}"
     steps = f"{run.total_steps} optimizer steps"
@@ -206,14 +206,6 @@ def _checkpointing_line(plan: ShardPlan) -> str:
         return f"activation checkpointing {mode}"
     numbers = ", ".join(str(blocks.index(name)) for name in plan.checkpointed)
     return f"activation checkpointing {mode} of {len(plan.checkpointed)} of {len(blocks)} blocks ({numbers})"
-
-
-def _order_line(checked: "Checked", accumulation: int) -> str:
-    order = checked.order
-    if not order.by_layer:
-        return f"by micro-batch: {checked.order_reason}"
-    rounds = order.rounds(accumulation)
-    return f"by layer, {rounds} round{'s' * (rounds > 1)} of up to {-(-accumulation // rounds)}: {checked.order_reason}"
 
 
 def _compile_line(plan: ShardPlan) -> str:

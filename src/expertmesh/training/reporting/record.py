@@ -96,6 +96,8 @@ class Forecast:
     """Returns changes of the configuration with which a step is expected to fit, the best first."""
     peak_tokens_per_second: float | None = None
     """Input tokens of a job that computes at the peak of its devices; None if it is not known."""
+    round: int | None = None
+    """The most micro-batches of a round by layer for which a step is expected to fit; None for all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 Preflight, check, verify and the forecast use it. No weights, no data, no communication.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,8 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.adapters.read import check_adapter
 from expertmesh.anatomy import Anatomy, describe
-from expertmesh.config import Config, TrainConfig
+from expertmesh.config import Config
 from expertmesh.config.errors import InputError
+from expertmesh.config.sections import Accumulate
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
 from expertmesh.introspection.attention import packing_refusal
@@ -45,6 +48,19 @@ class Checked:
     """The seed of random first weights; None if they are read from files."""
     checkpoint_bytes: int = 0
     """Bytes of one checkpoint; 0 without any, or before they were requested."""
+
+    def in_rounds(self, accumulate: Accumulate, size: int | None) -> "Checked":
+        """Return it with rounds of so many micro-batches, as the function `in_rounds` does."""
+        order, why = in_rounds(accumulate, (self.order, self.order_reason), size)
+        return replace(self, order=order, order_reason=why)
+
+    def order_line(self, accumulation: int) -> str:
+        """Return the plan's words about the order of so many micro-batches of a step."""
+        if not self.order.by_layer:
+            return f"by micro-batch: {self.order_reason}"
+        rounds = self.order.rounds(accumulation)
+        size = -(-accumulation // rounds)
+        return f"by layer, {rounds} round{'s' * (rounds > 1)} of up to {size}: {self.order_reason}"
 
     @property
     def anatomy(self) -> Anatomy:
@@ -82,7 +98,14 @@ def check_model(
         _refuse_packing(config, model)
     check_adapter(model)
     plan = plan_model(model, layout, options)
-    order, why = _choose_order(config.train, plan, accumulation)
+    order, why = choose_order(
+        config.train.accumulate,
+        None if config.train.round == "auto" else config.train.round,
+        layout,
+        accumulation,
+        recomputes_all=options.activation_checkpointing == "full" and options.checkpoint_layers == "all",
+        refuse=partial(refuse_by_layer, plan),
+    )
     reason = ep_reason(config.parallel, layout, traffic, ranks_per_node)
     return Checked(
         model_config, directory, model, plan, order, why, reason, RunObjective.of(config), config.weights_seed
@@ -105,32 +128,60 @@ def checkpointing_mode(config: Config) -> CheckpointingMode:
     return mode
 
 
-def _choose_order(train: TrainConfig, plan: ShardPlan, accumulation: int) -> tuple[Order, str]:
-    """Return the order of the micro-batches of a step, and the reason in words.
+def choose_order(
+    accumulate: Accumulate,
+    size: int | None,
+    layout: Layout,
+    accumulation: int,
+    *,
+    recomputes_all: bool,
+    refuse: Callable[[], object],
+) -> tuple[Order, str]:
+    """Return the order of the micro-batches of a step, and the reason in words. `train` and the planner use it.
+
+    Args:
+        accumulate: train.accumulate.
+        size: train.round; None for auto: all that fit, which `in_rounds` is for.
+        accumulation: Micro-batches of a step.
+        recomputes_all: Whether every block is recomputed in full.
+        refuse: Raises `InputError` if the model's blocks cannot run one by one.
 
     Raises:
         InputError: `train.accumulate` is by_layer, and the model's blocks cannot run one by one.
     """
-    by_layer = Order(by_layer=True, round=None if train.round == "auto" else train.round)
-    layout, options = plan.layout, plan.options
-    if train.accumulate == "by_layer":
-        refuse_by_layer(plan)
-        return by_layer, "as set"
-    if train.accumulate == "by_micro_batch":
+    if accumulate == "by_layer":
+        refuse()
+        return Order(by_layer=True, round=size), "as set"
+    if accumulate == "by_micro_batch":
         return Order(), "as set"
     if accumulation == 1:
         return Order(), "a step has one micro-batch"
     if layout.pp > 1:
         return Order(), "by the schedule of its stages"
-    if options.activation_checkpointing != "full" or options.checkpoint_layers != "all":
+    if not recomputes_all:
         return Order(), "by layer would keep the activations of all micro-batches that are not recomputed"
     if layout.world_size == 1 and layout.offload == "none":
         return Order(), "one rank gathers nothing"
     try:
-        refuse_by_layer(plan)
+        refuse()
     except InputError as refusal:
         return Order(), f"its blocks cannot run one by one ({refusal})"
-    return by_layer, f"a block is gathered twice a round, not {2 * accumulation} times a step"
+    return Order(by_layer=True), f"a block is gathered twice a round, not {2 * accumulation} times a step"
+
+
+def in_rounds(accumulate: Accumulate, chosen: tuple[Order, str], size: int | None) -> tuple[Order, str]:
+    """Return what `choose_order` has chosen, in rounds of at most `size` micro-batches if their number is not set.
+
+    Args:
+        accumulate: train.accumulate.
+        size: The most for which a step is predicted to fit; None for all.
+    """
+    order, why = chosen
+    if size is None or not order.by_layer or order.round is not None:
+        return chosen
+    if size == 1 and accumulate == "auto":
+        return Order(), "by layer, two micro-batches of a round are predicted not to fit"
+    return Order(by_layer=True, round=size), f"{why}; more of a round are predicted not to fit"
 
 
 def longest(model_config: PreTrainedConfig) -> int | None:
