@@ -80,14 +80,13 @@ def step_table(case: Case, report: dict[str, Any]) -> str:
     for name, row in timing.items():
         spent = [median(row[key]) for key in ("wall", "cpu")]
         peaks = report["memory"].get(name, {}).get("ranks", [])
-        anonymous, resident, tensors = (
-            f"{max(rank[key] for rank in peaks) / 1e6:.0f}" if peaks else "-"
-            for key in ("step_anonymous", "step", "tensors")
+        anonymous, resident = (
+            f"{max(rank[key] for rank in peaks) / 1e6:.0f}" if peaks else "-" for key in ("step_anonymous", "step")
         )
         times = [f"{spent[0]:.3f}", f"{spent[1]:.3f}", f"{spent[0] / base[0]:.2f} / {spent[1] / base[1]:.2f}"]
         sent = [_traffic(row["traffic"], all_to_all) for all_to_all in (True, False)]
         results = [f"{row['loss']:.6f}", f"{row['grad_norm']:.6f}"]
-        rows.append([name, *times, *sent, f"{anonymous} ({resident})", tensors, *results])
+        rows.append([name, *times, *sent, f"{anonymous} ({resident})", f"{max(row['tensors']) / 1e6:.0f}", *results])
     head = ["system", "wall s", "CPU s", "ratio wall / CPU", "all-to-all MB (calls)", "other collectives MB (calls)"]
     head += ["peak MB (with file pages)", "peak tensor MB", "loss", "gradient norm"]
     return "\n".join([
