@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.case import Case
 from benchmarks.probes import median
 from benchmarks.result import machine, markdown
 from benchmarks.step import check_steps, measure_step
@@ -40,7 +41,7 @@ def main() -> None:
         rows += rows_of(number, timing)
         print(table(rows[-len(timing) :]), flush=True)
         if arguments.json:
-            add_rows(Path(arguments.json), rows)
+            add_rows(Path(arguments.json), case, rows[-len(timing) :])
 
 
 def rows_of(micro_batches: int, timing: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -54,7 +55,9 @@ def rows_of(micro_batches: int, timing: dict[str, Any]) -> Iterator[dict[str, An
             ]
             for kind in KINDS
         }
-        yield {"micro_batches": micro_batches, "system": name, **figures, **sent, "tensors": max(row["tensors"])}
+        results = {key: row[key] for key in ("loss", "grad_norm")}
+        results |= {"tensors": max(row["tensors"])}
+        yield {"micro_batches": micro_batches, "system": name, **figures, **sent, **results}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -73,10 +76,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(head, cells)
 
 
-def add_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write `rows` into a file, in the place of those of the same system and M."""
+def add_rows(path: Path, case: Case, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows of a case into a file, in the place of those of the same system and M; all of M must agree."""
     found = json.loads(path.read_text())["rows"] if path.exists() else []
     merged = {(row["micro_batches"], row["system"]): row for row in (*found, *rows)}
+    check_steps(case, {name: row for (number, name), row in merged.items() if number == case.micro_batches})
     lines = ",\n".join(f"  {json.dumps(merged[key])}" for key in sorted(merged))
     path.write_text(f'{{\n "machine": {json.dumps(machine())},\n "rows": [\n{lines}\n ]\n}}\n')
 
@@ -87,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--setting", choices=sorted(SETTINGS), default="fp32-512")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--micro-batches", default="1,2,4,8,16", help="per rank and step, measured one after the other")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps; 0 counts alone")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps; 0: time the one that counts")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--tokens", type=int, help="tokens per rank and micro-batch")
     parser.add_argument("--experts", type=int)

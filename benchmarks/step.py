@@ -26,6 +26,8 @@ from benchmarks.worker import launch
 
 WORKER = "benchmarks.systems"
 MEMORY_REPEATS = 3
+# Fields of a case that the command line can change.
+SHAPE = ("ranks", "tokens", "micro_batches", "experts", "layers")
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
@@ -33,7 +35,7 @@ def main() -> None:
     arguments = parse_arguments()
     case = dataclasses.replace(
         SETTINGS[arguments.setting],
-        **{k: v for k in ("ranks", "tokens", "experts", "layers") if (v := getattr(arguments, k)) is not None},
+        **{k: v for k in SHAPE if (v := getattr(arguments, k)) is not None},
     )
     if arguments.profile:
         with tempfile.TemporaryDirectory() as scratch:
@@ -112,7 +114,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default="transformers_ep4,transformers_fsdp4,unsharded")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ranks", type=int)
-    parser.add_argument("--tokens", type=int, help="tokens per rank and step")
+    parser.add_argument("--tokens", type=int, help="tokens per rank and micro-batch")
+    parser.add_argument("--micro-batches", type=int, help="of a rank and step")
     parser.add_argument("--experts", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure memory")

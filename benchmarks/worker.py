@@ -172,22 +172,22 @@ def main(modes: Mapping[str, Mode] | None = None) -> None:
 def measure_time(case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
     """Wall and CPU seconds of each system, and the figures of its first step; collective.
 
-    A system's wall time is the slowest rank's, its CPU time the sum over ranks.
+    A system's wall time is the slowest rank's, its CPU time the sum over ranks. Without repeats they are those of the
+    first step, which counting makes a little longer.
     """
     systems = {name: build(name, case) for name in names}
-    result: dict[str, Any] = {
-        name: {"note": system.note, **first_step(system), "wall": [], "cpu": []} for name, system in systems.items()
-    }
+    result: dict[str, Any] = {name: {"note": system.note} | first_step(system) for name, system in systems.items()}
+    for row in result.values() if repeats else ():
+        row |= {"wall": [], "cpu": []}
     for name in probes.alternating(names, repeats):
         gc.collect()
         probes.synchronize(current_device())
         meet()
         cpu = time.process_time()
         wall = probes.seconds_of(systems[name].step, current_device())
-        spent = gather((wall, time.process_time() - cpu))
+        for key, seconds in _of_all(wall, time.process_time() - cpu).items():
+            result[name][key] += seconds
         systems[name].module.zero_grad()
-        result[name]["wall"].append(max(wall for wall, _ in spent))
-        result[name]["cpu"].append(sum(cpu for _, cpu in spent))
     return result
 
 
@@ -197,11 +197,13 @@ def first_step(system: System) -> dict[str, Any]:
     `traffic` is by rank and kind of collective. `tensors` is by rank what torch had allocated at the peak, parameters
     included: exact, without what communication libraries take.
     """
-    share, traffic = torch.zeros(()), dict[str, Any]()
+    share, traffic, spent = torch.zeros(()), dict[str, Any](), (0.0, 0.0)
 
     def run() -> None:
-        nonlocal share
+        nonlocal share, spent
+        start = time.perf_counter(), time.process_time()
         share = system.step()
+        spent = time.perf_counter() - start[0], time.process_time() - start[1]
 
     def count() -> None:
         traffic.update({kind: dataclasses.asdict(entry) for kind, entry in probes.count_collectives(run).items()})
@@ -216,8 +218,14 @@ def first_step(system: System) -> dict[str, Any]:
     totals = torch.stack([share.double().cpu(), square])
     dist.all_reduce(totals)
     system.module.zero_grad()
-    row = {"loss": totals[0].item(), "grad_norm": totals[1].sqrt().item()}
+    row = {"loss": totals[0].item(), "grad_norm": totals[1].sqrt().item(), **_of_all(*spent)}
     return row | {"traffic": gather(traffic), "tensors": gather(tensors)}
+
+
+def _of_all(wall: float, cpu: float) -> dict[str, list[float]]:
+    """Return the seconds of a step: wall of the slowest rank, CPU of all; collective."""
+    spent = gather((wall, cpu))
+    return {"wall": [max(wall for wall, _ in spent)], "cpu": [sum(cpu for _, cpu in spent)]}
 
 
 def measure_memory(case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
