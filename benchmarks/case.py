@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A Qwen3-MoE on local ranks. `tokens` counts those of a rank and step, cut into sequences of `sequence` tokens.
+    """A Qwen3-MoE on local ranks. `tokens` counts those of a rank and micro-batch, cut into sequences of `sequence`.
 
     `compute` is what forward and backward run in, `params` what parameters are stored in, in memory and in the
     checkpoint; reduced gradients are always float32.
@@ -35,6 +35,7 @@ class Case:
     kv_heads: int = 4
     head_dim: int = 64
     checkpoint: str = ""
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         if self.tokens % self.sequence and self.tokens > self.sequence:
@@ -118,8 +119,13 @@ def qwen3_moe_config(case: Case) -> Any:
     return Qwen3MoeConfig(**sizes)
 
 
-def input_ids(case: Case, data_rank: int) -> torch.Tensor:
+def input_ids(case: Case, data_rank: int, micro_batch: int = 0) -> torch.Tensor:
     """Return the tokens [B, S] int64 of one data rank: different on every rank, the same for every system."""
-    generator = torch.Generator().manual_seed(1234 + data_rank)
+    generator = torch.Generator().manual_seed(1234 + data_rank + 1000 * micro_batch)
     sequence = min(case.sequence, case.tokens)
     return torch.randint(0, case.vocabulary, (case.tokens // sequence, sequence), generator=generator)
+
+
+def micro_batches(case: Case, data_rank: int, device: torch.device) -> list[torch.Tensor]:
+    """Return the tokens [B, S] of one data rank, by micro-batch of a step."""
+    return [input_ids(case, data_rank, number).to(device) for number in range(case.micro_batches)]

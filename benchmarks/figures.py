@@ -1,26 +1,29 @@
-"""The picture at the top of the README, drawn from data of a real run, and the docs' diagrams: `make figures`.
+"""The pictures drawn from data of real runs, and the docs' diagrams: `make figures`.
 
     python -m benchmarks.figures [--output docs/pictures]
 
-Left, the losses of benchmarks/data/curves.json (what `benchmarks.layouts --json` wrote): three layouts on the curve of
-the unsharded model, and their relative difference below. Right, the rows that one token sends, whose number is computed
-from the model's published sizes. The same picture is written for light and for dark pages, as SVG that no font has
-to be installed for, and equal bytes on every machine.
+At the top of the README, left, the losses of benchmarks/data/curves.json (what `benchmarks.layouts --json` wrote):
+three layouts on the curve of the unsharded model, and their relative difference below. Right, the rows that one token
+sends, whose number is computed from the model's published sizes. In RESULTS.md, what a micro-batch costs by their
+number in a step, from benchmarks/data/accumulation.json. Each picture is written for light and for dark pages, as SVG
+that no font has to be installed for, and equal bytes on every machine.
 """
 
 import argparse
 import json
 import math
+import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.diagrams import diagrams
 from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
 
 ROOT = Path(__file__).parents[1]
 CURVES = ROOT / "benchmarks" / "data" / "curves.json"
+ACCUMULATION = ROOT / "benchmarks" / "data" / "accumulation.json"
 PICTURES = ROOT / "docs" / "pictures"
 WIDTH, HEIGHT = 980, 372
 BOUND = 1e-4
@@ -65,7 +68,7 @@ class Panel(NamedTuple):
 
 
 def main() -> int:
-    """Write the picture in both themes."""
+    """Write all pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=PICTURES)
     output = parser.parse_args().output
@@ -79,7 +82,8 @@ def main() -> int:
 def pictures() -> dict[str, str]:
     """By file name, the text of each picture."""
     parity = {f"parity-{name}.svg": "\n".join(_picture(theme)) + "\n" for name, theme in THEMES.items()}
-    return parity | diagrams()
+    accumulated = {f"accumulation-{name}.svg": "\n".join(_accumulation(theme)) + "\n" for name, theme in THEMES.items()}
+    return parity | accumulated | diagrams()
 
 
 def curves() -> list[Curve]:
@@ -89,13 +93,59 @@ def curves() -> list[Curve]:
 
 
 def _picture(theme: Theme) -> Iterator[str]:
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif" font-size="12" fill="{theme.ink}">'
-    )
+    yield from _opening(theme, HEIGHT)
     yield "<title>Three layouts on the loss curve of the unsharded model; a token travels once to each rank</title>"
     yield from _curves(theme)
     yield from _rows(theme)
+    yield "</svg>"
+
+
+def _opening(theme: Theme, height: int) -> Iterator[str]:
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        f'font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif" font-size="12" fill="{theme.ink}">'
+    )
+
+
+def _accumulation(theme: Theme) -> Iterator[str]:
+    """Draw seconds and gigabytes of a micro-batch by the number of micro-batches in a step."""
+    first, second, third = theme.layouts
+    systems = {
+        "transformers_fsdp4": ("transformers, FSDP2", theme.reference, ""),
+        "transformers_no_sync_fsdp4": ("transformers, FSDP2, no_sync", theme.reference, "6 4"),
+        "expertmesh_by_layer_ep1": ("ours by layer, ep 1", first, ""),
+        "transformers_ep4": ("transformers, ep 4", second, ""),
+        "expertmesh_by_layer_ep4": ("ours by layer, ep 4", third, ""),
+    }
+    rows = [
+        row for row in json.loads(ACCUMULATION.read_text(encoding="utf-8"))["rows"] if row["system"] in systems
+    ]  # fmt: skip
+    most = max(row["micro_batches"] for row in rows)
+    height = 290
+    yield from _opening(theme, height)
+    yield "<title>Seconds and gigabytes of a micro-batch, by the number of micro-batches in a step</title>"
+    figures: dict[str, Callable[[dict[str, Any]], float]] = {
+        "CPU seconds of a micro-batch, all ranks": lambda row: statistics.median(row["cpu"]),
+        "GB gathered and reduced for a micro-batch, by rank": lambda row: (
+            (row["all_gather"][0] + row["reduce_scatter"][0]) / 1e9
+        ),
+    }
+    for (title, figure), left in zip(figures.items(), (52, 420), strict=True):
+        top = max(figure(row) / row["micro_batches"] for row in rows)
+        panel = Panel(left, 40, 310, 210, (0, math.log2(most)), (0, 1.05 * top))
+        step = next(size for size in (0.5, 1, 2, 5, 10) if top / size < 6)
+        yield _text(left, 22, title, weight=600)
+        yield from _axes(theme, panel, {step * n: f"{step * n:g}" for n in range(int(1.05 * top / step) + 1)})
+        for number in sorted({row["micro_batches"] for row in rows}):
+            x, y = panel.at(math.log2(number), 0)
+            yield _text(x, y + 16, f"M = {number}", anchor="middle", fill=theme.faint)
+        for system, (_, colour, dashes) in systems.items():
+            points = sorted((row["micro_batches"], figure(row)) for row in rows if row["system"] == system)
+            yield _line(panel, ((math.log2(number), value / number) for number, value in points), colour, 2.4, dashes)
+    for place, (name, colour, dashes) in enumerate(systems.values()):
+        y = 60 + 22 * place
+        yield f'<path d="M756 {y}h26" stroke="{colour}" stroke-width="2.4" stroke-dasharray="{dashes or "none"}"/>'
+        yield _text(790, y + 4, name)
     yield "</svg>"
 
 

@@ -26,6 +26,8 @@ from benchmarks.worker import launch
 
 WORKER = "benchmarks.systems"
 MEMORY_REPEATS = 3
+# Fields of a case that the command line can change.
+SHAPE = ("ranks", "tokens", "micro_batches", "experts", "layers")
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
@@ -33,7 +35,7 @@ def main() -> None:
     arguments = parse_arguments()
     case = dataclasses.replace(
         SETTINGS[arguments.setting],
-        **{k: v for k in ("ranks", "tokens", "experts", "layers") if (v := getattr(arguments, k)) is not None},
+        **{k: v for k in SHAPE if (v := getattr(arguments, k)) is not None},
     )
     if arguments.profile:
         with tempfile.TemporaryDirectory() as scratch:
@@ -80,14 +82,13 @@ def step_table(case: Case, report: dict[str, Any]) -> str:
     for name, row in timing.items():
         spent = [median(row[key]) for key in ("wall", "cpu")]
         peaks = report["memory"].get(name, {}).get("ranks", [])
-        anonymous, resident, tensors = (
-            f"{max(rank[key] for rank in peaks) / 1e6:.0f}" if peaks else "-"
-            for key in ("step_anonymous", "step", "tensors")
+        anonymous, resident = (
+            f"{max(rank[key] for rank in peaks) / 1e6:.0f}" if peaks else "-" for key in ("step_anonymous", "step")
         )
         times = [f"{spent[0]:.3f}", f"{spent[1]:.3f}", f"{spent[0] / base[0]:.2f} / {spent[1] / base[1]:.2f}"]
         sent = [_traffic(row["traffic"], all_to_all) for all_to_all in (True, False)]
         results = [f"{row['loss']:.6f}", f"{row['grad_norm']:.6f}"]
-        rows.append([name, *times, *sent, f"{anonymous} ({resident})", tensors, *results])
+        rows.append([name, *times, *sent, f"{anonymous} ({resident})", f"{max(row['tensors']) / 1e6:.0f}", *results])
     head = ["system", "wall s", "CPU s", "ratio wall / CPU", "all-to-all MB (calls)", "other collectives MB (calls)"]
     head += ["peak MB (with file pages)", "peak tensor MB", "loss", "gradient norm"]
     return "\n".join([
@@ -113,7 +114,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default="transformers_ep4,transformers_fsdp4,unsharded")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ranks", type=int)
-    parser.add_argument("--tokens", type=int, help="tokens per rank and step")
+    parser.add_argument("--tokens", type=int, help="tokens per rank and micro-batch")
+    parser.add_argument("--micro-batches", type=int, help="of a rank and step")
     parser.add_argument("--experts", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure memory")

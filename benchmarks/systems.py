@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 import expertmesh as em
 from benchmarks import worker
-from benchmarks.case import LOAD, STEP, Case, input_ids
+from benchmarks.case import LOAD, STEP, Case, micro_batches
 from benchmarks.worker import System, build, expertmesh_ep, first_step, meet, transformers_ep
 from expertmesh.distributed.mesh import current_device
 
@@ -26,11 +27,11 @@ SETTINGS = {"fp32-512": STEP, "bf16-2048": Case(tokens=2048, compute="bfloat16")
 TRAIN_LESS = ("expertmesh_lora", "expertmesh_update")
 
 
-def transformers_fsdp(case: Case, fsdp: int) -> System:
+def transformers_fsdp(case: Case, fsdp: int, **options: Any) -> System:
     """transformers' native FSDP2 without expert parallelism: all experts gathered layer by layer."""
     if fsdp != dist.get_world_size():
         raise ValueError(f"transformers_fsdp{fsdp} needs {fsdp} ranks, there are {dist.get_world_size()}")
-    return transformers_ep(case, 1)
+    return transformers_ep(case, 1, **options)
 
 
 def unsharded(case: Case, size: int) -> System:
@@ -50,7 +51,7 @@ def unsharded(case: Case, size: int) -> System:
     )
     device = current_device()
     model.to(device).train()
-    batches = [input_ids(case, rank).to(device) for rank in range(case.ranks)]
+    batches = [ids_BS for rank in range(case.ranks) for ids_BS in micro_batches(case, rank, device)]
 
     def step() -> torch.Tensor:
         total = torch.zeros(())
@@ -96,7 +97,11 @@ def with_update(builder: Callable[[Case, int], System]) -> Callable[[Case, int],
 
 worker.BUILDERS.update({
     "transformers_fsdp": transformers_fsdp,
+    "transformers_no_sync_fsdp": partial(transformers_fsdp, no_sync=True),
     "unsharded": unsharded,
+    "expertmesh_full_ep": partial(expertmesh_ep, activation_checkpointing="full"),
+    "expertmesh_by_layer_ep": partial(expertmesh_ep, accumulate="by_layer"),
+    "expertmesh_by_layer_full_ep": partial(expertmesh_ep, accumulate="by_layer", activation_checkpointing="full"),
     "expertmesh_loop_ep": expertmesh_loop_ep,
     "expertmesh_lora_ep": expertmesh_lora_ep,
     "expertmesh_update_ep": with_update(expertmesh_ep),

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks import probes
-from benchmarks.case import Case, input_ids, write_checkpoint
+from benchmarks.case import Case, micro_batches, write_checkpoint
 from expertmesh.distributed.mesh import current_device
 
 # (case, systems, repeats) to what rank 0 writes; every rank calls it.
@@ -37,7 +37,7 @@ Mode = Callable[[Case, Sequence[str], int], dict[str, Any]]
 class System:
     """One built system on one rank.
 
-    `step()` runs forward and backward over this rank's tokens and returns this rank's share of the global
+    `step()` runs forward and backward over this rank's micro-batches and returns this rank's share of the global
     mean loss: the sum of it over ranks is the mean over all target tokens of the step. `module` owns the
     parameters. `note` says what it stores and computes in.
     """
@@ -47,8 +47,11 @@ class System:
     note: str
 
 
-def transformers_ep(case: Case, ep: int) -> System:
-    """transformers' native EP x FSDP2: K rows per token through the all-to-all."""
+def transformers_ep(case: Case, ep: int, *, no_sync: bool = False) -> System:
+    """transformers' native EP x FSDP2: K rows per token through the all-to-all.
+
+    With `no_sync`, FSDP2 reduces gradients at the last micro-batch alone, and keeps them unsharded until then.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -61,13 +64,18 @@ def transformers_ep(case: Case, ep: int) -> System:
         attn_implementation="sdpa",
     )
     model.train()
-    ids_BS = input_ids(case, dist.get_rank()).to(current_device())
+    batches = micro_batches(case, dist.get_rank(), current_device())
 
     def step() -> torch.Tensor:
-        # Its loss is a mean over this rank's targets; all ranks have equally many.
-        loss: torch.Tensor = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
-        loss.backward()
-        return loss.detach() / world
+        total = torch.zeros((), device=current_device())
+        for number, ids_BS in enumerate(batches, start=1):
+            if no_sync:
+                model.set_requires_gradient_sync(number == len(batches))
+            # Its loss is a mean over this rank's targets; all ranks and micro-batches have equally many.
+            loss: torch.Tensor = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss / len(batches)
+            loss.backward()
+            total += loss.detach() / world
+        return total
 
     computes = (
         f"fsdp_mixed_precision: {case.compute} compute, float32 reduce" if mixed else "the same compute and reduce"
@@ -75,20 +83,21 @@ def transformers_ep(case: Case, ep: int) -> System:
     return System(model, step, f"{case.params} parameters, {computes}")
 
 
-def expertmesh_ep(case: Case, ep: int, **options: Any) -> System:
+def expertmesh_ep(
+    case: Case, ep: int, *, accumulate: Literal["by_micro_batch", "by_layer"] = "by_micro_batch", **options: Any
+) -> System:
     """Ours: de-duplicated dispatch, lean backward, FSDP2 over all ranks. `options` are those of `load_model`."""
     import expertmesh as em
 
     mesh = em.init_mesh(em.ParallelConfig(ep=ep))
     precision = em.PrecisionConfig(params=case.params, compute=case.compute, reduce="float32")  # type: ignore[arg-type]
     model = em.load_model(case.checkpoint, mesh, precision=precision, attention="sdpa", **options)
-    ids_BS = input_ids(case, dist.get_rank()).to(mesh.device)
-    targets = em.count_targets(ids_BS) * dist.get_world_size()
+    batches = micro_batches(case, dist.get_rank(), mesh.device)
+    targets = sum(em.count_targets(ids_BS) for ids_BS in batches) * dist.get_world_size()
+    labelled = [{"input_ids": ids_BS, "labels": ids_BS} for ids_BS in batches]
 
     def step() -> torch.Tensor:
-        loss = em.causal_lm_loss(model, {"input_ids": ids_BS, "labels": ids_BS}, target_tokens=targets)
-        loss.backward()
-        return loss.detach()
+        return em.forward_backward(model, labelled, target_tokens=targets, accumulate=accumulate).loss
 
     return System(model, step, f"{case.params} parameters, {case.compute} compute, float32 reduce")
 
@@ -161,35 +170,46 @@ def main(modes: Mapping[str, Mode] | None = None) -> None:
 
 
 def measure_time(case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Wall and CPU seconds, traffic, loss and gradient norm of each system; collective.
+    """Wall and CPU seconds of each system, and the figures of its first step; collective.
 
-    A system's wall time is the slowest rank's, its CPU time the sum over ranks.
+    A system's wall time is the slowest rank's, its CPU time the sum over ranks. Without repeats they are those of the
+    first step, which counting makes a little longer.
     """
     systems = {name: build(name, case) for name in names}
-    result: dict[str, Any] = {}
-    for name, system in systems.items():
-        loss, norm = first_step(system)
-        traffic = probes.count_collectives(system.step)
-        system.module.zero_grad()
-        per_rank = gather({kind: dataclasses.asdict(entry) for kind, entry in traffic.items()})
-        result[name] = {"note": system.note, "loss": loss, "grad_norm": norm, "traffic": per_rank}
-        result[name] |= {"wall": [], "cpu": []}
+    result: dict[str, Any] = {name: {"note": system.note} | first_step(system) for name, system in systems.items()}
+    for row in result.values() if repeats else ():
+        row |= {"wall": [], "cpu": []}
     for name in probes.alternating(names, repeats):
         gc.collect()
         probes.synchronize(current_device())
         meet()
         cpu = time.process_time()
         wall = probes.seconds_of(systems[name].step, current_device())
-        spent = gather((wall, time.process_time() - cpu))
+        for key, seconds in _of_all(wall, time.process_time() - cpu).items():
+            result[name][key] += seconds
         systems[name].module.zero_grad()
-        result[name]["wall"].append(max(wall for wall, _ in spent))
-        result[name]["cpu"].append(sum(cpu for _, cpu in spent))
     return result
 
 
-def first_step(system: System) -> tuple[float, float]:
-    """Loss and gradient norm over all ranks of a first step, which also warms the system up; collective."""
-    share = system.step()
+def first_step(system: System) -> dict[str, Any]:
+    """Loss and gradient norm over all ranks of a step, and what it sends and holds; warms the system up; collective.
+
+    `traffic` is by rank and kind of collective. `tensors` is by rank what torch had allocated at the peak, parameters
+    included: exact, without what communication libraries take.
+    """
+    share, traffic, spent = torch.zeros(()), dict[str, Any](), (0.0, 0.0)
+
+    def run() -> None:
+        nonlocal share, spent
+        start = time.perf_counter(), time.process_time()
+        share = system.step()
+        spent = time.perf_counter() - start[0], time.process_time() - start[1]
+
+    def count() -> None:
+        traffic.update({kind: dataclasses.asdict(entry) for kind, entry in probes.count_collectives(run).items()})
+
+    tensors = sum(_local(parameter).nbytes for parameter in system.module.parameters())
+    tensors += probes.peak_bytes(count, current_device())
     square = torch.zeros((), dtype=torch.float64)
     for parameter in system.module.parameters():
         if parameter.grad is not None:
@@ -198,7 +218,14 @@ def first_step(system: System) -> tuple[float, float]:
     totals = torch.stack([share.double().cpu(), square])
     dist.all_reduce(totals)
     system.module.zero_grad()
-    return totals[0].item(), totals[1].sqrt().item()
+    row = {"loss": totals[0].item(), "grad_norm": totals[1].sqrt().item(), **_of_all(*spent)}
+    return row | {"traffic": gather(traffic), "tensors": gather(tensors)}
+
+
+def _of_all(wall: float, cpu: float) -> dict[str, list[float]]:
+    """Return the seconds of a step: wall of the slowest rank, CPU of all; collective."""
+    spent = gather((wall, cpu))
+    return {"wall": [max(wall for wall, _ in spent)], "cpu": [sum(cpu for _, cpu in spent)]}
 
 
 def measure_memory(case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -208,8 +235,7 @@ def measure_memory(case: Case, names: Sequence[str], repeats: int) -> dict[str, 
     gradients. On an accelerator both are what torch had allocated there. On a CPU they are resident memory above
     `imports`: a tiny model of the same system runs first, so that lazily imported modules count as imports for every
     system. Both count file pages, e.g. of a mapped checkpoint, which the kernel can drop and ranks share;
-    `step_anonymous` leaves them out, and is the figure to compare. `tensors` is what torch itself had allocated at the
-    peak of one more step: exact, without what communication libraries take.
+    `step_anonymous` leaves them out, and is the figure to compare.
     """
     device = current_device()
     on_cpu = device.type == "cpu"
@@ -227,13 +253,11 @@ def measure_memory(case: Case, names: Sequence[str], repeats: int) -> dict[str, 
         system.step()
         system.module.zero_grad()
         meet()
-    step = tensors = anonymous = _peak(device) - imports
+    step = anonymous = _peak(device) - imports
     if on_cpu:
         # The kernel keeps no peak of anonymous memory, but steps map no files, so this is the peak's share.
         anonymous -= probes.status_bytes(probes.FILE_PAGES) - imported_files
-        held = sum(_local(parameter).nbytes for parameter in system.module.parameters())
-        tensors = held + probes.peak_bytes(system.step, device)
-    row = {"imports": imports, "load": load, "step": step, "step_anonymous": anonymous, "tensors": tensors}
+    row = {"imports": imports, "load": load, "step": step, "step_anonymous": anonymous}
     return {"ranks": gather(row)}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import layer, load, lora, result, step, worker
+from benchmarks import accumulation, layer, load, lora, result, step, worker
 from benchmarks.case import Case, LayerCase, Shape
 from benchmarks.probes import count_collectives
 from expertmesh.compat import all_gather_into, reduce_scatter_into
@@ -42,6 +42,23 @@ def test_a_step_sends_fewer_bytes_than_the_peers(monkeypatch: pytest.MonkeyPatch
     report["time"]["expertmesh_ep2"]["grad_norm"] *= 1.001
     with pytest.raises(result.ResultsDiffer, match="expertmesh_ep2 computes something else"):
         step.check_steps(TINY, report["time"])
+
+
+def test_by_layer_gathers_and_reduces_as_much_for_any_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "launch", forked)
+    names = ["transformers_fsdp2", "transformers_no_sync_fsdp2", "expertmesh_by_layer_ep1", "expertmesh_by_layer_ep2"]
+    rows = []
+    for number in (2, 4):
+        case = dataclasses.replace(TINY, layers=2, micro_batches=number)
+        timing = step.measure_step(case, names, 1, with_memory=False)["time"]
+        step.check_steps(case, timing)
+        rows += accumulation.rows_of(number, timing)
+    assert "expertmesh_by_layer_ep1" in accumulation.table(rows)
+    growth = {
+        two["system"]: [four[kind][0] / two[kind][0] for kind in ("all_gather", "reduce_scatter")]
+        for two, four in zip(rows[: len(names)], rows[len(names) :], strict=True)
+    }
+    assert growth == dict(zip(names, ([2, 2], [2, 1], [1, 1], [1, 1]), strict=True))
 
 
 def test_weights_that_were_loaded_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +113,8 @@ def test_adapters_that_compute_something_else_are_refused(monkeypatch: pytest.Mo
         ("layer", "--tiny --tokens 16 --repeats 1 --dtype float32"),
         ("step", "--ranks 1 --tokens 512 --layers 1 --experts 8 --repeats 1 --no-memory --systems "
          "expertmesh_ep1,expertmesh_lora_ep1,unsharded"),
+        ("accumulation", "--ranks 1 --tokens 64 --layers 2 --experts 8 --repeats 1 --micro-batches 2 --systems "
+         "expertmesh_ep1,expertmesh_by_layer_full_ep1,unsharded"),
     ],
 )  # fmt: skip
 def test_the_scripts_of_the_published_figures_run(script: str, arguments: str) -> None:

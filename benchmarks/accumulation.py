@@ -1,0 +1,104 @@
+"""A step of M accumulated micro-batches: ours in both orders, beside transformers' FSDP2 and its expert parallelism.
+
+    python -m benchmarks.accumulation --micro-batches 1,2,4,8 --json benchmarks/data/accumulation.json
+
+Measures as `benchmarks.step` does, once for each M: the losses and gradient norms of all systems must agree. Prints a
+Markdown table, and adds its rows to the file that --json names, from which `make figures` draws.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case
+from benchmarks.probes import median
+from benchmarks.result import machine, markdown
+from benchmarks.step import check_steps, measure_step
+from benchmarks.systems import SETTINGS
+
+SYSTEMS = (
+    "transformers_fsdp4", "transformers_no_sync_fsdp4", "expertmesh_ep1", "expertmesh_by_layer_ep1",
+    "expertmesh_by_layer_full_ep1", "transformers_ep4", "expertmesh_ep4", "expertmesh_by_layer_ep4",
+    "expertmesh_by_layer_full_ep4",
+)  # fmt: skip
+KINDS = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    rows: list[dict[str, Any]] = []
+    for number in map(int, arguments.micro_batches.split(",")):
+        case = dataclasses.replace(
+            SETTINGS[arguments.setting],
+            micro_batches=number,
+            **{k: v for k in ("ranks", "tokens", "experts", "layers") if (v := getattr(arguments, k)) is not None},
+        )
+        timing = measure_step(case, arguments.systems.split(","), arguments.repeats, with_memory=False)["time"]
+        check_steps(case, timing)
+        rows += rows_of(number, timing)
+        print(table(rows[-len(timing) :]), flush=True)
+        if arguments.json:
+            add_rows(Path(arguments.json), case, rows[-len(timing) :])
+
+
+def rows_of(micro_batches: int, timing: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each system: seconds of all repeats, bytes (mean over ranks) and calls, the highest peak."""
+    for name, row in timing.items():
+        figures = {key: [round(seconds, 3) for seconds in row[key]] for key in ("wall", "cpu")}
+        sent = {
+            kind: [
+                round(sum(rank.get(kind, {}).get(key, 0) for rank in row["traffic"]) / len(row["traffic"]))
+                for key in ("bytes", "calls")
+            ]
+            for kind in KINDS
+        }
+        results = {key: row[key] for key in ("loss", "grad_norm")}
+        results |= {"tensors": max(row["tensors"])}
+        yield {"micro_batches": micro_batches, "system": name, **figures, **sent, **results}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows as a Markdown table; seconds are medians."""
+    head = ["system", "M", "wall s", "CPU s"]
+    head += [f"{what} MB (calls)" for what in ("gathers", "reductions", "all-to-alls")] + ["peak tensor MB"]
+    cells = [
+        [
+            row["system"], str(row["micro_batches"]),
+            *(f"{median(row[key]):.1f}" if row[key] else "-" for key in ("wall", "cpu")),
+            *(f"{row[kind][0] / 1e6:.1f} ({row[kind][1]})" if row[kind][1] else "-" for kind in KINDS),
+            f"{row['tensors'] / 1e6:.0f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(head, cells)
+
+
+def add_rows(path: Path, case: Case, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows of a case into a file, in the place of those of the same system and M; all of M must agree."""
+    found = json.loads(path.read_text())["rows"] if path.exists() else []
+    merged = {(row["micro_batches"], row["system"]): row for row in (*found, *rows)}
+    check_steps(case, {name: row for (number, name), row in merged.items() if number == case.micro_batches})
+    lines = ",\n".join(f"  {json.dumps(merged[key])}" for key in sorted(merged))
+    path.write_text(f'{{\n "machine": {json.dumps(machine())},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line; shapes that are not given come from the named setting."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", choices=sorted(SETTINGS), default="fp32-512")
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--micro-batches", default="1,2,4,8,16", help="per rank and step, measured one after the other")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps; 0: time the one that counts")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--tokens", type=int, help="tokens per rank and micro-batch")
+    parser.add_argument("--experts", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
