@@ -59,6 +59,7 @@ def start(after_step: int = 0, total_steps: int = 40, **changes: Any) -> Start:
         "dispatch": "all_to_all",
         "compute": "grouped_mm",
         "activation_checkpointing": "none",
+        "accumulate": "by_micro_batch",
         "printed": ["model      m: qwen3_moe", "steps      40 optimizer steps"],
     }
     return Start(**(values | changes))
