@@ -76,7 +76,7 @@ def _check(
     assert found.process_groups <= 16
 
 
-@pytest.mark.slow_cases(r"(?!qwen-parallel0).*", why="one of six stays")
+@pytest.mark.slow_cases(r"(?!qwen-parallel0).*", why="one of seven stays")
 @pytest.mark.parametrize(
     ("shape", "parallel", "mode", "lora", "rows", "size", "layers"),
     [
@@ -85,6 +85,7 @@ def _check(
         ("qwen", ParallelConfig(ep=8, tp=2, replicate=2), "full", None, 2, 2, "all"),
         ("qwen", ParallelConfig(ep=8, cp=2), "full", LoraConfig(), 1, 3, 2),
         ("qwen", ParallelConfig(ep=64), "full", None, 1, None, "all"),
+        ("qwen", ParallelConfig(ep=8, tp=4), "full", None, 2, None, "all"),
         ("deepseek", ParallelConfig(ep=16), "full", None, 1, 2, "all"),
     ],
 )

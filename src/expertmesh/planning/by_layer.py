@@ -49,7 +49,7 @@ class RoundMemory:
             for index in sorted({0, min(1, self.round - 1), self.round - 1}):
                 layer = _LayerMemory(self, number, index)
                 if layer.is_last:
-                    yield layer.loss()
+                    yield from layer.loss()
                 for place in range(len(layer.blocks)):
                     yield from layer.block(place)
                 yield from layer.ends()
@@ -109,12 +109,16 @@ class _LayerMemory:
         if self.is_first and index and run.embeds:
             self.around += run.embedding.gathered + run.embedding_reduced
 
-    def loss(self) -> Moment:
-        """Return the moment at which the losses of the micro-batch are computed."""
+    def loss(self) -> Iterator[Moment]:
+        """Yield the moments at which the losses of the micro-batch are computed, and go backward."""
         unsharded = self.around + self.dense + self.experts + (self.flats if self.index else 0.0)
         # All results of the decoder are among the activations.
         logits = self.memory.loss() + self.memory.head_input - self.memory.hidden
-        return Moment("loss", self.share, unsharded, self.activations, logits=logits)
+        yield Moment("loss", self.share, unsharded, self.activations, logits=logits)
+        if self.memory.sharding.tp > 1:
+            # The gradient of a rank's rows of the head becomes one of all of them, in three tensors.
+            unsharded += 3 * self.run.head.gradients
+            yield Moment("head's backward", self.share, unsharded, self.activations, 0.0, 0.0, self.memory.hidden)
 
     def block(self, place: int) -> Iterator[Moment]:
         """Yield the moments of the block at `place` in the layer."""
