@@ -67,7 +67,8 @@ class RoundMemory:
     def _saved(self, number: int) -> float:
         """Return what a layer saves of a micro-batch, its input left out."""
         memory, pieces = self.memory, self.layers[number]
-        saved = sum(memory.block(piece).saved for piece in pieces) + memory.tables
+        # The first forward makes the tables of all layers.
+        saved = sum(memory.block(piece).saved for piece in pieces) + (0.0 if number else memory.tables)
         if pieces[0][1] != "none":
             return saved - (memory.hidden if number else 0.0)
         return saved - (0.0 if number else memory.first_saves_less)
