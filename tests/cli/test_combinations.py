@@ -269,9 +269,9 @@ def _choices(section: type[Section], prefix: str = "") -> dict[str, set[Any]]:
     return {key: values for key, values in found.items() if values}
 
 
-# Switches that are not about how ranks compute: of data and files before, of results and reports after a step.
+# Switches that are not about how ranks compute: of data and weights before, of results and reports after a step.
 NOT_OF_AXES = re.compile(
-    r"(save|log|schedule|eval|checkpoint|distributed)\..*|data\.(?!packing|stream).*|model\.trust_.*"
+    r"(save|log|schedule|eval|checkpoint|distributed)\..*|data\.(?!packing|stream).*|model\.(trust_|from_config).*"
 )
 # Named on the page under another key or value, or the opposite of what is there.
 OTHERWISE = {
