@@ -145,7 +145,8 @@ def test_in_double_precision_nothing_is_left_but_the_last_digits(frozen: str, la
 
 @pytest.mark.slow(why="without checkpointing stays; test_dropout.py compares layouts")
 def test_dropout_drops_the_same_in_every_layout(tmp_path: Path) -> None:
-    random_adapter(tiny_model(test_dropout.FAMILY), tmp_path, *TARGETS[test_dropout.FAMILY])
+    model = tiny_model(test_dropout.FAMILY, **test_dropout.BLOCKS)
+    random_adapter(model, tmp_path, *TARGETS[test_dropout.FAMILY])
     trained = functools.partial(test_dropout._trained, tmp_path, precision=_precision("nf4"))
     (alone,) = run_ranks(trained, 1, 1)
     for options in ({"ep": 2, "micro_batch": 2}, {"ep": 1, "activation_checkpointing": True}):

@@ -31,7 +31,7 @@ from expertmesh.training.startup.prepare import Prepared
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.run import verify
 from tests.adapters.reference import TARGETS, random_adapter, worst
-from tests.adapters.test_dropout import FAMILY, _trained
+from tests.adapters.test_dropout import BLOCKS, FAMILY, _trained
 from tests.families.tiny import random_model
 from tests.support import fake_deep_ep
 from tests.support.errors import refused
@@ -225,7 +225,7 @@ def test_recomputation_changes_no_bit_and_exchanges_no_counts(
 
 @pytest.mark.slow(why="adapters/test_dropout.py stays")
 def test_dropout_of_adapters_drops_the_same(tmp_path: Path) -> None:
-    random_adapter(tiny_model(FAMILY), tmp_path, *TARGETS[FAMILY])
+    random_adapter(tiny_model(FAMILY, **BLOCKS), tmp_path, *TARGETS[FAMILY])
     (alone,) = run_ranks(_trained, 1, tmp_path, 1)
     moe = DEEPEP
     with _taken():
