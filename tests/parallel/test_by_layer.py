@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.parallel.layers import layers_of
 from expertmesh.step import by_layer
 from tests.adapters.reference import AdapterDistance, tiny_peft_run, train_adapters
+from tests.support.collectives import Collectives
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
@@ -105,27 +105,13 @@ def test_adapters_train_as_stock_pefts_do(case: str, tmp_path: Path) -> None:
         distance.check(TOLERANCE)
 
 
-class _Collectives(TorchDispatchMode):
-    """Counts what FSDP2 gathers and reduces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name.startswith("c10d."):
-            self.counts[name.removeprefix("c10d.").partition("_.")[0].strip("_")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _count_collectives(micro_batches: int, order: dict[str, Any]) -> tuple[Counter[str], bool]:
     """Return the collectives of a step, and whether every parameter is sharded behind it."""
     model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
     em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), activation_checkpointing="full")
     batches = [padded(reference("qwen3_moe").rows[0][:1])] * micro_batches
     em.forward_backward(model, batches, target_tokens=60, **order)  # FSDP2 begins
-    with _Collectives() as collectives:
+    with Collectives() as collectives:
         em.forward_backward(model, batches, target_tokens=60, **order)
     return collectives.counts, all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
@@ -136,7 +122,9 @@ def test_each_layer_is_gathered_twice_and_reduced_once_a_round(
 ) -> None:
     """Units: embedding, three blocks and their experts, and the root; the last block and the root are gathered once."""
     for counts, is_sharded in run_ranks(_count_collectives, 2, micro_batches, {**BY_LAYER, "round": round}):
-        assert counts == {"allgather_base": rounds * (2 + 2 * 4 + 2 + 1), "reduce_scatter_base": rounds * (1 + 6 + 1)}
+        gathers, reductions = rounds * (2 + 2 * 4 + 2 + 1), rounds * (1 + 6 + 1)
+        # transformers looks at each micro-batch's mask, and again at its positions behind the blocks.
+        assert counts == {"_allgather": gathers, "_reduce_scatter": reductions, "waits": 2 * micro_batches}
         assert is_sharded
 
 
@@ -172,6 +160,20 @@ def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh],
     world, train = _case("qwen3_moe", 2, {}, tamper=bug)
     for distance in run_ranks(train, world):
         assert distance.gradient[0] > 1e-3, distance
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ({"accumulate": "by layer"}, "set it to by_micro_batch or by_layer"),
+        ({"accumulate": "by_layer", "round": 0}, "at least 1"),
+        ({"round": 2}, "with accumulate by_micro_batch"),
+    ],
+)
+def test_an_order_that_does_not_exist_is_refused(order: dict[str, Any], said: str) -> None:
+    batch = padded(reference("qwen3_moe").rows[0][:1])
+    with refused("config.wrong-value", naming=said):
+        em.forward_backward(nn.Module(), [batch] * 2, target_tokens=60, **order)
 
 
 def _refuse_images() -> None:

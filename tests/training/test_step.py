@@ -1,6 +1,5 @@
 """What a step returns can be reduced over all ranks together, and how often ranks and devices wait for each other."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import expertmesh as em
 from expertmesh.checkpoint.write import WRITING, WRITTEN
@@ -22,6 +20,7 @@ from expertmesh.training.control import StopReason
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, exchange
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.run import train
+from tests.support.collectives import Collectives
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -46,37 +45,6 @@ def test_router_losses_that_are_off_are_on_the_device_of_the_batches() -> None:
     assert {router_loss.aux_loss.device.type, router_loss.z_loss.device.type} == {"meta"}
 
 
-class _Counter(TorchDispatchMode):
-    """Counts collectives by kind, and reads of a device's values on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name.startswith("c10d."):
-            self.counts[name.removeprefix("c10d.").partition("_.")[0].removesuffix("_base")] += 1
-        elif "_local_scalar_dense" in name:
-            self.counts["waits"] += 1
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self) -> Any:
-        def waited(tensor: torch.Tensor) -> Any:
-            self.counts["waits"] += 1
-            with torch._C.DisableTorchFunction():  # a mode of checkpointing would call this again
-                return tolist(tensor)
-
-        tolist = torch.Tensor.tolist
-        self._patch = mock.patch.object(torch.Tensor, "tolist", waited)
-        self._patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patch.stop()
-
-
 def _count_per_step(config: Config) -> list[dict[str, int]]:
     """What the last step and its report needed."""
     counts: dict[str, dict[str, int]] = {}
@@ -85,7 +53,7 @@ def _count_per_step(config: Config) -> list[dict[str, int]]:
         original = getattr(TrainingLoop, name)
 
         def call(*args: Any) -> Any:
-            with _Counter() as counter:
+            with Collectives() as counter:
                 result = original(*args)
             counts[name] = dict(counter.counts)
             return result

@@ -81,8 +81,8 @@ def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
 
 def attached_balance(model: nn.Module) -> Balance:
     """Return what `parallelize` attached; a model that was never parallelized is not balanced."""
-    balance: Balance | None = sharded(model).balance
-    return balance or Balance()
+    plan = sharded(model).shard_plan
+    return Balance() if plan is None else plan.balance
 
 
 def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:

@@ -86,14 +86,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     if mesh.layout.efsdp == 1:
         pipeline = pipeline_of(model)
         link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
-    attach(
-        model,
-        mesh=mesh,
-        shard_plan=plan,
-        tensor_plan=plan.tensor,
-        balance=plan.balance,
-        frozen_formats=plan.packed,
-    )
+    attach(model, mesh=mesh, shard_plan=plan, frozen_formats=plan.packed)
     split_blocks(model, plan.anatomy, mesh, context.gathers)
     split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
 

@@ -103,7 +103,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """What a model's forward calls a block with beside the hidden state: masks, rotary tables and other inputs."""
+    """The inputs of a block beside the hidden state (masks, rotary tables), as the model's forward gives them."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

@@ -123,8 +123,8 @@ class TensorPlan:
 
 def attached_plan(model: nn.Module) -> TensorPlan:
     """Return the plan that `shard` carried out on `model`; it is empty if tp is 1."""
-    plan: TensorPlan | None = sharded(model).tensor_plan
-    return plan or TensorPlan(1, (), ())
+    plan = sharded(model).shard_plan
+    return TensorPlan(1, (), ()) if plan is None else plan.tensor
 
 
 def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Callable[[str], bool]) -> TensorPlan:

@@ -57,13 +57,10 @@ class ShardedModel:
     pipeline: Any = None
     """The split into stages: `parallel.pipeline.pipeline_of`."""
     shard_plan: Any = None
-    """The plan that it was sharded by, a `parallel.shard_plan.ShardPlan`."""
+    """The plan that it was sharded by, a `parallel.shard_plan.ShardPlan`; of its parts
+    `parallel.tensor_plan.attached_plan` and `experts.balance.attached_balance`."""
     layers: Any = None
     """Its layers, once a step was accumulated by layer: `parallel.layers.layers_of`."""
-    tensor_plan: Any = None
-    """The plan of tensor parallelism for each part: `parallel.tensor_plan.attached_plan`."""
-    balance: Any = None
-    """Router losses and biases: `experts.balance.attached_balance`."""
     lora_state: Any = None
     """The state that its adapters share while they run: `experts.lora_state.adapter_state`."""
     lora_plan: Any = None

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.config.errors import InputError
-from expertmesh.experts.lora_state import AdapterState, adapter_state
+from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.layers import Layers
 from expertmesh.parallel.pipeline import running
 from expertmesh.parallel.placeholders import BlockCall
@@ -53,19 +53,12 @@ class _Forward:
 
 @dataclass(slots=True)
 class _Calls:
-    """What the first layer's forward of one micro-batch leaves for the layers after it."""
+    """The record of one micro-batch's forward through the first layer, for the layers after it."""
 
-    adapters: AdapterState | None
-    """The state of the model's adapters."""
     calls: dict[int, BlockCall] = field(default_factory=dict)
     """Arguments with which the model calls its other blocks, by their number."""
     token_numbers: torch.Tensor | None = None
     """Numbers of the tokens, for the dropout of adapters."""
-
-    def record(self, block: int, call: BlockCall) -> None:
-        """Record a call while the model's forward runs, which forgets the tokens' numbers at its end."""
-        self.calls[block] = call
-        self.token_numbers = None if self.adapters is None else self.adapters.number_T
 
 
 class Round:
@@ -88,6 +81,7 @@ class Round:
                     "train.accumulate to by_micro_batch",
                     key="train.accumulate-unsupported",
                 )
+        self._adapters = adapter_state(model)
         self._forwards: list[list[_Forward | None]] = []
         self._calls: list[_Calls] = []
 
@@ -147,26 +141,31 @@ class Round:
                 return _Forward(received, entering, None)
             batch = {"input_ids": batch["input_ids"]}  # nothing behind the blocks looks at masks or positions
         if layer == 0:
-            self._calls.append(_Calls(adapter_state(self._model)))
+            self._calls.append(_Calls())
         with running(self._model, pipeline, layer, entering, behind_blocks=alone) as leaving, ExitStack() as stack:
             for block, placeholder in pipeline.idle.items():
                 if layer == 0 and block not in blocks:
-                    stack.enter_context(replaced(placeholder, records=partial(self._calls[number].record, block)))
+                    stack.enter_context(replaced(placeholder, records=partial(self._record, number, block)))
             base, empty_logits, logits = run_base(self._model, batch, router_logits=self._router_logits)
         return _Forward(
             received, None if is_last else leaving.hidden, StageOutput(number, is_last, base, empty_logits, logits)
         )
 
+    def _record(self, number: int, block: int, call: BlockCall) -> None:
+        """Record a call while the model's forward runs, which forgets the tokens' numbers at its end."""
+        self._calls[number].calls[block] = call
+        self._calls[number].token_numbers = None if self._adapters is None else self._adapters.number_T
+
     def _call(self, number_of_block: int, number: int, received: torch.Tensor) -> torch.Tensor:
         """Run one block for one micro-batch as the model would, and return its hidden state."""
         block = self._model.get_submodule(self._layers.pipeline.blocks[number_of_block])
         recorded = self._calls[number]
-        call, adapters = recorded.calls[number_of_block], recorded.adapters
-        if adapters is not None:
-            adapters.number_T = recorded.token_numbers
+        call = recorded.calls[number_of_block]
+        if self._adapters is not None:
+            self._adapters.number_T = recorded.token_numbers
         output: Any = call.context.run(block, received, *call.args, **call.kwargs)
-        if adapters is not None:
-            adapters.number_T = None
+        if self._adapters is not None:
+            self._adapters.number_T = None
         hidden: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
         return hidden
 

@@ -79,7 +79,7 @@ def forward_backward(
 
     Raises:
         InputError: The step has no target or no micro-batch, only some ranks give images, or the model cannot be
-            trained by layer.
+            trained by layer; `accumulate` or `round` has a wrong value.
 
     Collectives: every rank calls it once per step; those of forward and backward, with pp also sends and receives
     between stages.
@@ -89,8 +89,8 @@ def forward_backward(
             f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
             key="data.no-targets",
         )
+    order = _order_of(accumulate, round)
     refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in micro_batches])
-    order = Order(by_layer=accumulate == "by_layer", round=round)
     return minimise(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens, order)
 
 
@@ -106,6 +106,20 @@ class Order:
     def rounds(self, micro_batches: int) -> int:
         """Return the number of rounds of a step by layer."""
         return 1 if self.round is None else -(-micro_batches // self.round)
+
+
+def _order_of(accumulate: str, round: int | None) -> Order:
+    if accumulate not in ("by_micro_batch", "by_layer"):
+        raise InputError(
+            f"forward_backward: accumulate is {accumulate!r}; set it to by_micro_batch or by_layer",
+            key="config.wrong-value",
+        )
+    if round is not None and (accumulate != "by_layer" or round < 1):
+        raise InputError(
+            f"forward_backward: round is {round} with accumulate {accumulate}; give at least 1 with by_layer, or None",
+            key="config.wrong-value",
+        )
+    return Order(by_layer=accumulate == "by_layer", round=round)
 
 
 def minimise(

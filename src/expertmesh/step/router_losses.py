@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
 from expertmesh.experts.balance import attached_balance
 from expertmesh.experts.router_loss import chosen_pairs, probability_sums, squared_logsumexp
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
-from expertmesh.state.sharded_model import mesh_of
+from expertmesh.state.sharded_model import mesh_of, sharded
 from expertmesh.step.base_model import real_tokens_here, run_base
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline
 
@@ -72,8 +71,6 @@ class RouterLosses:
         own_stages = 1 if self._pipeline is None else len(self._pipeline.own_stages)
         self._left = len(micro_batches) * (layers or own_stages)
         self._at_once = self._pipeline is None and layers is None
-        # Before a forward: describing a model reads its state dict, for which FSDP2 reshards it.
-        self._moe_layers = 0 if self._at_once or not self.balance.has_losses else len(describe(model).experts)
         self._share_of_rows = sequence_share(model)
         self._real = [self._real_here(batch) for batch in micro_batches] if self.balance.has_losses else []
         self._step: _Step | None = None
@@ -142,7 +139,7 @@ class RouterLosses:
         real_T = self._real_here(batch)
         if self._step is None:
             self._step = self._join(self._pairs(logits, real_T))
-        layers = len(logits) if self._at_once else self._moe_layers
+        layers = len(logits) if self._at_once else len(sharded(self.model).shard_plan.anatomy.experts)
         rows, share = self._step.tokens * layers, torch.zeros((), device=real_T.device)
         if not logits:  # a stage or layer without MoE layers
             self._share = share
