@@ -145,8 +145,10 @@ def _print_job(console: Console, config: Config, checked: Checked, nproc: int | 
         console.print(f"predicted  nothing: train would start {here} ranks here; see expertmesh plan")
     train = config.train
     accumulation = accumulation_of(train.global_batch_size, train.micro_batch_size, layout.data_ranks)
-    if accumulation > 1:
-        console.print(f"{accumulation} micro-batches a step {checked.order_line(accumulation)}")
+    if accumulation > 1 or train.accumulate == "by_layer":
+        console.print(
+            f"{accumulation} micro-batch{'es' * (accumulation > 1)} a step {checked.order_line(accumulation)}"
+        )
     adapters = plan_of(checked.model)
     for line in () if adapters is None else plan_lines(adapters, checked.anatomy):
         console.print(f"lora {line}")

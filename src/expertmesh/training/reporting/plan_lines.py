@@ -107,7 +107,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
         f"batch      {train.global_batch_size} {sequences} = {train.micro_batch_size} micro-batch × {ranks} data ranks "
         f"× {batches.accumulation} accumulation"
     )
-    if batches.accumulation > 1:
+    if batches.accumulation > 1 or train.accumulate == "by_layer":
         yield f"           {checked.order_line(batches.accumulation)}"
     if checked.checkpoint_bytes:
         yield f"disk       {_disk_line(checked.checkpoint_bytes, config)}"

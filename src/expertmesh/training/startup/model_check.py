@@ -151,6 +151,8 @@ def choose_order(
     """
     if accumulate == "by_layer":
         refuse()
+        if accumulation == 1:
+            return Order(), "a step has one micro-batch, for which by layer is the same"
         return Order(by_layer=True, round=size), "as set"
     if accumulate == "by_micro_batch":
         return Order(), "as set"
