@@ -20,7 +20,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.stage_probe import CannotCut
-from expertmesh.parallel.pipeline import Cut, Pipeline, find_decoder, parts_by_stage, rehearse_each
+from expertmesh.parallel.pipeline import Cut, Pipeline, parts_by_stage, rehearse_each
 from expertmesh.parallel.placeholders import idle, idle_around
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.state.sharded_model import attach, mesh_of, sharded
@@ -54,13 +54,13 @@ def layers_of(model: nn.Module) -> Layers:
     return found
 
 
-def refuse_by_layer(plan: ShardPlan) -> None:
-    """Raise `InputError` if the model of a shard plan cannot be trained layer by layer."""
-    _cut(plan)
+def refuse_by_layer(plan: ShardPlan, pp: int) -> None:
+    """Raise `InputError` if the model of a shard plan cannot be trained layer by layer on `pp` pipeline stages."""
+    _cut(plan, pp)
 
 
 def _plan(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> Layers:
-    cut, compute = _cut(plan), getattr(torch, plan.options.precision.compute)
+    cut, compute = _cut(plan, plan.layout.pp), getattr(torch, plan.options.precision.compute)
     pipeline = Pipeline(mesh, cut.blocks, cut.stages, tuple(range(len(cut.stages))), cut.hidden, compute)
     pipeline.idle.update({n: idle(model.get_submodule(name), cut.items) for n, name in enumerate(cut.blocks)})
     around = [name for name in cut.parts if name not in cut.blocks]
@@ -82,18 +82,18 @@ def _users(names: Sequence[str], cut: Cut) -> set[int]:
     return {layer for part in parts for layer in cut.parts[part]}
 
 
-def _cut(plan: ShardPlan) -> Cut:
+def _cut(plan: ShardPlan, pp: int) -> Cut:
     """Cut the model of a shard plan into layers, each the only stage of a pp rank of its own."""
-    if plan.layout.pp > 1:
+    if pp > 1:
         raise InputError(
             "train.accumulate: by_layer is for models that are not cut, and parallel.pp is "
-            f"{plan.layout.pp}; set train.accumulate to by_micro_batch, or parallel.pp to 1",
+            f"{pp}; set train.accumulate to by_micro_batch, or parallel.pp to 1",
             key="train.accumulate-unsupported",
         )
     meta, anatomy = plan.view.meta, plan.anatomy
     blocks = decoder_blocks(anatomy)
     try:
-        decoder = find_decoder(meta, anatomy, blocks, meta)
+        decoder = plan.decoder
         starts = [number for number in range(len(blocks)) if number not in decoder.joined]
         stages = tuple(itertools.starmap(range, itertools.pairwise([*starts, len(blocks)])))
         parts = parts_by_stage(meta, decoder, blocks, Layout(pp=len(stages)), stages)

@@ -8,12 +8,13 @@ and the model does not change: trials run on its meta copy.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks, describe, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import BYTES_OF
@@ -21,6 +22,7 @@ from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.dispatchers import deepep
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
+from expertmesh.introspection.stage_probe import Decoder
 from expertmesh.parallel.checkpointing import (
     CheckpointedLayers,
     CheckpointingMode,
@@ -30,7 +32,7 @@ from expertmesh.parallel.checkpointing import (
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, packed_formats, plan_expert_dims, plan_frozen, plan_groups
-from expertmesh.parallel.pipeline import Cut, plan_cut
+from expertmesh.parallel.pipeline import Cut, find_decoder, plan_cut
 from expertmesh.parallel.refusals import (
     choose_dispatch,
     refuse_axes,
@@ -78,7 +80,7 @@ class ShardOptions:
         return cls(precision, moe or MoeConfig(), mode, checkpoint_layers, compile)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ShardPlan:
     """The sharding of one model in one layout. All names are those of the full model, with all pipeline stages."""
 
@@ -122,6 +124,11 @@ class ShardPlan:
     """The parts that are compiled."""
     view: ModelView = field(repr=False)
     """The meta copy of the full model."""
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What the blocks pass on, proven on meta at the first question. Raises `CannotCut`."""
+        return find_decoder(self.view.meta, self.anatomy, decoder_blocks(self.anatomy), self.view.meta)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

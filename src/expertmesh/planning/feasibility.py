@@ -6,7 +6,6 @@ pp with the smallest size that could do, because the remaining conditions are ar
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -15,7 +14,6 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.context.plan import ContextPlan
 from expertmesh.parallel.layers import refuse_by_layer
-from expertmesh.parallel.pipeline import find_decoder
 from expertmesh.parallel.shard_plan import KeptInFp32, ShardPlan, plan_axes
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan
@@ -50,13 +48,13 @@ class Feasibility:
 
     def refuse_by_layer(self, layout: Layout) -> None:
         """Raise `InputError` if the model cannot be trained layer by layer in `layout`."""
-        if (refusal := self._by_layer_refusal(Layout(pp=layout.pp))) is not None:
+        if (refusal := self._by_layer_refusal(layout.pp)) is not None:
             raise refusal
 
     @cache  # noqa: B019
-    def _by_layer_refusal(self, layout: Layout) -> InputError | None:
+    def _by_layer_refusal(self, pp: int) -> InputError | None:
         try:
-            refuse_by_layer(replace(self._shards, layout=layout))
+            refuse_by_layer(self._shards, pp)
         except InputError as error:
             return error
         return None
@@ -96,7 +94,7 @@ class Feasibility:
     def _joined(self) -> Mapping[int, str]:
         if self._cut is not None:
             return self._cut.joined
-        return find_decoder(self._model, self._anatomy, self._blocks, self._view.meta).joined
+        return self._shards.decoder.joined
 
     @cache  # noqa: B019
     def _plan(self, layout: Layout) -> tuple[TensorPlan, ContextPlan] | InputError:

@@ -104,7 +104,7 @@ def check_model(
         layout,
         accumulation,
         recomputes_all=options.activation_checkpointing == "full" and options.checkpoint_layers == "all",
-        refuse=partial(refuse_by_layer, plan),
+        refuse=partial(refuse_by_layer, plan, layout.pp),
     )
     reason = ep_reason(config.parallel, layout, traffic, ranks_per_node)
     return Checked(
