@@ -7,10 +7,7 @@ generated code.
 """
 
 import json
-import logging
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -19,12 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from expertmesh.cli.main import main
 from expertmesh.config import Config
 from expertmesh.config.base import Section
 from expertmesh.parallel import compiling
+from tests.cli.rank_of_srun import rank_of_srun
 from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import LivingRanks, run_ranks
 from tests.training.dpo_by_trl import PAIRS
@@ -111,32 +108,6 @@ def _arguments(inputs: Path, option: str, axes: str, output: Path) -> list[str]:
     return ["train", f"{output}.yaml", *given]
 
 
-def _rank(arguments: list[str], output: str, nodes: bool) -> int:
-    """One rank of srun, on a node of its own or all on one; what it prints goes into a file."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    here, local = (1, 0) if nodes else (world, rank)
-    log, environment, streams = logging.getLogger("expertmesh"), dict(os.environ), (sys.stdout, sys.stderr)
-    handlers, propagate, level, descriptors = log.handlers, log.propagate, log.level, (os.dup(1), os.dup(2))
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(here)}
-    descriptor = os.open(f"{output}.{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    try:
-        return main(arguments)
-    finally:
-        sys.stdout.flush()
-        sys.stdout, sys.stderr = streams
-        for stream, before in enumerate(descriptors, 1):
-            os.dup2(before, stream)
-            os.close(before)
-        os.close(descriptor)
-        os.environ.clear()
-        os.environ |= environment
-        log.handlers, log.propagate = handlers, propagate
-        log.setLevel(level)
-
-
 def _output(inputs: Path, option: str, place: tuple[int, str], apart: bool = False) -> Path:
     return inputs / re.sub(r"\W+", "-", f"{option} {place[1]}{' apart' * apart}")
 
@@ -145,7 +116,7 @@ def _job(inputs: Path, option: str, place: tuple[int, str], apart: bool = False)
     """The number of ranks and what each runs; `apart` in a directory that no shared ranks use."""
     world, axes = place
     output = _output(inputs, option, place, apart)
-    return world, partial(_rank, _arguments(inputs, option, axes, output), str(output), "hierarchical" in option)
+    return world, partial(rank_of_srun, _arguments(inputs, option, axes, output), str(output), "hierarchical" in option)
 
 
 def _losses(output: Path, codes: list[int]) -> list[float]:
@@ -248,7 +219,7 @@ def test_what_an_axis_does_not_have_is_refused_before_ranks_start(
 
 def test_a_refusal_of_all_ranks_is_told_by_rank_0(root: Path) -> None:
     inputs, output = _inputs(root, ""), root / "refused"
-    assert run_ranks(_rank, 2, _arguments(inputs, "parallel.ep=3", "", output), str(output), False) == [2, 2]
+    assert run_ranks(rank_of_srun, 2, _arguments(inputs, "parallel.ep=3", "", output), str(output), False) == [2, 2]
     said = [Path(f"{output}.{rank}.txt").read_text() for rank in range(2)]
     assert [text.count("error: rank 0: parallel.ep 3 does not divide") for text in said] == [1, 0]
     assert "error" not in said[1]

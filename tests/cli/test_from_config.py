@@ -1,11 +1,13 @@
 """`model.from_config: true` on the command line: train from random weights, then prove and resume that very run."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from expertmesh.cli.main import main
+from tests.cli.rank_of_srun import rank_of_srun
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs
 
 
@@ -20,23 +22,23 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run.yaml"
 
 
-def test_a_run_from_a_config_trains_is_verified_and_goes_on(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [str(run), "model.from_config=true", "train.max_steps=2", "checkpoint.every_steps=1", "--nproc", "2"]
-    assert main(["train", *words]) == 0
-    assert "weights    random, drawn from train.seed 42" in capfd.readouterr().out
+def test_a_run_from_a_config_trains_is_verified_and_goes_on(run: Path, shared_ranks: Callable[..., list[int]]) -> None:
+    def said(verb: str, *words: str) -> str:
+        arguments = [verb, str(run), "model.from_config=true", "checkpoint.every_steps=1", *words]
+        assert shared_ranks(rank_of_srun, 2, arguments, str(run)) == [0, 0]
+        return Path(f"{run}.0.txt").read_text()
+
+    assert "weights    random, drawn from train.seed 42" in said("train", "train.max_steps=2")
     first = metrics(run.with_suffix(""))[0]["loss"]
     # Untrained, it knows nothing.
     vocabulary = len(weights(run.with_suffix(""))["lm_head.weight"])
     assert abs(first - math.log(vocabulary)) < 0.1
 
-    assert main(["verify", *words, "parallel.ep=2", "--only", "bytes,forward,backward,artifacts"]) == 0
-    printed = capfd.readouterr().out
-    assert "every byte equals what is drawn" in printed
-    assert "note        the weights are random, drawn from train.seed 42" in printed
+    verified = said("verify", "train.max_steps=2", "parallel.ep=2", "--only", "bytes,forward,backward,artifacts")
+    assert "every byte equals what is drawn" in verified
+    assert "note        the weights are random, drawn from train.seed 42" in verified
 
-    words[2] = "train.max_steps=3"
-    assert main(["train", *words, "parallel.ep=2"]) == 0
-    assert "resume     step-00000002" in capfd.readouterr().out
+    assert "resume     step-00000002" in said("train", "train.max_steps=3", "parallel.ep=2")
     assert metrics(run.with_suffix(""))[0]["loss"] == first
 
 
