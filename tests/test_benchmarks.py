@@ -44,6 +44,7 @@ def test_a_step_sends_fewer_bytes_than_the_peers(monkeypatch: pytest.MonkeyPatch
         step.check_steps(TINY, report["time"])
 
 
+@pytest.mark.slow(why="parallel/test_by_layer.py counts the collectives")
 def test_by_layer_gathers_and_reduces_as_much_for_any_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "launch", forked)
     names = ["transformers_fsdp2", "transformers_no_sync_fsdp2", "expertmesh_by_layer_ep1", "expertmesh_by_layer_ep2"]

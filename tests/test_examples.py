@@ -191,6 +191,7 @@ def _in_layout(directory: Path, parallel: str, rows: int) -> list[float]:
     return _losses(printed.getvalue())
 
 
+@pytest.mark.slow(why="test_readme.py runs a loop of the same interface")
 def test_the_python_example_computes_the_same_in_every_layout(tmp_path: Path) -> None:
     _write_inputs(tmp_path)
     expected = run_ranks(_in_layout, 2, tmp_path, "ep=2", 4)[0]

@@ -85,6 +85,7 @@ def test_a_case_that_cannot_be_built_is_red_alone(launched: Launched, name: str)
             launched()
 
 
+@pytest.mark.slow(why="it waits for a time limit; failures and crashes stay")
 def test_a_hang_is_shown_with_its_stack_and_leaves_no_process() -> None:
     def hang() -> None:
         if dist.get_rank() == 0:

@@ -136,7 +136,7 @@ def test_the_other_ways_to_compute_give_the_same(options: dict[str, Any]) -> Non
     _train(_expected("qwen3_moe", "mxfp4"), "mxfp4", 2, [{"ep": 1}], **options)[0].check(TOLERANCE)
 
 
-@pytest.mark.slow_cases(r"nvfp4-.*", why="nf4 stays")
+@pytest.mark.slow(why="float32 stays")
 @pytest.mark.parametrize(("frozen", "layout"), [("nvfp4", {"ep": 2, "tp": 2}), ("nf4", {"ep": 2})])
 def test_in_double_precision_nothing_is_left_but_the_last_digits(frozen: str, layout: dict[str, int]) -> None:
     run = _expected("qwen3_moe", frozen, torch.float64)
@@ -164,7 +164,7 @@ def _held(model: nn.Module, mesh: Mesh) -> dict[bool, tuple[int, int, set[str]]]
     return found
 
 
-@pytest.mark.slow_cases(r"(mxfp4|float8|nf4)", why="nvfp4 stays, which has two scales")
+@pytest.mark.slow(why="that gradients are right stays")
 @pytest.mark.parametrize("frozen", BITS)
 def test_after_training_each_rank_holds_its_codes_and_scales_alone(frozen: str) -> None:
     run = _expected("qwen3_moe", "nf4", **SIZES)

@@ -95,6 +95,7 @@ def test_the_other_ways_to_compute_give_the_same(launched: Launched, options: di
     _check(launched())
 
 
+@pytest.mark.slow(why="float32 stays")
 @one_launch(lambda expected: _case(expected("qwen3_moe", dtype=torch.float64), 4, [(2, 1, 1)]))
 def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launched) -> None:
     _check(launched(), 1e-10)

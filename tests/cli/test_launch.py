@@ -68,6 +68,7 @@ def test_a_killed_rank_is_blamed_with_its_place_and_not_the_peer_that_lost_it() 
         launch(CONFIG, 2, f"{FAKE}:die_on_rank_1")
 
 
+@pytest.mark.slow(why="a killed rank and its peers stay")
 def test_what_a_dead_rank_had_started_is_ended(temporary: Path) -> None:
     with pytest.raises(DistributedFailure, match=r"rank 1 .* \(SIGKILL\) before the first step, starting"):
         launch(CONFIG, 2, f"{FAKE}:leave_a_child_behind")
@@ -95,6 +96,7 @@ def test_a_hung_rank_is_named_with_its_place_and_stack(hang: str, ranks: int, fo
     assert not is_alive(hung)
 
 
+@pytest.mark.slow_cases(r"(2|10)-.*", why="SIGTERM stays")
 @pytest.mark.parametrize(
     ("number", "code", "reason"),
     [
@@ -127,6 +129,7 @@ def test_a_request_that_reaches_launcher_and_ranks_is_one_request(number: signal
     assert len(list(temporary.glob("saved-*"))) == 2
 
 
+@pytest.mark.slow_cases(r"(15|1)-.*", why="Ctrl-C stays")
 @pytest.mark.parametrize(
     ("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 )  # fmt: skip
@@ -140,6 +143,7 @@ def test_a_second_signal_ends_the_job_at_once(second: signal.Signals, code: int,
     assert list(temporary.glob("saved-*")) == []
 
 
+@pytest.mark.slow_cases(r"(1|2)-.*", why="SIGTERM stays")
 @pytest.mark.parametrize(
     ("number", "code", "by"),
     [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C"), (signal.SIGHUP, 129, "SIGHUP")],
@@ -186,6 +190,7 @@ def test_what_a_start_after_a_stop_continues_from(tmp_path: Path) -> None:
     assert stopped_sentence(signal.SIGINT, None, None) == sentence
 
 
+@pytest.mark.slow(why="a signal to the job stays")
 def test_a_signal_to_one_rank_that_loads_names_the_rank_and_the_signal() -> None:
     job = ForkedJob("load")
     ranks = job.wait_for("up")

@@ -36,6 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, RunOptions]]:
     return found
 
 
+@pytest.mark.slow(why="two interpreters; cli/test_from_config.py verifies on forked ranks")
 def test_verify_proves_a_configuration_on_ranks_of_its_own(
     inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

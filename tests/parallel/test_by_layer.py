@@ -79,6 +79,7 @@ IN_FP64: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(r"tp, cp and ep of windows", why="ep alone stays")
 @pytest.mark.parametrize("case", IN_FP64)
 @one_launch(lambda case: _case(IN_FP64[case][0], 4, IN_FP64[case][1], 2, BLOCKS, torch.float64))
 def test_in_double_precision_nothing_is_left_but_the_last_digits(launched: Launched, case: str) -> None:
@@ -93,6 +94,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(r"tp", why="with recomputation it stays")
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_adapters_train_as_stock_pefts_do(case: str, tmp_path: Path) -> None:
     family, axes, options = ADAPTERS[case]
@@ -116,6 +118,7 @@ def _count_collectives(micro_batches: int, order: dict[str, Any]) -> tuple[Count
     return collectives.counts, all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@pytest.mark.slow_cases(r"8-3-3", why="one round of two and of eight micro-batches stay")
 @pytest.mark.parametrize(("micro_batches", "round", "rounds"), [(2, None, 1), (8, None, 1), (8, 3, 3)])
 def test_each_layer_is_gathered_twice_and_reduced_once_a_round(
     micro_batches: int, round: int | None, rounds: int

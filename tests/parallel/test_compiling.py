@@ -164,7 +164,7 @@ def _with_one_row(mode: str, lora: em.LoraConfig | None) -> tuple[float, list[st
     return distance, [str(each.message) for each in said if "returned a view tensor" in str(each.message)]
 
 
-@pytest.mark.slow_cases(r"adapters, checkpointed", why="full weights stay")
+@pytest.mark.slow(why="compiled parts on every axis stay")
 @pytest.mark.parametrize(
     ("mode", "lora"), [("none", None), ("full", em.LoraConfig(r=4))], ids=["full weights", "adapters, checkpointed"]
 )

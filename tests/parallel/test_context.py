@@ -234,6 +234,7 @@ def test_no_rank_keeps_whole_rows_until_backward(shared_ranks: SharedRanks) -> N
         assert behind == own == 4 * 32 * 4
 
 
+@pytest.mark.slow(why="experts/test_balance.py moves them on ep")
 def test_correction_biases_move_by_the_load_of_all_parts_of_a_row() -> None:
     want = balanced()
     parallel = em.ParallelConfig(cp=2, ep=4)

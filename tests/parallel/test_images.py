@@ -170,6 +170,7 @@ def _in_layout(model: Any, layout: dict[str, int]) -> None:
     em.forward_backward(model, [_batch(model, 0)], target_tokens=50)
 
 
+@pytest.mark.slow_cases(r"qwen3_vl_moe-layout1.*", why="two others stay")
 @pytest.mark.parametrize(
     ("family", "layout", "key", "naming"),
     [

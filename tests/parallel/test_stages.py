@@ -97,6 +97,7 @@ TOGETHER: dict[tuple[str, str], tuple[dict[str, Any], list[int]]] = {
 }
 
 
+@pytest.mark.slow_cases(r"hy_v4", why="another family stays")
 @pytest.mark.parametrize("kind", TOGETHER, ids=lambda kind: kind[1])
 def test_blocks_that_read_what_one_has_chosen_are_on_its_stage(kind: tuple[str, str]) -> None:
     full, shared = "full", "shared"

@@ -103,6 +103,7 @@ def _placements(replicate: int) -> dict[str, tuple[Placement, ...]]:
     return found
 
 
+@pytest.mark.slow(why="eight ranks on two cores; four stay")
 def test_eight_ranks_hold_what_they_should() -> None:
     """FSDP 4 x TP 2 and HSDP 2x2 x TP 2."""
     for placements in run_ranks(lambda: [_placements(1), _placements(2)], 8):

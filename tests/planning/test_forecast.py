@@ -59,6 +59,7 @@ def test_a_pair_is_two_sequences_and_a_reference_beside_the_step_has_no_time(tmp
     assert re.fullmatch(r"\S+ [GM]iB of tensors a rank", adapted.line)
 
 
+@pytest.mark.slow_cases(r"Qwen3_5.*", why="another family stays")
 @pytest.mark.parametrize("kind", ["Qwen3_5MoeForConditionalGeneration", "Llama4ForConditionalGeneration"])
 def test_a_vision_tower_before_the_language_model_is_not_measured_in_its_place(kind: str, tmp_path: Path) -> None:
     family = "qwen3_5_moe" if kind.startswith("Qwen") else "llama4"

@@ -87,6 +87,7 @@ def test_a_run_whose_config_was_removed_is_known_by_its_checkpoints(tmp_path: Pa
         refuse_output_dir(other)
 
 
+@pytest.mark.slow_cases(r"(?!b''$).*", why="an empty one stays")
 @pytest.mark.parametrize(
     "content",
     [b"", b"\0" * 4096, b"[" * 60_000, b'{"token": "../../x"}', b'{"token": 1e999}', b'"x"'],

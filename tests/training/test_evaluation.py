@@ -89,6 +89,7 @@ def _answers(model: nn.Module, ends: set[int]) -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.slow(why="that losses are right stays")
 def test_answers_are_the_greedy_ones_of_the_unsharded_model_in_every_layout() -> None:
     model: Any = tiny_model("qwen3_moe")
 

@@ -174,7 +174,7 @@ FIRST_START = {
 }
 
 
-@pytest.mark.slow_cases(r"(opening the metrics|writing a row)", why="one place stays")
+@pytest.mark.slow(why="a run that is killed later stays")
 @pytest.mark.parametrize("moment", FIRST_START)
 def test_a_run_killed_before_its_first_checkpoint_starts_again(
     inputs: Path, whole: Path, tmp_path: Path, moment: str

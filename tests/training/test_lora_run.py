@@ -68,6 +68,7 @@ def test_two_and_two_steps_across_a_change_of_layout_are_four(inputs: Path, tmp_
     assert all("lora" in name for name in held["model"])
 
 
+@pytest.mark.slow(why="adapters/test_dropout.py compares what is dropped")
 def test_dropout_changes_what_is_learned(inputs: Path, tmp_path: Path) -> None:
     for dropout in ("0.0", "0.3"):
         run_ranks(train, 1, run_config(inputs, tmp_path / dropout, *LORA, f"lora.dropout={dropout}"))

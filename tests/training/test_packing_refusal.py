@@ -74,6 +74,7 @@ def test_what_is_proven_on_the_spot_is_run_apart_as_well() -> None:
         assert packing_of(*ZAYA) is None
 
 
+@pytest.mark.slow_cases(r"Inkling2.*", why="another family stays")
 @pytest.mark.parametrize(("model_class", "family"), [ZAYA, INKLING2])
 def test_a_border_that_is_off_by_one_is_seen(model_class: str, family: str) -> None:
     own = by_samples._borders

@@ -61,7 +61,7 @@ def _check_equal(one: Path, other: Path) -> None:
         assert (ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
 
 
-@pytest.mark.slow_cases(r"4-.*", why="two ranks stay")
+@pytest.mark.slow_cases(r"(4-.*|2-parallel0)", why="two ranks and another schedule stay")
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [(2, ["pp=2"]), (2, ["pp=2", "pp_schedule=gpipe"]), (4, ["pp=2", "ep=2"]), (4, ["pp=2", "replicate=2"])],

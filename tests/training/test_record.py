@@ -64,6 +64,7 @@ def test_a_run_leaves_its_layout_and_what_every_rank_holds(inputs: Path, tmp_pat
     assert min(predicted.step_seconds or 0, predicted.tokens_per_second or 0, predicted.peak_memory_bytes or 0) > 0
 
 
+@pytest.mark.slow_cases(r"1-.*", why="a round of two stays")
 @pytest.mark.parametrize(
     ("size", "accumulate", "line"),
     [

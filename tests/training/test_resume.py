@@ -48,6 +48,7 @@ def test_a_stopped_run_continues_bit_for_bit(inputs: Path, tmp_path: Path, world
     assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
 
 
+@pytest.mark.slow(why="parallel/test_by_layer.py compares the orders")
 def test_a_run_continues_in_the_other_order_of_micro_batches(inputs: Path, tmp_path: Path) -> None:
     """Global batches of four on two data ranks: two micro-batches a step."""
     run_ranks(train, 2, run_config(inputs, tmp_path / "whole", "train.accumulate=by_layer"))

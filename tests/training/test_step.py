@@ -71,6 +71,7 @@ EXPERT_CALLS = MICRO_BATCHES * LAYERS
 
 # Of each call: counts, pairs, rows there and back; the last three again in backward. A recomputed block, which ends
 # before the down projection, has pairs and rows there again.
+@pytest.mark.slow_cases(r"2-none.*", why="with and without ranks it stays")
 @pytest.mark.parametrize(
     ("ep", "mode", "all_to_alls", "waits_of_experts"),
     [(1, "none", 0, 0), (2, "none", 7 * EXPERT_CALLS, EXPERT_CALLS), (2, "full", 9 * EXPERT_CALLS, EXPERT_CALLS)],

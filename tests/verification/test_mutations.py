@@ -59,6 +59,7 @@ def test_each_bug_is_caught_by_the_layer_that_should(inputs: Path) -> None:
     assert by_bug["two experts exchanged"] >= {"bytes", "forward"}
 
 
+@pytest.mark.slow_cases(r"(muon|adamw_8bit).*", why="one optimizer stays")
 @pytest.mark.parametrize(
     ("optimizer", "stale", "lost"),
     [

@@ -72,6 +72,7 @@ def test_loss_and_every_gradient_are_those_of_the_whole_model(
             assert torch.allclose(part, own, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.slow_cases(r"qwen3_moe", why="another family stays")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_one_process_each_sample_by_itself_gives_the_same(inputs: Path, family: str) -> None:
     setup = _setup(inputs, family, 1, "parallel.ep=1")
