@@ -51,6 +51,7 @@ def test_every_stage_runs_in_miniature_on_the_cpu(name: str, tmp_path: Path) -> 
     assert (name in gpu.CHECKS) == any("ok" in row for row in rows)
 
 
+@pytest.mark.slow(why="every stage in miniature stays")
 def test_a_stage_that_fails_stops_no_other_and_the_exit_code_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

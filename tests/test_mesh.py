@@ -374,6 +374,7 @@ def test_a_training_step_does_not_wait_longer_than_the_limit(where: str, stack: 
     assert any(re.search(limit, said, re.DOTALL) for said in waiting), failed.value
 
 
+@pytest.mark.slow(why="an interpreter of its own")
 def test_gloos_groups_are_ended_when_a_script_ends() -> None:
     script = """
 import atexit

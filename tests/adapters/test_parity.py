@@ -149,6 +149,7 @@ def test_heads_dense_mlps_and_shared_experts(expected: Expected) -> None:
     _check(_train(run, 4, [(2, 1, 2), (2, 2, 1)]))
 
 
+@pytest.mark.slow(why="experts that say so stay")
 def test_transposed_experts_that_do_not_say_so(expected: Expected) -> None:
     """PEFT takes their outputs for inputs, so that its A is our B."""
     parameters = ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj")

@@ -185,6 +185,7 @@ def _every_layout() -> None:
         _clipped(layout)
 
 
+@pytest.mark.slow(why="parallel/test_gradients.py compares clipped norms")
 def test_torchs_clipping_is_ours_in_every_layout(shared_ranks: SharedRanks) -> None:
     shared_ranks(_every_layout, 4)
 

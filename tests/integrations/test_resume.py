@@ -61,6 +61,7 @@ def _on_two(job: Job, output: Path) -> Job:
     return replace(job, output=output, args={**job.args, "gradient_accumulation_steps": 2}, resume=True)
 
 
+@pytest.mark.slow(why="a resume on the same layout stays")
 def test_stopped_on_four_ranks_and_resumed_on_two_past_an_incomplete_checkpoint(
     stopped: tuple[Job, Result], tmp_path: Path
 ) -> None:

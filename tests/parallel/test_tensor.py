@@ -247,6 +247,7 @@ def _dispatch_all_positions(mesh: Mesh) -> None:
     mock.patch.object(ExpertLayer, "forward", duplicated).start()
 
 
+@pytest.mark.slow(why="that bytes are those of the formula stays")
 def test_a_tp_group_of_two_sends_half_of_what_each_rank_sends_without_it() -> None:
     without = run_ranks(lambda: _sent(em.ParallelConfig(ep=2)), 2)
     shared = run_ranks(lambda: _sent(em.ParallelConfig(tp=2, ep=2)), 4)

@@ -94,6 +94,7 @@ def test_adapters_on_attention_and_experts_equal_stock_peft(family: str, ep: int
         distance.check(1e-5)
 
 
+@pytest.mark.slow(why="adapters on attention and experts stay")
 def test_adapters_on_a_split_vocabulary_equal_stock_peft(tmp_path: Path) -> None:
     run = tiny_peft_run("qwen3_moe", tmp_path, ["lm_head", "k_proj"], ["mlp.experts.down_proj"])
     for distance in run_ranks(lambda: train_adapters(run, em.ParallelConfig(tp=2, ep=2), 2), 2):

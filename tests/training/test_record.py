@@ -132,6 +132,7 @@ def _refused(config: Config) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow(why="errors on all ranks are tested where they are raised")
 def test_a_record_that_cannot_be_written_ends_all_ranks_alike(inputs: Path, tmp_path: Path) -> None:
     config = _config(inputs, tmp_path / "run", "parallel.ep=2")
     run_ranks(train_steps, 2, config, 1)

@@ -217,6 +217,7 @@ def _run_out_of_memory(config: Config) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow(why="that another configuration is refused stays")
 def test_a_start_that_did_no_step_gives_its_directory_to_any_configuration(inputs: Path, tmp_path: Path) -> None:
     config = run_config(inputs, tmp_path / "run", "train.max_steps=1", "parallel.ep=2")
     said = run_ranks(_run_out_of_memory, 2, config)
