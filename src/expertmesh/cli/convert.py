@@ -8,7 +8,7 @@ from pathlib import Path
 
 from expertmesh.cli.printing import bytes_text, peak_bytes
 from expertmesh.export.convert import convert
-from expertmesh.io.terminal import tell
+from expertmesh.io.terminal import plural, tell
 from expertmesh.training.reporting.weights import dtype_text, saved_lines
 
 
@@ -24,7 +24,7 @@ def run(model: str, output: str, dtype: str, max_shard_bytes: int, trust_remote_
     )
     saved = report.saved
     how = f"quantised ({report.method})" if report.method is not None else "plain weights"
-    files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
+    files = plural(len(saved.files), "file")
     size = f"{bytes_text(saved.total_bytes)} in {files}"
     lines = [
         f"source      {report.source}: {how}, {bytes_text(report.source_bytes)}",

@@ -12,7 +12,7 @@ from expertmesh.checkpoint.remote.local import locate_local
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.export.adapter import AdapterFormat
 from expertmesh.export.checkpoint import export
-from expertmesh.io.terminal import tell
+from expertmesh.io.terminal import plural, tell
 from expertmesh.training.reporting.weights import dtype_text, saved_lines
 
 
@@ -38,7 +38,7 @@ def run(
     )
     for line in saved_lines(saved):
         tell(line)
-    files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
+    files = plural(len(saved.files), "file")
     what = "adapter" if WEIGHTS_FILE in saved.files else "model"
     tell(
         f"exported    {saved.directory}: the {what} after step {manifest.step}, {saved.tensors:,} tensors "

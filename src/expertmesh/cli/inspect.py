@@ -25,6 +25,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, divisors, resolve_layout
 from expertmesh.introspection.stage_probe import EvenCounts
 from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weight_files, read_index
+from expertmesh.io.terminal import plural
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.groups import quantised_formats
 from expertmesh.parallel.refusals import expert_shard_dim
@@ -79,7 +80,7 @@ def disk_text(config: PreTrainedConfig, directory: Path) -> str:
     settings = quantisation(config)
     how = "" if settings is None else f"; quantised ({method_of(settings)}), {bytes_text(plain)} with bfloat16 instead"
     kinds = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in by_dtype.most_common())
-    return f"{total} in {len(expected)} file{'s' if len(expected) > 1 else ''} ({kinds}){how}"
+    return f"{total} in {plural(len(expected), 'file')} ({kinds}){how}"
 
 
 DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
@@ -147,7 +148,7 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
         if rows:
             print_rows(console, rank_text(facts, size), LAYOUT_COLUMNS, rows)
         else:
-            console.print(f"{size} ranks: no layout, the experts cannot be sharded evenly over them\n")
+            console.print(f"{plural(size, 'rank')}: no layout, the experts cannot be sharded evenly over them\n")
     console.print(LEGEND, soft_wrap=True)
     return 0
 
@@ -272,7 +273,7 @@ def rank_text(facts: Facts, world_size: int) -> str:
     dense, expert = -(-facts.dense // world_size), -(-facts.expert // world_size)
     state = [bytes_text(STATE_BYTES * count) for count in (dense, expert, dense + expert)]
     return (
-        f"{world_size} rank{'s' if world_size > 1 else ''}: {count_text(dense)} dense + {count_text(expert)} "
+        f"{plural(world_size, 'rank')}: {count_text(dense)} dense + {count_text(expert)} "
         f"expert parameters each, state {state[0]} + {state[1]} = {state[2]}"
     )
 

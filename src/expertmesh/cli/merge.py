@@ -20,7 +20,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.export.checkpoint import export
 from expertmesh.export.merge import MergeReport, merge
 from expertmesh.io.directory import io_errors
-from expertmesh.io.terminal import tell
+from expertmesh.io.terminal import plural, tell
 from expertmesh.training.reporting.weights import dtype_text, saved_lines
 
 _LISTED = 10
@@ -89,7 +89,7 @@ def _lines(report: MergeReport) -> Iterator[str]:
                 yield f"            {target.name}: nothing added to experts {shown}{more}, whose B is all zero"
     yield from saved_lines(report.saved)
     saved, compared = report.saved, report.compared
-    files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
+    files = plural(len(saved.files), "file")
     size = f"{bytes_text(saved.total_bytes)} in {files}"
     yield f"written     {saved.directory}: {saved.tensors:,} tensors in {dtype_text(saved)}, {size}"
     yield (

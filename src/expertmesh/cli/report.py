@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from expertmesh.config.errors import InputError
-from expertmesh.io.terminal import tell
+from expertmesh.io.terminal import plural, tell
 
 PAGE = "report.html"
 # Letters name the runs.
@@ -39,7 +39,7 @@ def run(paths: Sequence[str], output: str | None = None) -> int:
     for found in runs:
         which = f"{found.directory}: " if len(runs) > 1 else ""
         total = f" of {found.total_steps:,}" if found.total_steps is not None else ""
-        reported = f"{len(found.metrics.step):,} steps reported"
+        reported = f"{plural(len(found.metrics.step), 'step')} reported"
         tell(f"            {which}{found.state}, step {found.last_step:,}{total}, {reported}")
         if (spent := found.goodput) is not None and spent.wall:
             parts = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in spent.parts().items() if seconds >= 0.5)

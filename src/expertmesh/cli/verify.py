@@ -17,7 +17,7 @@ from expertmesh.config import Config, load_config, make_config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.distributed.environment import find_place
 from expertmesh.distributed.layout import CONFIGURED_AXES, DENSE_AXES
-from expertmesh.io.terminal import tell
+from expertmesh.io.terminal import plural, tell
 from expertmesh.launcher.launch import RunOptions, job_size
 from expertmesh.launcher.launch import run as run_ranks
 from expertmesh.launcher.lazy_imports import lazy_imports
@@ -142,7 +142,8 @@ def _lines(verified: "Verification") -> Iterator[str]:
     manifest = verified.manifest
     axes = ", ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1) or "one process"
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    yield f"written     {manifest.created}, after step {manifest.step}, by {manifest.world_size} ranks ({axes})"
+    ranks = plural(manifest.world_size, "rank")
+    yield f"written     {manifest.created}, after step {manifest.step}, by {ranks} ({axes})"
     yield f"            {versions}"
     yield f"files       {len(manifest.files)}, {bytes_text(manifest.total_bytes)}"
     yield f"tensors     {len(manifest.model):,} of the model, {len(manifest.optimizer):,} of the optimizer"

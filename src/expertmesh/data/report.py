@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from expertmesh.io.terminal import plural
+
 POSITIONS_KEPT = 20
 """Number of positions of each kind of rejected row are named, and how many columns; the counts are always complete."""
 
@@ -49,8 +51,8 @@ class SourceReport:
     def lines(self, *, tokens: bool) -> list[str]:
         how = "detected" if self.detected else "configured"
         also = f"; its rows also fit {', '.join(self.also_fits)}: set `format` to choose" if self.also_fits else ""
-        files = f"{self.files} file{'s' * (self.files != 1)}"
-        line = f"{self.path}: format {self.format} ({how}{also}), {self.rows:,} rows in {files}"
+        line = f"{self.path}: format {self.format} ({how}{also}), {plural(self.rows, 'row')} in "
+        line += plural(self.files, "file")
         line += f", {self.tokens:,} tokens" * tokens
         if self.repeat > 1:
             line += f"; {self.repeat} times in an epoch"

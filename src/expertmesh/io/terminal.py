@@ -89,6 +89,11 @@ def tracked(items: Iterable[T], count: int, what: str, unit: str) -> Iterator[T]
             due = passed + _EVERY_SECONDS
 
 
+def plural(count: int, word: str) -> str:
+    """Return a count and its noun as text: 1 rank, 1,024 ranks."""
+    return f"{count:,} {word}{'s' * (count != 1)}"
+
+
 @contextmanager
 def counted(what: str, unit: str) -> Iterator[Callable[[int], None]]:
     """Show the progress of work of unknown size, and its speed: `tokenizing  40,960 rows, 900 rows/s`.

@@ -127,7 +127,7 @@ class ShardPlan:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """What the blocks pass on, proven on meta at the first question. Raises `CannotCut`."""
+        """The values that blocks pass on, proven on meta at the first access. Raises `CannotCut`."""
         return find_decoder(self.view.meta, self.anatomy, decoder_blocks(self.anatomy), self.view.meta)
 
     @property

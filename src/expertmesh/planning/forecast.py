@@ -14,7 +14,7 @@ import torch
 
 from expertmesh.config import Config, InputError, ParallelConfig
 from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, explicit, node_crossing
-from expertmesh.io.terminal import gib
+from expertmesh.io.terminal import gib, plural
 from expertmesh.planning.hardware import Devices, hardware_table, name_of
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan
@@ -59,8 +59,9 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     across = config.parallel.ep_across_nodes
     fitting = (each for each in found.candidates if across or node_crossing(each.layout, devices.per_node) is None)
     if (best := next(fitting, None)) is None:
+        reason = found.rejected[0].reason if found.rejected else why
         raise InputError(
-            f"--elastic: no layout of {world_size} ranks fits: {found.rejected[0].reason if found.rejected else why}",
+            f"--elastic: no layout of {plural(world_size, 'rank')} fits: {reason}",
             key="plan.nothing-fits",
         )
     rows = best.workload.batch.rows if config.objective.name == "sft" else 1

@@ -26,7 +26,7 @@ from markupsafe import Markup
 from expertmesh import __version__
 from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_writer import replace_synced
-from expertmesh.io.terminal import duration
+from expertmesh.io.terminal import duration, plural
 from expertmesh.report.metrics import WORST
 from expertmesh.report.plots import draw, draw_together, short
 from expertmesh.report.run import CONFIG_FILE, Run
@@ -280,7 +280,3 @@ def size(value: float) -> str:
 
 def _duration(seconds: float) -> str:
     return duration(seconds) if math.isfinite(seconds) else NOTHING
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'s' * (count != 1)}"

@@ -16,6 +16,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.terminal import plural
 from expertmesh.training.resume import flat
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 
@@ -115,7 +116,7 @@ def _figures(output_dir: Path) -> Iterator[str]:
     rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_bytes().splitlines()]
     steps, evaluations = [row for row in rows if "loss" in row], [row for row in rows if "eval_loss" in row]
     if steps:
-        yield f"{steps[-1]['step']:,} steps, {steps[-1]['epoch']:.2f} passes over the data"
+        yield f"{plural(steps[-1]['step'], 'step')}, {steps[-1]['epoch']:.2f} passes over the data"
         first, last = (_shown(row["loss"]) for row in (steps[0], steps[-1]))
         yield f"training loss {first} at the first reported step, {last} at the last"
     if evaluations:

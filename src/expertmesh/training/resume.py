@@ -25,6 +25,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.config.output import Changeable
 from expertmesh.data import StreamPosition, TokenizedDataset
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.io.terminal import plural
 from expertmesh.io.versioned_json import first_problem
 from expertmesh.training.optimizers.build import learning_rate_factor
 
@@ -316,7 +317,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
         )
     if step > total_steps:
         raise InputError(
-            f"{path} is after step {step}, but this configuration ends after {total_steps} steps; raise "
+            f"{path} is after step {step}, but this configuration ends after {plural(total_steps, 'step')}; raise "
             "train.max_steps or train.num_epochs",
             key="checkpoint.after-last-step",
         )
@@ -328,7 +329,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
             "would be in the way; set checkpoint.resume to auto to continue from that, or choose another output_dir",
             key="checkpoint.later-exists",
         )
-    return [f"written by {manifest.world_size} ranks", *changed, *([": ".join(rates)] if rates else [])]
+    return [f"written by {plural(manifest.world_size, 'rank')}", *changed, *([": ".join(rates)] if rates else [])]
 
 
 def _rates(config: Config, saved: Mapping[str, Any], step: int, now: int) -> list[str]:
@@ -337,7 +338,7 @@ def _rates(config: Config, saved: Mapping[str, Any], step: int, now: int) -> lis
     then = ScheduleConfig(**{k.removeprefix("schedule."): v for k, v in known.items() if k.startswith("schedule.")})
     old = known["optim.learning_rate"] * learning_rate_factor(then, step, before)
     new = config.optim.learning_rate * learning_rate_factor(config.schedule, step, now)
-    lines = [f"{now:,} steps in all, not {before:,}"] if before != now else []
+    lines = [f"{plural(now, 'step')} in all, not {before:,}"] if before != now else []
     if old != new:
         lines.append(f"by the {config.schedule.name} schedule the next has learning rate {new:.2e}, not {old:.2e}")
     return lines

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from expertmesh.io.terminal import tell
+from expertmesh.io.terminal import plural, tell
 
 FORMAT, VERSION = "expertmesh-proof", 1
 Status = Literal["pass", "fail", "not run"]
@@ -151,10 +151,11 @@ def head_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"model       {facts['model']}: {facts['model_type']}, {layers}, {facts['precision']}"
     axes = " × ".join(f"{axis} {size}" for axis, size in facts["layout"].items() if size > 1) or "one process"
     axes += f", {facts['schedule']}" if facts["schedule"] else ""
-    yield f"job         {facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''} ({facts['device']}): {axes}"
+    yield f"job         {plural(facts['ranks'], 'rank')} ({facts['device']}): {axes}"
     how = "packed" if facts["packing"] else "padded"
     yield (
-        f"data        {facts['steps']} steps; the first has {facts['samples_of_a_step']:,} samples, {how}, of "
+        f"data        {plural(facts['steps'], 'step')}; the first has "
+        f"{plural(facts['samples_of_a_step'], 'sample')}, {how}, of "
         f"{facts['tokens_of_a_step']:,} tokens and {facts['targets_of_a_step']:,} targets"
     )
     yield from (f"note        {note}" for note in facts["notes"])

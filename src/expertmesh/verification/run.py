@@ -22,6 +22,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.mesh import current_device, start_process_group
+from expertmesh.io.terminal import plural
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.control import Control
 from expertmesh.verification.layers import CHECKS
@@ -96,7 +97,7 @@ def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
     if failures:
         count = len(report.failures)
         raise IntegrityError(
-            "\n".join([f"not verified: {count} check{'s' if count > 1 else ''} failed{where}", *failures]),
+            "\n".join([f"not verified: {plural(count, 'check')} failed{where}", *failures]),
             key="verify.failed",
         )
     checks = [check for layer in report.layers for check in layer.checks]
@@ -105,7 +106,7 @@ def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
     caught = [mutation for mutation in report.mutations if mutation.status == "pass"]
     planted = [mutation for mutation in report.mutations if mutation.status != "not run"]
     tested = f", {len(caught)} of {len(planted)} planted bugs caught" if report.mutations else ""
-    say([f"verified    {done} checks passed, {left} not run{tested} ({report.seconds:.0f} s){where}"])
+    say([f"verified    {plural(done, 'check')} passed, {left} not run{tested} ({report.seconds:.0f} s){where}"])
 
 
 def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from expertmesh.data import (
 )
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import CONFIGURED_AXES
-from expertmesh.io.terminal import printable
+from expertmesh.io.terminal import plural, printable
 from expertmesh.launcher.launch import has_room_for, job_size
 from expertmesh.planning.forecast import forecast
 from expertmesh.training.reporting.data_record import pieces_of
@@ -142,7 +142,7 @@ def _print_job(console: Console, config: Config, checked: Checked, nproc: int | 
         checked = checked.in_rounds(config.train.accumulate, predicted.round)
         console.print(f"predicted  {predicted.line}")
     else:
-        console.print(f"predicted  nothing: train would start {here} ranks here; see expertmesh plan")
+        console.print(f"predicted  nothing: train would start {plural(here, 'rank')} here; see expertmesh plan")
     train = config.train
     accumulation = accumulation_of(train.global_batch_size, train.micro_batch_size, layout.data_ranks)
     if accumulation > 1 or train.accumulate == "by_layer":

@@ -20,7 +20,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError
 from expertmesh.data import Preparation, PreparedData, Recipe, load_tokenizer
 from expertmesh.data.sources import Share
-from expertmesh.io.terminal import counted
+from expertmesh.io.terminal import counted, plural
 from expertmesh.launcher.supervise import processors
 from expertmesh.training.startup.data import held_by_another
 
@@ -74,7 +74,7 @@ def _made(name: str, preparation: Preparation, workers: int) -> PreparedData:
         raise
     preparation.finish(building, workers)
     seconds = time.monotonic() - began
-    print(f"{name} data: {rows:,} rows in {seconds:.1f} s, {rows / seconds:,.0f} rows/s, {workers} processes")
+    print(f"{name} data: {plural(rows, 'row')} in {seconds:.1f} s, {rows / seconds:,.0f} rows/s, {workers} processes")
     found = preparation.find()
     assert found is not None
     return found

@@ -25,6 +25,7 @@ from expertmesh.config import Config, LoraConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
 from expertmesh.distributed.layout import explicit, node_crossing
+from expertmesh.io.terminal import plural
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.search import GIB, Candidate, Job, plan, run_costs
 
@@ -136,7 +137,7 @@ def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | No
     devices = job.devices
     start = f"--nproc {devices.per_node}"
     if devices.nodes > 1:
-        start = f"{devices.per_node} ranks on each of {devices.nodes} nodes, by torchrun"
+        start = f"{plural(devices.per_node, 'rank')} on each of {devices.nodes} nodes, by torchrun"
     took = f"{best.memory.total / GIB:.1f} GiB a rank, {best.speed.seconds:.2f} s a step"
     return (
         f"# expertmesh plan for {devices}: {took}, {best.tokens_per_second:,.0f} tokens/s.\n"

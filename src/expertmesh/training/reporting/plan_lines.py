@@ -19,7 +19,7 @@ from expertmesh.adapters.plan import plan_of
 from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks
 from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.io.terminal import gib
+from expertmesh.io.terminal import gib, plural
 from expertmesh.parallel.packing.varlen import packed_attention_line
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
@@ -192,7 +192,7 @@ def local_parameters(model: nn.Module, anatomy: Anatomy) -> tuple[int, int, int]
 def _balance_lines(plan: ShardPlan, counted: int) -> Iterator[str]:
     balance = plan.balance
     if balance.aux_loss_coef:
-        cost = f"{counted} counting forward{'s' if counted > 1 else ''}" if counted else "no counting forward"
+        cost = plural(counted, "counting forward") if counted else "no counting forward"
         yield f"auxiliary loss times {balance.aux_loss_coef:g} over the global batch, {cost} a step"
     if balance.z_loss_coef:
         yield f"z-loss times {balance.z_loss_coef:g}"

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from expertmesh.compat import memory_page, record_memory
+from expertmesh.io.terminal import plural
 
 log = logging.getLogger(__name__)
 _MEMORY_EVENTS = 200_000
@@ -65,7 +66,9 @@ def profiling(steps: tuple[int, int] | None, directory: Path, rank: int) -> Iter
     with profile(activities=kinds, schedule=when, on_trace_ready=write) as profiler:
         yield end_step
     if rank == 0 and not written:
-        log.warning(f"warning: nothing was profiled: this start had {done} steps, and --profile begins at {first}")
+        log.warning(
+            f"warning: nothing was profiled: this start had {plural(done, 'step')}, and --profile begins at {first}"
+        )
 
 
 def _write_memory(path: Path) -> None:

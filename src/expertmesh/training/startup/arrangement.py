@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from expertmesh.config import Config, ParallelConfig
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.io.terminal import plural
 from expertmesh.training.reporting.record import Arrangement
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight, refuse_weights
@@ -37,7 +38,7 @@ def arranged(config: Config, arrange: Arrange) -> Config:
     with raise_on_all_ranks("choosing a layout"):
         if dist.get_rank() == 0:
             found = arrange(config, dist.get_world_size(), preflight)
-            log.info(f"elastic    {dist.get_world_size()} ranks: {found.reason}")
+            log.info(f"elastic    {plural(dist.get_world_size(), 'rank')}: {found.reason}")
             batch: dict[str, object] = {"micro_batch_size": found.micro_batch_size}
             batch |= {"activation_checkpointing": found.activation_checkpointing}
             said = json.dumps({"parallel": found.parallel.model_dump(mode="json"), "train": batch})

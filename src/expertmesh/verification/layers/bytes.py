@@ -14,6 +14,7 @@ from torch import Tensor
 from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import full_box, intersect, volume
+from expertmesh.io.terminal import plural
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import Job
@@ -64,7 +65,7 @@ def _owned(job: Job) -> Check:
     dist.all_reduce(held_NE)
     dist.all_reduce(whole_NE, dist.ReduceOp.MAX)
     replicate = job.mesh.layout.replicate
-    times = f"{replicate} time{'s' if replicate > 1 else ''}"
+    times = plural(replicate, "time")
     note, wrong = f"each {times}", (held_NE != replicate * whole_NE).nonzero().tolist()
     if wrong:
         row, number = wrong[0]

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import torch
 
 from expertmesh.adapters.attach import adapters_off
+from expertmesh.io.terminal import plural
 from expertmesh.training.objective import RunObjective
 from expertmesh.verification.compare import (
     OWN_ERRORS,
@@ -120,7 +121,7 @@ def _compare_choices(run: PrecisionRun) -> Check:
     if not any(tokens for tokens, _, _ in totals.values()):
         return _no_choices(name)
     compared, ties, wrong = (int(sum(counts)) for counts in zip(*totals.values(), strict=True))
-    note = "no ties" if not ties else f"{ties} tie{'s' if ties > 1 else ''}, followed"
+    note = "no ties" if not ties else f"{plural(ties, 'tie')}, followed"
     if wrong:
         first = next(module for module, counts in totals.items() if counts[-1])
         note = f"{wrong} differ without a tie, first in {first}; {note}"
