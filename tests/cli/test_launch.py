@@ -17,7 +17,7 @@ import torch
 from expertmesh.config import Config, DistributedFailure, InputError, IntegrityError
 from expertmesh.io.parent import watch_parent
 from expertmesh.launcher.failures import stopped_sentence
-from expertmesh.launcher.launch import RunOptions, _continued, join_job, launch, local_ranks, run
+from expertmesh.launcher.launch import RunOptions, _continued, _with_next_start, join_job, launch, local_ranks, run
 from expertmesh.launcher.supervise import STOP_SIGNALS
 from expertmesh.launcher.torchrun import TorchrunAgent
 from tests.cli.jobs import CONFIG, FAKE, ForkedJob, is_alive, own_temporary, wait_until
@@ -224,6 +224,17 @@ def test_a_restart_goes_on_from_the_run_s_own_checkpoint_whatever_it_began_with(
     assert _continued(config).checkpoint.resume == "never"
     (tmp_path / "checkpoints" / "step-00000003").mkdir()
     assert _continued(config).checkpoint.resume == "auto"
+
+
+def test_a_failure_says_that_the_same_command_continues_if_it_does(tmp_path: Path) -> None:
+    failure = DistributedFailure("rank 1 hung", key="rank.hung")
+    config = CONFIG.model_copy(update={"output_dir": str(tmp_path)})
+    assert _with_next_start(failure, config, RunOptions()) is failure
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    said = _with_next_start(failure, config, RunOptions())
+    assert (str(said), said.key) == ("rank 1 hung\nthe same command continues from step-00000003", "rank.hung")
+    checkpoint = config.checkpoint.model_copy(update={"resume": "never"})
+    assert _with_next_start(failure, config.model_copy(update={"checkpoint": checkpoint}), RunOptions()) is failure
 
 
 @pytest.mark.slow(why="that failed ranks are started again stays")

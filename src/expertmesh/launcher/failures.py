@@ -55,8 +55,13 @@ def stopped_sentence(number: int, at: RankStatus | None, output_dir: str | None)
     sentence = f"stopped by {by} {at or 'before ranks were started'}: nothing was saved"
     if output_dir is None:
         return sentence
-    newest = max((path.name for path in Path(output_dir, "checkpoints").glob("step-*[0-9]")), default=None)
+    newest = newest_checkpoint(output_dir)
     return f"{sentence}; the same command {'starts again' if newest is None else f'continues from {newest}'}"
+
+
+def newest_checkpoint(output_dir: str) -> str | None:
+    """Return the name of a run's newest checkpoint on this machine, or None if it has none."""
+    return max((path.name for path in Path(output_dir, "checkpoints").glob("step-*[0-9]")), default=None)
 
 
 def _reported(

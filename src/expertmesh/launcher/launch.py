@@ -23,7 +23,7 @@ from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.terminal import lasting_output, print_log, tell
-from expertmesh.launcher.failures import stopped_sentence
+from expertmesh.launcher.failures import newest_checkpoint, stopped_sentence
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.supervise import Job, processors, start_ranks, stop_requests
@@ -221,7 +221,7 @@ def launch(
             except DistributedFailure as failure:
                 late = deadline is not None and time.monotonic() >= deadline
                 if restart > options.max_restarts or requests.requested or late:
-                    raise
+                    raise _with_next_start(failure, config, options) from failure
                 again = f"all ranks are started again (restart {restart} of {options.max_restarts})"
                 tell(f"{failure}\n{again}", error=True)
     raise AssertionError("every attempt returns or raises")
@@ -232,10 +232,19 @@ def _run_of(config: Config, options: RunOptions) -> str | None:
     return None if options.arguments else config.output_dir
 
 
+def _with_next_start(failure: DistributedFailure, config: Config, options: RunOptions) -> DistributedFailure:
+    """Return `failure` with the sentence that the same command continues the run, if it does."""
+    run = _run_of(config, options)
+    newest = None if run is None or config.checkpoint.resume != "auto" else newest_checkpoint(run)
+    if newest is None:
+        return failure
+    return DistributedFailure(f"{failure}\nthe same command continues from {newest}", key=failure.key)
+
+
 def _continued(config: Config) -> Config:
     """Return the configuration of a restart: from the newest checkpoint of this run, if it has written one."""
-    own = any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]"))
-    if not own or config.checkpoint.resume_weights_only:  # which prefers them anyway
+    # `resume_weights_only` prefers the run's own checkpoints anyway.
+    if newest_checkpoint(config.output_dir) is None or config.checkpoint.resume_weights_only:
         return config
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
     return config.model_copy(update={"checkpoint": checkpoint})
