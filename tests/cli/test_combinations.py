@@ -95,7 +95,7 @@ def _inputs_of(root: Path, key: str) -> Path:
 def _arguments(inputs: Path, option: str, axes: str, output: Path) -> list[str]:
     run_config(inputs, output)
     given = [*_words(axes), *_words(option), "train.max_steps=2"]
-    if "dpo" in option:
+    if "objective" in option:
         given += [f"data.train={inputs / 'pairs.jsonl'}", "data.max_length=128"]
     if "compile" in option:
         given += [f"data.train={inputs / 'two lengths.jsonl'}"]

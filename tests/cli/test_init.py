@@ -12,7 +12,7 @@ import pytest
 from benchmarks.shapes import qwen3_30b_a3b
 from expertmesh.cli.data import check
 from expertmesh.cli.main import main
-from expertmesh.config import Config, LoraConfig, load_config
+from expertmesh.config import Config, LoraConfig, ObjectiveConfig, load_config
 from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.training.startup.preflight import preflight
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
@@ -151,6 +151,12 @@ def test_pairs_are_trained_as_pairs(tmp_path: Path, data: str, capsys: pytest.Ca
     prediction = forecast(config, preflight(config, 2)).prediction
     assert prediction is not None
     assert f"# {prediction.peak_memory_bytes / 2**30:.1f} GiB a rank of " in Path("new.yaml").read_text()
+    Path("new.yaml").unlink()
+    asked = ["objective.name=simpo", "objective.gamma=1.0", *["--lora"] * lora]
+    simpo = written("model", "--data", "train, mine.jsonl", *asked)
+    assert simpo == config.model_copy(
+        update={"objective": ObjectiveConfig(name="simpo", gamma=1.0), "output_dir": simpo.output_dir}
+    )
 
 
 def test_key_value_is_what_the_file_says_and_what_is_planned(

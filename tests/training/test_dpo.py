@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,13 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 import expertmesh as em
-from expertmesh.config import Config
+from expertmesh.config import Config, ObjectiveConfig
 from expertmesh.config.errors import IntegrityError
+from expertmesh.config.objective import OBJECTIVES
 from expertmesh.data import loader
 from expertmesh.step import loss as loss_module
-from expertmesh.step.objective import Dpo
+from expertmesh.step.objectives.choose import OF_PAIRS, objective_of
+from expertmesh.step.objectives.dpo import Dpo
+from expertmesh.step.objectives.orpo import Orpo
+from expertmesh.step.objectives.pairs import PairObjective
 from expertmesh.training import objective
-from expertmesh.training.reporting.first_loss import first_dpo_loss_lines
+from expertmesh.training.reporting.first_loss import first_loss_of_pairs_lines
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused, refused_on_ranks
@@ -51,13 +56,13 @@ def _with_adapters_on(config: Config) -> None:
 
 def _normalised_by_rank(config: Config) -> None:
     """Each rank divides by its own pairs, and ranks are averaged: right only where all have equally many."""
-    term = Dpo.term
+    term = PairObjective.term
 
-    def own(self: Dpo, losses: Any, batch: dict[str, Any]) -> Any:
+    def own(self: PairObjective, losses: Any, batch: dict[str, Any]) -> Any:
         pairs = int((batch["labels"] != -100).any(dim=1).sum()) // 2
-        return term(Dpo(self.beta, max(1, pairs) * dist.get_world_size()), losses, batch)
+        return term(replace(self, count=max(1, pairs) * dist.get_world_size()), losses, batch)
 
-    with mock.patch.object(Dpo, "term", own):
+    with mock.patch.object(PairObjective, "term", own):
         train(config)
 
 
@@ -162,9 +167,10 @@ def test_the_plan_and_the_first_loss_are_said(inputs: Path, tmp_path: Path, capf
     assert "batch      4 pairs = 1 micro-batch × 1 data ranks × 4 accumulation\n" in said
     assert "first loss 0.6931 before any update; a model that equals its reference has ln 2 = 0.6931\n" in said
     assert "warning" not in said
-    (warning,) = [line for line in first_dpo_loss_lines(0.9) if line.startswith("warning")]
+    dpo = ObjectiveConfig(name="dpo")
+    (warning,) = [line for line in first_loss_of_pairs_lines(dpo, 0.9) if line.startswith("warning")]
     assert "the reference is not the model that training starts from" in warning
-    assert not list(first_dpo_loss_lines(float("nan")))
+    assert not list(first_loss_of_pairs_lines(dpo, float("nan")))
 
 
 def test_what_a_preference_run_cannot_have_is_refused_before_weights_are_read(inputs: Path, tmp_path: Path) -> None:
@@ -178,11 +184,35 @@ def test_what_a_preference_run_cannot_have_is_refused_before_weights_are_read(in
         preference_config(inputs, tmp_path / "run", "data.format=text")
     with refused("config.combination", naming="objective.beta does nothing with objective.name sft"):
         preference_config(inputs, tmp_path / "run", "objective={beta: 0.1}")
-    noisy = write_inputs(tmp_path / "noisy", attention_dropout=0.1)
-    with refused("model.noise-in-training", naming="attention_dropout 0.1"):
+    with refused(
+        "config.combination", naming="objective.gamma does nothing with objective.name orpo; remove it or use s"
+    ):
+        preference_config(inputs, tmp_path / "run", "objective={name: orpo, gamma: 0.1}")
+    with refused("config.combination", naming="objective simpo takes its rows in twos, which a stream"):
+        preference_config(inputs, tmp_path / "run", "objective={name: simpo}", "data.stream=true")
+    noisy, simpo = write_inputs(tmp_path / "noisy", attention_dropout=0.1), "objective={name: simpo}"
+    with refused("model.noise-in-training", naming="objective.name dpo: qwen3_moe has attention_dropout 0.1"):
         preflight(preference_config(noisy, tmp_path / "run"), 1)
+    # Without a reference there is nothing that noise would set the model apart from.
+    preflight(preference_config(noisy, tmp_path / "run", simpo, "lora={dropout: 0.1}"), 1)
 
 
 def test_a_batch_without_a_reference_is_refused() -> None:
     with refused("data.no-reference"):
-        Dpo(0.1, 1).term(mock.Mock(), {"labels": torch.zeros(2, 4)})
+        Dpo(beta=0.1, count=1).term(mock.Mock(by_row=lambda: torch.zeros(2)), {"labels": torch.zeros(2, 4)})
+
+
+def test_every_objective_of_pairs_has_a_class_that_reports_what_is_promised() -> None:
+    facts = {name: each for name, each in OBJECTIVES.items() if each.pairs}
+    assert OF_PAIRS.keys() == facts.keys()
+    for name in facts:
+        made = objective_of(ObjectiveConfig(name=name), rows=1, target_tokens=1, evaluated=True)
+        assert made.figures == facts[name].evaluated
+
+
+def test_a_response_that_is_certain_leaves_orpos_gradient_finite() -> None:
+    score_P = torch.tensor([0.0, -1e-15, -1.0], dtype=torch.float64, requires_grad=True)
+    loss_P = Orpo(beta=1.0, count=1).pair_losses(score_P, score_P.flip(0))
+    (gradient_P,) = torch.autograd.grad(loss_P.sum(), score_P)
+    assert loss_P.isfinite().all()
+    assert gradient_P.isfinite().all()

@@ -1,6 +1,7 @@
 """The proof passes on sound jobs of several kinds and axes (stages: test_stages.py), and leaves nothing behind."""
 
 import json
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -96,6 +97,25 @@ JOBS = {
             "saved model in plain transformers",
         },
     ),
+    "simpo": Job(
+        "qwen3_moe",
+        2,
+        ("parallel.cp=2", "parallel.ep=2", "objective={name: simpo, beta: 2.0}"),
+        {"ep 2 = ep 4", "packed = separate samples", *ADAPTERS},
+        self_test=True,
+    ),
+    "orpo, adapters": Job(
+        "qwen3_moe",
+        4,
+        (
+            "parallel.tp=2",
+            "parallel.ep=2",
+            "precision.compute=bfloat16",
+            "objective={name: orpo}",
+            "lora={r: 4, dropout: 0.1, targets: [attention, experts]}",
+        ),
+        {"packed = separate samples", "saved model in plain transformers"},
+    ),
     "bytes of tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=1"), set(), only=("bytes",)),
     "bytes of cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=1"), set(), only=("bytes",)),
     "bytes of pp": Job("qwen3_moe", 2, ("parallel.pp=2", "parallel.ep=1"), set(), only=("bytes",)),
@@ -104,7 +124,7 @@ JOBS = {
 
 @pytest.mark.slow_cases(r"bytes of cp", why="the bytes of tp and pp stay")
 @pytest.mark.slow_cases(
-    r"(adapters.*|tp|bfloat16, biases|hybrid, recomputed|float64|cp|dpo.*|packed)",
+    r"(adapters.*|tp|bfloat16, biases|hybrid, recomputed|float64|cp|dpo.*|simpo|orpo.*|packed)",
     why="pp stays, and every planted bug of test_mutations.py",
 )
 @pytest.mark.parametrize("kind", JOBS)
@@ -112,7 +132,7 @@ def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]
     inputs = write_inputs(tmp_path / "inputs", job.family)
     (tmp_path / "runs").mkdir()
-    configured = preference_config if kind.startswith("dpo") else run_config
+    configured = preference_config if re.match(r"dpo|simpo|orpo", kind) else run_config
     config = configured(inputs, tmp_path / "runs" / "run", *job.overrides)
     before = set(tmp_path.rglob("*"))
     options = VerifyOptions(tokens=256, only=job.only, self_test=job.self_test, report=str(tmp_path / "report.json"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from expertmesh.config import ObjectiveConfig
 from expertmesh.data import IGNORE, BatchLayout
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.parallel import compiling
@@ -86,7 +87,7 @@ def test_random_ids_are_within_the_vocabulary() -> None:
     dataset = random_dataset(7, 16, 5, seed=1)
     assert max(dataset.sample(i).input_ids.max() for i in range(len(dataset))) < 7
     assert dataset.lengths.max() <= 16
-    assert StepData(dataset, BatchLayout(1, 0, 1, False, 0, 16)).targets > 0
+    assert StepData(dataset, BatchLayout(1, 0, 1, False, 0, 16), ObjectiveConfig()).targets > 0
 
 
 def test_the_first_layers_alone(inputs: Path) -> None:

@@ -109,7 +109,7 @@ class DataConfig(Section):
     prepared_path: str | None = None
     """Directory for tokens, which runs may share; null for prepared in output_dir."""
     packing: bool = True
-    """Fill each sequence with several samples; attention stays inside each of them. Off with objective dpo."""
+    """Fill each sequence with several samples; attention stays inside each of them. Off with objectives of pairs."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
     shuffle: bool = True

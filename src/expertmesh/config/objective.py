@@ -1,6 +1,11 @@
-"""What a run minimises, and which other keys go with it. Imports no torch."""
+"""What a run minimises, and which other keys go with it. Imports no torch.
 
-from collections.abc import Callable, Iterator
+`OBJECTIVES` has what others ask of an objective: nobody asks for its name.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_serializer, model_validator
@@ -9,64 +14,143 @@ from expertmesh.config.base import Section, refuse
 from expertmesh.config.data import DataConfig
 from expertmesh.config.sections import MAX_FACTOR, LoraConfig
 
+ObjectiveName = Literal["sft", "dpo", "simpo", "orpo"]
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a run has to know of an objective."""
+
+    keys: tuple[str, ...] = ()
+    """The keys of section objective that it takes beside its name."""
+    pairs: bool = True
+    """True if a row is a preference: two sequences, each in a row of its own."""
+    at_reference: tuple[str, float] | None = None
+    """The loss of a model that equals its reference, in words and as a number; None if there is no reference."""
+    evaluated: tuple[str, ...] = REWARDS
+    """The figures of an evaluation beside the loss."""
+
+
+OBJECTIVES: Mapping[ObjectiveName, Facts] = {
+    "sft": Facts(pairs=False, evaluated=("token_accuracy",)),
+    "dpo": Facts(("beta",), at_reference=("ln 2", math.log(2))),
+    "simpo": Facts(("beta", "gamma")),
+    "orpo": Facts(("beta",)),
+}
+
 
 class ObjectiveConfig(Section):
     """What an optimizer step minimises."""
 
     section: ClassVar[str] = "objective"
 
-    name: Literal["sft", "dpo"] = "sft"
-    """Cross-entropy of target tokens (sft), or the preference loss of pairs of responses (dpo, arXiv 2305.18290), whose
-    data have the format preference; batch sizes then count pairs."""
+    name: ObjectiveName = "sft"
+    """Cross-entropy of target tokens (sft), or a loss of pairs of responses: dpo (arXiv 2305.18290), simpo (2405.14734)
+    or orpo (2403.07691). Their data have the format preference; batch sizes then count pairs."""
     beta: float = Field(default=0.1, gt=0, le=MAX_FACTOR)
-    """Factor of dpo's differences of log-probabilities: the larger, the closer the model stays to the reference,
-    which is the model before its first step; not for sft."""
+    """Factor of the log-probabilities in the losses of dpo (the larger, the closer the model stays to the reference,
+    which is the model before its first step) and simpo, of the odds ratio's loss in orpo; not for sft."""
+    gamma: float = Field(default=0.5, ge=0, le=MAX_FACTOR)
+    """Reward by which simpo wants a chosen response above the rejected one; for simpo alone."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        if self.name == "sft" and "beta" in self.model_fields_set:
-            refuse("objective.beta does nothing with objective.name sft; remove it or use dpo")
+        refuse(
+            *(
+                f"objective.{key} does nothing with objective.name {self.name}; remove it or use {_either(users)}"
+                for key in sorted(self.model_fields_set - {"name", *self.facts.keys})
+                if (users := [name for name, facts in OBJECTIVES.items() if key in facts.keys])
+            )
+        )
         return self
 
     @model_serializer(mode="wrap")
     def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
-        return {key: value for key, value in serialize(self).items() if self.name == "dpo" or key != "beta"}
+        return {key: value for key, value in serialize(self).items() if key in ("name", *self.facts.keys)}
+
+    @property
+    def facts(self) -> Facts:
+        return OBJECTIVES[self.name]
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """The values of the keys that it takes beside its name."""
+        return {key: getattr(self, key) for key in self.facts.keys}
+
+    @property
+    def pairs(self) -> bool:
+        """True if a row is a preference, of two sequences."""
+        return self.facts.pairs
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a row."""
+        return 2 if self.facts.pairs else 1
+
+    @property
+    def reference(self) -> bool:
+        """True if it compares the model with the model before the first step."""
+        return self.facts.at_reference is not None
+
+
+def objectives_of(*, pairs: bool) -> str:
+    """Return the names of the objectives whose rows are preferences, or those of the others, as one phrase."""
+    return _either([name for name, facts in OBJECTIVES.items() if facts.pairs is pairs])
+
+
+def takes_pairs(name: object) -> bool:
+    """Return whether `name`, as a user wrote it, is an objective whose rows are preferences."""
+    return any(facts.pairs for known, facts in OBJECTIVES.items() if known == name)
+
+
+def _either(names: list[ObjectiveName]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def eval_figures(objective: ObjectiveConfig, data: DataConfig) -> list[str]:
     """Return what an evaluation reports: keys of metrics.jsonl."""
-    of_set = ["loss", "token_accuracy"]
-    if objective.name == "dpo":
-        of_set = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))]
+    of_set = ["loss", *objective.facts.evaluated]
     sets = [name for name in data.eval_sets() if name]
     return [f"eval_{prefix}{figure}" for prefix in ("", *(f"{name}_" for name in sets)) for figure in of_set]
 
 
 def objective_conflicts(objective: ObjectiveConfig, data: DataConfig, lora: LoraConfig | None) -> Iterator[str]:
     """Yield what an objective cannot go with, as sentences that begin with the key to change."""
+    chosen, pairs = objective.name, objective.pairs
     named = [("data.format", data.format)]
     for section, sources in (("train", data.train), ("eval", data.eval)):
         named += [(f"data.{section}.{place}.format", source.format) for place, source in enumerate(sources)]
     for key, name in named:
-        if name != "auto" and (name == "preference") != (objective.name == "dpo"):
-            wanted = "preference" if objective.name == "dpo" else "another format, or objective.name to dpo"
-            yield f"{key} is {name}, but objective.name is {objective.name}; set {key} to {wanted}"
-    if objective.name != "dpo":
+        if name != "auto" and (name == "preference") != pairs:
+            other = f"another format, or objective.name to {objectives_of(pairs=True)}"
+            wanted = "preference" if pairs else other
+            yield f"{key} is {name}, but objective.name is {chosen}; set {key} to {wanted}"
+    if not pairs:
         return
     if data.packing:
         yield (
-            "data.packing is true, but objective dpo compares the two responses of a pair, each in a row of its own; "
-            "set data.packing to false"
+            f"data.packing is true, but objective {chosen} compares the two responses of a pair, each in a row of its "
+            "own; set data.packing to false"
         )
     if data.loss_on != "assistant":
         yield (
-            f"data.loss_on is {data.loss_on}, but with objective dpo a response is all that follows the prompt; remove "
-            "data.loss_on"
+            f"data.loss_on is {data.loss_on}, but with objective {chosen} a response is all that follows the prompt; "
+            "remove data.loss_on"
         )
     if data.thinking == "every_turn":
-        yield "data.thinking every_turn does nothing with objective dpo; set data.thinking to auto, drop or keep_last"
-    if lora is not None and lora.dropout:
         yield (
-            f"lora.dropout is {lora.dropout}, but objective dpo compares the model with a reference without dropout; "
-            "set lora.dropout to 0.0"
+            f"data.thinking every_turn does nothing with objective {chosen}; set data.thinking to auto, drop or "
+            "keep_last"
+        )
+    if data.stream:
+        why = "needs all pairs before the first step, for their reference"
+        if not objective.reference:
+            why = "takes its rows in twos, which a stream would shuffle apart"
+        yield f"data.stream is true, but objective {chosen} {why}; set data.stream to false"
+    if objective.reference and lora is not None and lora.dropout:
+        yield (
+            f"lora.dropout is {lora.dropout}, but objective {chosen} compares the model with a reference without "
+            "dropout; set lora.dropout to 0.0"
         )

@@ -20,6 +20,7 @@ Changeable = Literal[
     "moe.z_loss_coef",
     "moe.bias_update_rate",
     "objective.beta",
+    "objective.gamma",
 ]
 
 

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from expertmesh.config.base import Name, Section, refuse
 from expertmesh.config.data import DataConfig, EvalConfig
-from expertmesh.config.objective import ObjectiveConfig, eval_figures, objective_conflicts
+from expertmesh.config.objective import ObjectiveConfig, eval_figures, objective_conflicts, takes_pairs
 from expertmesh.config.output import CheckpointConfig, DistributedConfig, LogConfig, SaveConfig
 from expertmesh.config.sections import (
     LoraConfig,
@@ -66,9 +66,11 @@ class Config(Section):
             return values
         objective, data = values.get("objective"), values.get("data")
         name = objective.get("name") if isinstance(objective, dict) else getattr(objective, "name", None)
-        if name == "dpo" and isinstance(data, dict) and "packing" not in data:
+        if not takes_pairs(name):
+            return values
+        if isinstance(data, dict) and "packing" not in data:
             return {**values, "data": {**data, "packing": False}}
-        if name == "dpo" and isinstance(data, DataConfig) and "packing" not in data.model_fields_set:
+        if isinstance(data, DataConfig) and "packing" not in data.model_fields_set:
             return {**values, "data": data.model_copy(update={"packing": False})}
         return values
 
@@ -142,11 +144,6 @@ class Config(Section):
         if self.train.num_epochs > 1:
             epochs = self.train.num_epochs
             yield f"train.num_epochs is {epochs}, but a stream begins again until train.max_steps; remove it"
-        if self.objective.name == "dpo":
-            yield (
-                "data.stream is true, but objective dpo needs all pairs before the first step, for their reference; "
-                "set data.stream to false"
-            )
 
     def _figure_problems(self) -> Iterator[str]:
         stop, known = self.train.early_stop, eval_figures(self.objective, self.data)

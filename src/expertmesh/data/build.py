@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from expertmesh.config import Config, DataConfig, DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.config.explain import close_to
+from expertmesh.config.objective import objectives_of
 from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.data.blocks import Block, BlockEncoder, BlockFacts, Place
 from expertmesh.data.encoding.preference import PairEncoder
@@ -52,7 +53,7 @@ class Recipe:
         date: datetime.date | None = None,
     ) -> "Recipe":
         """Return the recipe of a run for one of its lists of sources."""
-        return cls(sources, config.data, tokenizer, model_vocab_size, config.objective.name == "dpo", date)
+        return cls(sources, config.data, tokenizer, model_vocab_size, config.objective.pairs, date)
 
     @property
     def samples_per_row(self) -> int:
@@ -217,7 +218,7 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
         if fits:
             return fits[0], fits[1:]
         if found:
-            wanted = "sft" if recipe.pairs else "dpo"
+            wanted = objectives_of(pairs=not recipe.pairs)
             raise InputError(
                 f"{raw.position}: the row is of format {found[0]}, which only objective.name {wanted} trains on; "
                 "correct objective.name or the data.",

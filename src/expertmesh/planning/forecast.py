@@ -64,7 +64,7 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
             f"--elastic: no layout of {plural(world_size, 'rank')} fits: {reason}",
             key="plan.nothing-fits",
         )
-    rows = best.workload.batch.rows if config.objective.name == "sft" else 1
+    rows = 1 if config.objective.pairs else best.workload.batch.rows
     axes = ", ".join(f"{axis} {best.layout.size(axis)}" for axis in CONFIGURED_AXES if best.layout.size(axis) > 1)
     reason = f"planned anew ({axes or 'one rank'}, micro-batch {rows}), as {why}"
     return Arrangement(explicit(best.layout), rows, best.workload.mode, reason)
@@ -193,5 +193,5 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     """Return the candidate with the micro-batch and the checkpointing that the run will have."""
     rows = config.train.micro_batch_size
     accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
-    sequences = 2 * rows if config.objective.name == "dpo" else rows
+    sequences = rows * config.objective.sequences
     return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(sequences, accumulation))

@@ -1,18 +1,16 @@
 """Define what an optimizer step minimises: a sum over all ranks and micro-batches, of which each rank computes a share.
 
 An objective gets the losses of a micro-batch's target tokens and returns this rank's share. It divides by a count of
-the whole step, so the shares add up to the step's value in every layout, and so do their gradients.
+the whole step, so the shares add up to the step's value in every layout, and so do their gradients. Objectives of
+preference pairs are in `objectives`.
 
-    B rows of a micro-batch, S positions, P pairs of rows, F figures
+    B rows of a micro-batch, S positions, F figures
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
-
-from expertmesh.config.errors import InputError
 
 IGNORED = -100
 
@@ -109,48 +107,6 @@ class EvaluatedCrossEntropy:
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         total, hits = losses.total_and_hits()
         return Term(total / self.count, hits.double().view(1) / self.count)
-
-
-@dataclass(frozen=True, slots=True)
-class Dpo:
-    """Direct preference optimization (arXiv 2305.18290): the mean over the pairs of the whole step of
-    -log sigmoid(beta · ((log π − log π_ref) of chosen − that of rejected)).
-
-    Rows 2p and 2p + 1 of a micro-batch are the chosen and the rejected row of a pair. `reference` `[B]` of the batch is
-    log π_ref of each row's targets. A pair without targets only keeps a rank busy. The sigmoid is of sums over whole
-    rows, which no rank may hold: they are computed first, and weight the tokens of each row in the gradient.
-    """
-
-    beta: float
-    """The factor of the log-ratios in the loss."""
-    count: int
-    """Pairs of the whole step."""
-    figures: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
-    over: str = "pairs"
-    """Name of what `count` counts."""
-
-    def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
-        if "reference" not in batch:
-            raise InputError(
-                "a batch for objective dpo has no reference; give the log-probability of each row's targets under the "
-                "reference model",
-                key="data.no-reference",
-            )
-        reference_B, labels = batch["reference"], batch["labels"]
-        real_P = (labels[:, 1:] != IGNORED).any(dim=1).view(-1, 2).all(dim=1)
-        rewards_2P = self.beta * (-losses.by_row() - reference_B.double()).view(-1, 2).T * real_P
-        margin_P = rewards_2P[0] - rewards_2P[1]
-        value = (-F.logsigmoid(margin_P) * real_P).sum()
-        accuracy = (margin_P > 0).sum()
-        figures = torch.stack([*rewards_2P.sum(dim=1), accuracy.double(), margin_P.sum()])
-        shared = losses.ranks * self.count
-        loss = value / shared
-        if torch.is_grad_enabled():
-            pull_P = self.beta * torch.sigmoid(-margin_P) * real_P / self.count
-            linear = losses.total(torch.stack([pull_P, -pull_P], dim=1).view(-1))
-            # Of this value, with the gradient of the linear one.
-            loss = linear + (loss - linear.detach())
-        return Term(loss, figures / shared)
 
 
 @dataclass(frozen=True, slots=True)

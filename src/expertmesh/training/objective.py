@@ -1,4 +1,4 @@
-"""Choose what a run minimises, and compute the reference of dpo: the model as it was before the first step.
+"""Choose what a run minimises, and compute its reference if it has one: the model as it was before the first step.
 
 With new adapters that is the base with adapters off, run beside each step. Otherwise its log-probabilities are computed
 once, of all pairs, before the first step, and every checkpoint has them: the weights to compute them again may be
@@ -22,15 +22,16 @@ from torch import nn
 from expertmesh.adapters.attach import adapters_off
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import read_small
-from expertmesh.config import Config
+from expertmesh.config import Config, ObjectiveConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, EvaluationBatches, TokenizedDataset
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.terminal import tracked
 from expertmesh.step.forward_backward import Batch, evaluate_terms
-from expertmesh.step.objective import CrossEntropy, Dpo, EvaluatedCrossEntropy, LogProbabilities, NextWords, Objective
-from expertmesh.training.reporting.first_loss import first_dpo_loss_lines, first_loss_lines
+from expertmesh.step.objective import LogProbabilities, NextWords, Objective
+from expertmesh.step.objectives.choose import objective_of
+from expertmesh.training.reporting.first_loss import first_loss_lines, first_loss_of_pairs_lines
 
 REFERENCE_FILE = "reference/log_probabilities.safetensors"
 
@@ -39,8 +40,7 @@ REFERENCE_FILE = "reference/log_probabilities.safetensors"
 class RunObjective:
     """The objective of a run's steps."""
 
-    beta: float | None = None
-    """None for sft."""
+    config: ObjectiveConfig
     precomputes: bool = False
     """True if the data sets get a `reference` before the first step."""
     adapters_off: bool = False
@@ -48,27 +48,30 @@ class RunObjective:
 
     @classmethod
     def of(cls, config: Config) -> "RunObjective":
-        if config.objective.name == "sft":
-            return cls()
+        if not config.objective.reference:
+            return cls(config.objective)
         # An adapter that is continued is part of what the run starts from.
         continued = config.checkpoint.resume_weights_only or (config.lora is not None and config.lora.from_adapter)
         new_adapters = config.lora is not None and not continued
-        return cls(config.objective.beta, not new_adapters, new_adapters)
+        return cls(config.objective, not new_adapters, new_adapters)
 
     def line(self) -> str | None:
         """Return the line about the objective in the plan, or None."""
-        if self.beta is None:
+        if not self.config.pairs:
             return None
+        said = ", ".join([self.config.name, *(f"{key} {value:g}" for key, value in self.config.factors.items())])
+        if not self.config.reference:
+            return f"{said}; no reference"
         reference = "the base with adapters off" if self.adapters_off else "its log-probabilities before the first step"
-        return f"dpo, beta {self.beta:g}; reference: {reference}"
+        return f"{said}; reference: {reference}"
 
     def over(self, *, rows: int, target_tokens: int) -> Objective:
         """Return the objective of a step (or an evaluation) with that many rows and targets."""
-        return CrossEntropy(target_tokens) if self.beta is None else Dpo(self.beta, rows)
+        return objective_of(self.config, rows=rows, target_tokens=target_tokens)
 
     def evaluated(self, *, rows: int, target_tokens: int) -> Objective:
         """Return `over` without gradients, with the figures of an evaluation."""
-        return EvaluatedCrossEntropy(target_tokens) if self.beta is None else Dpo(self.beta, rows)
+        return objective_of(self.config, rows=rows, target_tokens=target_tokens, evaluated=True)
 
     def with_reference(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return `batches` with all entries that the objective takes.
@@ -117,9 +120,9 @@ class RunObjective:
 
     def first_loss_lines(self, model_config: Any, loss: float, target_tokens: int) -> Iterator[str]:
         """Return what the first step's loss means, for the terminal."""
-        if self.beta is None:
-            return first_loss_lines(model_config, loss, target_tokens)
-        return first_dpo_loss_lines(loss)
+        if self.config.pairs:
+            return first_loss_of_pairs_lines(self.config, loss)
+        return first_loss_lines(model_config, loss, target_tokens)
 
 
 def reference_file(datasets: Sequence[TokenizedDataset]) -> dict[str, bytes]:

@@ -41,7 +41,7 @@ def build(
         parallel: The layout, instead of the configuration's.
         checkpointing: Activation checkpointing of all blocks on or off; None: as configured.
 
-    Collectives: every rank calls it; those of loading, and of `reference_table` with objective dpo.
+    Collectives: every rank calls it; those of loading, and of `reference_table` with an objective that has a reference.
     """
     config = setup.config
     precision = precision or config.precision
@@ -62,13 +62,13 @@ def build(
     set_adapters(model)
     optimizer = build_optimizer(model, config.optim, config.train.seed, getattr(torch, precision.compute))
     job = Job(setup, mesh, model, optimizer, precision)
-    if setup.steps[0].beta is not None and setup.steps[0].dataset.reference is None:
+    if setup.steps[0].minimised.reference and setup.steps[0].dataset.reference is None:
         _make_up_reference(job)
     return job
 
 
 def _make_up_reference(job: Job) -> None:
-    """Set made-up reference log-probabilities for the steps of objective dpo: the model's, up to 1 / beta more or less.
+    """Set made-up reference log-probabilities for the steps: the model's, up to 1 / beta more or less.
 
     Before its first update a model equals its reference, so every pair would have the same weight and a bug in these
     weights would not show.
@@ -76,9 +76,8 @@ def _make_up_reference(job: Job) -> None:
     Collectives: every rank calls it; `reference_table` for each step.
     """
     for number, data in enumerate(job.setup.steps):
-        assert data.beta is not None
-        away = np.random.default_rng(number).uniform(-1, 1, len(data.dataset)) / data.beta
-        data.dataset.reference = job.reference_table(data, RunObjective(data.beta)) + away
+        away = np.random.default_rng(number).uniform(-1, 1, len(data.dataset)) / data.minimised.beta
+        data.dataset.reference = job.reference_table(data, RunObjective(data.minimised)) + away
 
 
 def dequantised_base(setup: Setup, dtype: torch.dtype) -> PreTrainedModel:

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertmesh.config import Config
+from expertmesh.config import Config, ObjectiveConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import IGNORE, BatchLayout, Sample, Step, TokenizedDataset, TrainingBatches
 from expertmesh.distributed.layout import Layout
 from expertmesh.step.objective import Objective
-from expertmesh.training.objective import RunObjective
+from expertmesh.step.objectives.choose import objective_of
 
 LEAST_LENGTH = 16
 
@@ -52,8 +52,8 @@ class StepData:
     """The samples."""
     form: BatchLayout
     """The shape of the step's rows and micro-batches; its data rank has no meaning."""
-    beta: float | None = None
-    """The beta of objective dpo, whose samples are pairs; None for sft."""
+    minimised: ObjectiveConfig
+    """The objective; with one of pairs, so are the samples."""
 
     @property
     def targets(self) -> int:
@@ -65,14 +65,9 @@ class StepData:
         """The numbers of the samples in each row, for all data ranks."""
         return self.form.plan(self.dataset, np.arange(len(self.dataset) // self.dataset.samples_per_row)).rows
 
-    @property
-    def share(self) -> float:
-        """The weight of one target's loss in the loss of the step; with dpo its upper bound."""
-        return 1 / self.targets if self.beta is None else self.beta / len(self.rows)
-
     def objective(self, step: Step) -> Objective:
         """Return the objective that the job minimises in `step`, made of these samples."""
-        return RunObjective(self.beta).over(rows=step.rows, target_tokens=step.target_tokens)
+        return objective_of(self.minimised, rows=step.rows, target_tokens=step.target_tokens)
 
     def batches(self, layout: Layout, rank: int, **changes: Any) -> Step:
         """Return the step of the data rank of `rank`, from the training data loader.
@@ -130,7 +125,7 @@ def steps_of(
     A step has as many rows as a step of the run, but at most two micro-batches per rank (times pp, so that a pipeline
     uses the run's schedule and has micro-batches between filling and draining). Samples are cut to fit `tokens`, but
     not below `LEAST_LENGTH`; a long sample keeps the part that ends with its last target. The samples of a small data
-    set repeat. With objective dpo a row is a pair.
+    set repeat. With an objective of pairs a row is a pair.
 
     Args:
         tokens: Tokens of one step over all ranks.
@@ -140,7 +135,6 @@ def steps_of(
         InputError: If the data set is empty.
     """
     train, packing, each = config.train, config.data.packing, dataset.samples_per_row
-    beta = config.objective.beta if config.objective.name == "dpo" else None
     per_pass = train.micro_batch_size * layout.data_ranks
     rows = per_pass * min(2 * layout.pp, train.global_batch_size // per_pass)
     length = min(config.data.max_length, max(LEAST_LENGTH, tokens // (rows * each)))
@@ -157,7 +151,7 @@ def steps_of(
             if packing and sum(len(ids) for ids, _ in chosen) + len(cut[0]) > rows * length:
                 break
             chosen.append(cut)
-        step = StepData(_dataset(chosen, each), form, beta)
+        step = StepData(_dataset(chosen, each), form, config.objective)
         while packing and len(step.rows) > rows:  # free positions at the ends of rows can add up to one more row
             chosen.pop()
             step = replace(step, dataset=_dataset(chosen))

@@ -138,7 +138,7 @@ def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devic
             experts, traffic = job.model.anatomy.num_experts, job.model.traffic
             resolve_layout(fixed, devices.count, experts, devices.per_node, traffic)
         found = plan(job, fixed=fixed)
-        best = found.best if wishes.config.objective.name == "sft" else next(_of_pairs(found), None)
+        best = next(_of_pairs(found), None) if wishes.config.objective.pairs else found.best
         if best is not None:
             return Choice(way, job, best, why_unpacked, tuple(passed_over))
         passed_over.append(f"{way} {_why_not(found)}")
@@ -219,7 +219,7 @@ def _job(options: InitOptions, wishes: Wishes, way: Way, devices: Devices, sizes
             if error.key == "precision.compute-unsupported" and compute != computes[-1]:
                 continue
             raise
-        rows = sizes.global_batch_size * (1 if config.objective.name == "sft" else 2)
+        rows = sizes.global_batch_size * config.objective.sequences
         accumulate, rounds = config.train.accumulate, None if config.train.round == "auto" else config.train.round
         job = Job(figures, devices, rows, config.optim.name, accumulate=accumulate, round=rounds)
         return job, why_unpacked

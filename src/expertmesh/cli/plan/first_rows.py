@@ -45,7 +45,7 @@ def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: i
     sources = [
         source.model_copy(update={"max_rows": min(ROWS, source.max_rows or ROWS)}) for source in config.data.train
     ]
-    data, pairs = config.data.model_copy(update={"stream": False}), config.objective.name == "dpo"
+    data, pairs = config.data.model_copy(update={"stream": False}), config.objective.pairs
     try:
         dataset, report = build_dataset(sources, data, tokenizer, model_vocab_size=vocab_size, pairs=pairs)
     except InputError as error:

@@ -57,7 +57,7 @@ def run(options: InitOptions) -> int:
         int(config.get_text_config().vocab_size),
         enough_rows(devices, length),
     )
-    if found.pairs:
+    if found.pairs and not wishes.config.objective.pairs:
         wishes = replace(wishes, config=wishes.config.model_copy(update={"objective": ObjectiveConfig(name="dpo")}))
     sizes = sizes_of(found, wishes, devices, length)
     choice = choose(options, wishes, config, devices, sizes)
@@ -112,7 +112,7 @@ def _wishes(options: InitOptions, path: Path, overrides: list[str]) -> Wishes:
 def _values(wishes: Wishes, path: Path, choice: Choice, sizes: Sizes) -> dict[str, Any]:
     """Return the keys that are written, before KEY=VALUE."""
     given, best, way = wishes.config, choice.best, choice.way
-    is_dpo = given.objective.name == "dpo"
+    pairs = given.objective.pairs
     values: dict[str, Any] = {"model": {"name_or_path": given.model.name_or_path}}
     if given.model.trust_remote_code:
         values["model"]["trust_remote_code"] = True
@@ -122,18 +122,18 @@ def _values(wishes: Wishes, path: Path, choice: Choice, sizes: Sizes) -> dict[st
     if precision:
         values["precision"] = precision
     values["data"] = {"train": [{"path": given.data.train[0].path}], "max_length": choice.job.model.length}
-    if not is_dpo and (choice.why_unpacked is not None or not sizes.packed):
+    if not pairs and (choice.why_unpacked is not None or not sizes.packed):
         values["data"]["packing"] = False
     if way.lora is not None:
         said = {"r": 16, "alpha": 32, "targets": list(way.lora.targets)}
         values["lora"] = {} if way.lora.from_adapter is not None else said
-    if is_dpo:
-        values["objective"] = {"name": "dpo"}
+    if pairs:
+        values["objective"] = {"name": given.objective.name}
     rates = {(False, False): 1e-5, (True, False): 1e-4, (False, True): 1e-6, (True, True): 5e-6}
-    values["optim"] = {"learning_rate": rates[way.lora is not None, is_dpo]}
+    values["optim"] = {"learning_rate": rates[way.lora is not None, pairs]}
     values["train"] = {
         "global_batch_size": sizes.global_batch_size,
-        "micro_batch_size": best.workload.batch.rows // (2 if is_dpo else 1),
+        "micro_batch_size": best.workload.batch.rows // given.objective.sequences,
         "activation_checkpointing": best.workload.mode,
         "num_epochs": sizes.epochs,
     }

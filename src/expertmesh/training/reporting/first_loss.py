@@ -7,10 +7,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from expertmesh.config import ObjectiveConfig
+
 # transformers' own default for families that do not say how they are initialised.
 _INITIALIZER_RANGE = 0.02
 # What bf16 may make of the difference of two sums over long responses that are equal.
-_DPO_ROUNDING = 0.05
+_ROUNDING_OF_PAIRS = 0.05
 _DIFFERENT_TARGETS = 100
 
 
@@ -34,17 +36,21 @@ def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[s
         )
 
 
-def first_dpo_loss_lines(loss: float) -> Iterator[str]:
-    """Return the same for objective dpo: before any update the model is its reference, and every pair's loss is
-    ln 2.
+def first_loss_of_pairs_lines(objective: ObjectiveConfig, loss: float) -> Iterator[str]:
+    """Return the same for an objective of pairs: before any update the model is its reference, if it has one, and every
+    pair's loss is known.
     """
     if not math.isfinite(loss):
         return
-    yield f"first loss {loss:.4f} before any update; a model that equals its reference has ln 2 = {math.log(2):.4f}"
-    if abs(loss - math.log(2)) > _DPO_ROUNDING:
+    if objective.facts.at_reference is None:
+        yield f"first loss {loss:.4f} before any update"
+        return
+    words, value = objective.facts.at_reference
+    yield f"first loss {loss:.4f} before any update; a model that equals its reference has {words} = {value:.4f}"
+    if abs(loss - value) > _ROUNDING_OF_PAIRS:
         yield (
-            f"warning: step 1 loss {loss:.4f} is not ln 2: the reference is not the model that training starts from, "
-            "or its log-probabilities are far from exact in precision.compute"
+            f"warning: step 1 loss {loss:.4f} is not {words}: the reference is not the model that training starts "
+            "from, or its log-probabilities are far from exact in precision.compute"
         )
 
 

@@ -182,7 +182,7 @@ def start_reports(
     with raise_on_all_ranks("opening the metrics"):
         if run.mesh.rank == 0:
             experts = run.checked.anatomy.experts[0]
-            vocabulary = run.checked.vocab_size if run.config.objective.name == "sft" else None
+            vocabulary = None if run.config.objective.pairs else run.checked.vocab_size
             layer = MoeLayer(name=experts.name, experts=experts.num_experts, top_k=experts.top_k)
             reporter.collapse = Collapse(
                 vocabulary,

@@ -85,11 +85,11 @@ def check_model(
 ) -> Checked:
     """Build the model on meta and plan its shards. Raises `InputError` for what `config` cannot do with it."""
     refuse_length("data.max_length", config.data.max_length, model_config)
-    if config.objective.name == "dpo":
-        _refuse_noise(model_config)
+    if config.objective.reference:
+        _refuse_noise(config.objective.name, model_config)
     model = build_model(model_config, directory, ModelOptions.of(config))
     experts = describe(model).num_experts
-    options, rows = shard_options(config), config.train.micro_batch_size * (2 if config.objective.name == "dpo" else 1)
+    options, rows = shard_options(config), config.train.micro_batch_size * config.objective.sequences
     traffic = expert_traffic(model, options, rows * config.data.max_length)
     layout = resolve_layout(config.parallel, world_size, experts, ranks_per_node, traffic)
     accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
@@ -216,12 +216,12 @@ def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
         )
 
 
-def _refuse_noise(model_config: PreTrainedConfig) -> None:
+def _refuse_noise(objective: str, model_config: PreTrainedConfig) -> None:
     """Refuse randomness in training alone: the reference would not be the model from which training starts."""
     for key, value in model_config.get_text_config().to_dict().items():
         if any(word in key for word in ("dropout", "pdrop", "jitter")) and isinstance(value, float) and value:
             raise InputError(
-                f"objective.name dpo: {model_config.model_type} has {key} {value}, noise in training that its "
+                f"objective.name {objective}: {model_config.model_type} has {key} {value}, noise in training that its "
                 f"reference does not have; set {key} to 0.0 in the model's config.json",
                 key="model.noise-in-training",
             )

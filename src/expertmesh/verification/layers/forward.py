@@ -40,7 +40,7 @@ def check_forward(proof: Proof) -> list[Check]:
     objects.
     """
     checks = [check for run in proof.runs for check in _checks(run)]
-    return checks if proof.setup.steps[0].beta is None else [*checks, _compare_reference(proof)]
+    return [*checks, _compare_reference(proof)] if proof.setup.steps[0].minimised.reference else checks
 
 
 def _checks(run: PrecisionRun) -> list[Check]:
@@ -66,13 +66,13 @@ def _checks(run: PrecisionRun) -> list[Check]:
 def _own_limit(run: PrecisionRun, own: Expected, exact: Expected) -> float:
     """Return the limit for the relative error of the loss that follows from the error of the unsharded model `own`.
 
-    The errors of all its tokens are added without signs: in a loss of differences (dpo) they count more than their
-    share of the loss.
+    The errors of all its tokens are added without signs, each times its weight in the loss: in a loss of differences
+    (of pairs) they count more than their share of the loss.
 
     Collectives: every rank calls it; one all-gather of objects.
     """
-    errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
-    return OWN_ERRORS * errors * run.proof.setup.steps[0].share / abs(exact.losses.loss)
+    error = (own.token_losses - exact.token_losses).abs() * exact.token_weights.abs()
+    return OWN_ERRORS * sum(gather(float(error.sum()))) / abs(exact.losses.loss)
 
 
 def _compare_reference(proof: Proof) -> Check:

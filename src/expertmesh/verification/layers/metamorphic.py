@@ -127,7 +127,7 @@ def _order(proof: Proof, job: Job) -> Check:
 
 def _packing(proof: Proof, job: Job) -> Check:
     name = "packed = separate samples"
-    if proof.setup.steps[0].beta is not None:
+    if proof.setup.steps[0].minimised.pairs:
         return Check.not_run(name, "the two responses of a pair are in rows of their own")
     if not proof.setup.packs:
         return Check.not_run(name, f"{proof.setup.model_config.model_type} cannot keep packed samples apart")

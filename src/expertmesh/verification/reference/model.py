@@ -177,6 +177,8 @@ class Expected:
     """The margin of each token's choice of experts on this rank, `[T]` by module."""
     token_losses: Tensor
     """The loss of each target of this rank's samples in fp64; empty on ranks without `Job.answers_for_rows`."""
+    token_weights: Tensor
+    """The derivative of the step's loss by each of `token_losses`."""
     losses: Losses
     """The losses over all ranks."""
     gradients: dict[str, Tensor]
@@ -267,6 +269,7 @@ class Reference:
         with recorded, streamed.fed_by(weights or self.weights, choices.during):
             logits, token_losses = unsharded.forward(streamed.model, batch)
             loss = self._loss(data, samples, batch, token_losses)
+            (token_weights,) = torch.autograd.grad(loss, token_losses, retain_graph=True)
             aux = z = torch.zeros((), device=loss.device)
             if balance.has_losses:
                 aux, z = self._router_losses([own(each) for each in self.router_logits])
@@ -281,6 +284,7 @@ class Reference:
             ),
             margins={name: own(margin).squeeze(-1).cpu() for name, margin in choices.margins.items()},
             token_losses=token_losses.detach().double().cpu() if job.answers_for_rows else torch.zeros(0),
+            token_weights=token_weights.double().cpu() if job.answers_for_rows else torch.zeros(0),
             losses=Losses(
                 self._summed(loss),
                 float(aux.detach()) if balance.aux_loss_coef else None,
@@ -330,13 +334,13 @@ class Reference:
         self, data: StepData, samples: Sequence[PlacedSample], batch: unsharded.Batch, token_losses: Tensor
     ) -> Tensor:
         """Return this rank's share of the loss of the step."""
-        if data.beta is None or not samples:
+        if not data.minimised.pairs or not samples:
             return token_losses.sum() / data.targets
-        assert data.dataset.reference is not None
-        reference = torch.from_numpy(data.dataset.reference[[sample.index for sample in samples]])
-        return unsharded.preference_loss(token_losses, batch, reference.to(batch.ids_BS.device), data.beta) / len(
-            data.rows
-        )
+        reference = None
+        if data.dataset.reference is not None:
+            reference = torch.from_numpy(data.dataset.reference[[sample.index for sample in samples]])
+            reference = reference.to(batch.ids_BS.device)
+        return unsharded.preference_loss(token_losses, batch, data.minimised, reference) / len(data.rows)
 
     def _keep_router_logits(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, ModelOutput):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from expertmesh.config import ObjectiveConfig
 from expertmesh.data import IGNORE
 from expertmesh.state.packed import units_together
 from expertmesh.state.packed_format import rounded
@@ -64,17 +65,31 @@ def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return logits, F.cross_entropy(logits[:, :-1][predicting].to(wide), labels[predicting], reduction="none")
 
 
-def preference_loss(token_losses: Tensor, batch: Batch, reference_B: Tensor, beta: float) -> Tensor:
-    """Return DPO's loss (arXiv 2305.18290), summed over pairs, in fp64.
+def preference_loss(
+    token_losses: Tensor, batch: Batch, objective: ObjectiveConfig, reference_B: Tensor | None
+) -> Tensor:
+    """Return the loss of an objective of pairs, summed over pairs, in fp64, as its paper has it.
 
     Args:
         token_losses: The cross entropies, as `forward` returns them.
         batch: Rows 2p (chosen) and 2p + 1 (rejected) are pair p.
-        reference_B: The log-probability of each row under the reference.
-        beta: DPO's beta.
+        objective: Its name and factors.
+        reference_B: The log-probability of each row under the reference, for dpo.
     """
-    reward_B = beta * (row_log_probabilities(token_losses, batch) - reference_B)
-    return -F.logsigmoid(reward_B[0::2] - reward_B[1::2]).sum()
+    beta, total_B = objective.beta, row_log_probabilities(token_losses, batch)
+    mean_B = total_B / (batch.labels_BS[:, 1:] != IGNORE).sum(dim=1)
+    chosen, rejected = mean_B[0::2], mean_B[1::2]
+    match objective.name:
+        case "dpo":
+            assert reference_B is not None
+            reward_B = beta * (total_B - reference_B)
+            return -F.logsigmoid(reward_B[0::2] - reward_B[1::2]).sum()
+        case "simpo":
+            return -F.logsigmoid(beta * (chosen - rejected) - objective.gamma).sum()
+        case "orpo":
+            odds_B = mean_B.exp() / (1 - mean_B.exp())
+            return -chosen.sum() - beta * (odds_B[0::2] / odds_B[1::2]).log().sigmoid().log().sum()
+    raise AssertionError(f"objective {objective.name} is not of pairs, or has no plain loss here")
 
 
 def row_log_probabilities(token_losses: Tensor, batch: Batch) -> Tensor:

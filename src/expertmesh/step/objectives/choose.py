@@ -1,0 +1,17 @@
+"""Make the objective that a configuration names."""
+
+from expertmesh.config import ObjectiveConfig
+from expertmesh.step.objective import CrossEntropy, EvaluatedCrossEntropy, Objective
+from expertmesh.step.objectives.dpo import Dpo
+from expertmesh.step.objectives.orpo import Orpo
+from expertmesh.step.objectives.pairs import PairObjective
+from expertmesh.step.objectives.simpo import Simpo
+
+OF_PAIRS: dict[str, type[PairObjective]] = {"dpo": Dpo, "simpo": Simpo, "orpo": Orpo}
+
+
+def objective_of(config: ObjectiveConfig, *, rows: int, target_tokens: int, evaluated: bool = False) -> Objective:
+    """Return the objective of a step with that many rows and targets, or of an evaluation, with its figures."""
+    if config.pairs:
+        return OF_PAIRS[config.name](count=rows, **config.factors)
+    return EvaluatedCrossEntropy(target_tokens) if evaluated else CrossEntropy(target_tokens)
