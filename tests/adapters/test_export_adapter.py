@@ -27,7 +27,7 @@ from tests.training.tiny_run import run_config, write_inputs
 
 ADAPTER = "adapter_model.safetensors"
 FP32 = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
-LORA = ["lora={r: 4, alpha: 8, targets: [attention, experts, router]}", "train.max_steps=2"]
+LORA = ["lora={r: 4, alpha: 8, expert_r: 2, targets: [attention, experts, router]}", "train.max_steps=2"]
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def test_verify_looks_at_every_expert_s_adapter(run: Path, tmp_path: Path, capsy
         prefix = f"base_model.model.{experts.module}"
         pairs = [(f"{prefix}.base_layer", 32, 32), (prefix, 16, 32)]
         for expert in range(8):
-            a = [files[f"{name}.lora_A.weight"].view(8, 4, -1)[expert] for name, _, _ in pairs]
-            b = [files[f"{name}.lora_B.weight"].view(32, 4, 8)[..., expert] for name, _, _ in pairs]
+            a = [files[f"{name}.lora_A.weight"].view(8, 2, -1)[expert] for name, _, _ in pairs]
+            b = [files[f"{name}.lora_B.weight"].view(32, 2, 8)[..., expert] for name, _, _ in pairs]
             norm = torch.cat([each.flatten() for each in a + b]).double().norm()
             assert experts.norm[expert] == pytest.approx(float(norm))
             filled = sum(int(each.count_nonzero()) for each in b) / sum(each.numel() for each in b)

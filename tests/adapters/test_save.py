@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import expertmesh as em
 from expertmesh.adapters import save, targets
 from expertmesh.adapters.peft_format import file_keys, file_tensors
+from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import slices
@@ -142,6 +143,35 @@ def test_a_file_with_scrambled_or_missing_experts_is_seen(
     run = tiny_peft_run("qwen3_moe", tmp_path / "start")
     trained = _train_and_save(run, (2, 2, 1), tmp_path / "saved", bug)
     assert _peft_error(run, tmp_path / "saved", trained) > 1e-2
+
+
+def _of_expert_r(directory: Path) -> tuple[dict[str, tuple[int, float]], Tensor]:
+    """Rank and scaling of each target, and the logits after some steps; the adapter goes to `directory`."""
+    model: Any = tiny_model("qwen3_moe")
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    patterns = {"rank_pattern": {r"layers\.1\.mlp\.experts\.down_proj": 3}}
+    lora = em.LoraConfig(r=4, alpha=8, expert_r=2, targets=("attention", "experts", "router"), **patterns)
+    em.parallelize(model, mesh, lora=lora)
+    take_steps(model, mesh, [_rows(step, ()) for step in range(3)])
+    em.save_adapter(model, directory)
+    plan = plan_of(model)
+    assert plan is not None
+    return {target.weight: (target.r, target.scaling) for target in plan.targets}, _logits(model)
+
+
+def test_experts_have_the_rank_of_expert_r_unless_a_pattern_says_another(
+    shared_ranks: SharedRanks, tmp_path: Path
+) -> None:
+    (ranks, trained), *_ = shared_ranks(_of_expert_r, 2, tmp_path / "saved")
+    layers = [f"model.layers.{number}" for number in (0, 1)]
+    others = [rank for name, rank in ranks.items() if ".experts." not in name]
+    assert (len(others), set(others)) == (10, {(4, 2.0)})
+    assert [ranks[f"{layer}.mlp.experts.gate_up_proj"] for layer in layers] == [(2, 4.0), (2, 4.0)]
+    assert [ranks[f"{layer}.mlp.experts.down_proj"] for layer in layers] == [(2, 4.0), (3, 8 / 3)]
+    base: Any = tiny_model("qwen3_moe")
+    assert float((_logits(base) - trained).norm() / trained.norm()) > 1e-3
+    logits = _logits(peft.PeftModel.from_pretrained(base, str(tmp_path / "saved")))
+    assert float((logits - trained).norm() / trained.norm()) <= 1e-5
 
 
 def _filled(directory: Path) -> dict[str, tuple[float, ...]]:

@@ -78,6 +78,17 @@ def test_a_target_that_matches_nothing_lists_what_there_is() -> None:
         _selected(_meta("qwen3_moe"), "shared_experts")
 
 
+def test_a_rank_of_experts_without_any_is_refused() -> None:
+    for said, why in (
+        ({"targets": ("attention",)}, "no routed experts"),
+        ({"targets": ("experts",), "rank_pattern": {"experts.*": 8}}, "lora.rank_pattern"),
+    ):
+        with refused("lora.pattern-nothing", naming=why):
+            plan_adapters(_meta(), em.LoraConfig(expert_r=2, **said), None)
+    with refused("config.combination", naming="lora.expert_r"):
+        em.LoraConfig(expert_r=2, from_adapter="here")
+
+
 def test_experts_that_get_no_adapters_say_why() -> None:
     with refused("lora.targets-nothing", naming="flat matrices"):
         _selected(random_model("DbrxForCausalLM", "dbrx"), "experts")
@@ -159,6 +170,13 @@ def test_what_is_printed_names_modules_experts_and_trainable_parameters() -> Non
         "r 4, scaling 8, dropout 0; 6,528 trainable in all",
     ]
     assert plan.parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    ranked = em.LoraConfig(r=4, expert_r=2, rank_pattern={"kv_b_proj": 8}, targets=("attention", "experts", "router"))
+    lines = list(plan_lines(plan_adapters(_meta(), ranked, None), describe(_meta())))
+    assert [line.partition(" of r ")[2] for line in lines[:3]] == [
+        "4 (scaling 8) and 8 (scaling 4), 3,264 trainable parameters",
+        "2 (scaling 16), 1,792 trainable parameters",
+        "",
+    ]
     some = plan_adapters(_meta("qwen3_moe"), em.LoraConfig(targets=("layers.1.mlp.experts.*",)), None)
     assert "experts covered: 8 of 8 in 1 of 2 MoE layers" in plan_lines(some, describe(_meta("qwen3_moe")))
 

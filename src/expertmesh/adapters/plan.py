@@ -122,6 +122,7 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> Adapt
     else:
         found = find_targets(model, anatomy, lora.targets, lora.exclude)
         _refuse_idle_patterns(lora, [name_of(target) for target in found])
+        _refuse_idle_expert_r(lora, found)
         plan = AdapterPlan(lora, tuple(_ranked(target, lora, name_of(target)) for target in found), None, base)
         _refuse_left_out(model, lora, plan.targets)
     return plan_targets(model, plan, anatomy)
@@ -157,8 +158,9 @@ def plan_lines(plan: AdapterPlan, anatomy: Anatomy) -> Iterator[str]:
     for group in dict.fromkeys(target.group for target in plan.targets):
         members = [target for target in plan.targets if target.group == group]
         count = sum(target.elements for target in members)
-        others = sorted({target.r for target in members} - {plan.lora.r})
-        of_rank = f" of r {', '.join(map(str, others))} by pattern" if others else ""
+        kinds = sorted({(target.r, target.scaling) for target in members})
+        others = " and ".join(f"{r} (scaling {scaling:g})" for r, scaling in kinds)
+        of_rank = "" if kinds == [(plan.lora.r, plan.lora.scaling)] else f" of r {others}"
         yield f"{group}: {_what(members)}{of_rank}, {count:,} trainable parameters"
     adapted = {target.module for target in plan.targets if target.experts is not None}
     covered = [spec.name for spec in anatomy.experts if not adapted.isdisjoint(spec.holders)]
@@ -216,7 +218,7 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
 
 def _ranked(target: Target, lora: LoraConfig, name: str) -> Target:
     """Return `target` with the rank, alpha and scaling that `lora` has for `name`."""
-    r, alpha = lora.of(name)
+    r, alpha = lora.of(name, of_experts=target.experts is not None)
     return replace(target, r=r, alpha=alpha, scaling=lora.scaling_of(r, alpha))
 
 
@@ -265,6 +267,14 @@ def _refuse_idle_patterns(lora: LoraConfig, names: Sequence[str]) -> None:
                     f"lora.{key}: {pattern} matches no name that gets adapters, as {names[0]}; leave it out",
                     key="lora.pattern-nothing",
                 )
+
+
+def _refuse_idle_expert_r(lora: LoraConfig, targets: Sequence[Target]) -> None:
+    """Raise `InputError` if `lora.expert_r` is the rank of no target."""
+    names = [name_of(target) for target in targets if target.experts is not None]
+    if lora.expert_r is not None and all(any(is_named(name, each) for each in lora.rank_pattern) for name in names):
+        why = "lora.rank_pattern says it for all of them" if names else "no routed experts get adapters"
+        raise InputError(f"lora.expert_r: is the rank of nothing, as {why}; leave it out", key="lora.pattern-nothing")
 
 
 def _refuse_left_out(model: nn.Module, lora: LoraConfig, targets: tuple[Target, ...]) -> None:

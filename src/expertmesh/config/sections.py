@@ -93,13 +93,15 @@ class LoraConfig(Section):
 
     section: ClassVar[str] = "lora"
     _SAID_BY_ADAPTER: ClassVar[tuple[str, ...]] = (
-        *("r", "alpha", "rank_pattern", "alpha_pattern", "targets", "exclude", "use_rslora", "init"),
+        *("r", "expert_r", "alpha", "rank_pattern", "alpha_pattern", "targets", "exclude", "use_rslora", "init"),
     )
 
     r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
     """Rank of the adapters."""
+    expert_r: Annotated[int, Field(ge=1, le=MAX_RANK)] | None = None
+    """Rank of those on routed experts, of which each token passes top-k; null for r. An entry of rank_pattern wins."""
     alpha: float = Field(default=32.0, gt=0, le=MAX_ALPHA)
-    """Adapters are scaled by alpha / r."""
+    """Each adapter is scaled by alpha / its own rank."""
     rank_pattern: Mapped[Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field({}, validate_default=True)
     """Another r for some: regular expressions of ends of their names, as PEFT reads them."""
     alpha_pattern: Mapped[Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field({}, validate_default=True)
@@ -141,9 +143,14 @@ class LoraConfig(Section):
         """Return the same for an adapter of another `r` and `alpha`."""
         return alpha / (math.sqrt(r) if self.use_rslora else r)
 
-    def of(self, name: str) -> tuple[int, float]:
-        """Return r and alpha of the adapter on the module, or parameter, of this name."""
-        r = next((r for pattern, r in self.rank_pattern.items() if is_named(name, pattern)), self.r)
+    def of(self, name: str, *, of_experts: bool = False) -> tuple[int, float]:
+        """Return r and alpha of the adapter on the module, or parameter, of this name.
+
+        Args:
+            of_experts: It holds routed experts.
+        """
+        default = self.expert_r if of_experts and self.expert_r is not None else self.r
+        r = next((r for pattern, r in self.rank_pattern.items() if is_named(name, pattern)), default)
         alphas = (alpha for pattern, alpha in self.alpha_pattern.items() if is_named(name, pattern))
         return r, next(alphas, self.alpha)
 
