@@ -5,6 +5,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -46,9 +47,9 @@ def _load_and_write(root: Path) -> None:
     em.save_checkpoint(model, None, root / "checkpoints", step=1)
 
 
-def _checkpoint_of(family: str, root: Path) -> tuple[Path, torch.Tensor]:
+def _checkpoint_of(family: str, root: Path, **config: Any) -> tuple[Path, torch.Tensor]:
     """A checkpoint of stock PEFT's adapter, and the logits of its model."""
-    expected = write_family(family, root)
+    expected = write_family(family, root, **config)
     run_ranks(_load_and_write, 2, root)
     return root / "checkpoints" / "step-00000001", expected
 
@@ -171,6 +172,38 @@ def test_stock_peft_reads_keys_for_each_expert_as_well(shared_ranks: SharedRanks
     for name in of_gate:
         assert torch.equal(files[name], files[name.replace(gate, up)])
         assert files[name.replace("lora_A", "lora_B")].shape == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        (
+            "mixtral",
+            {
+                "rank_pattern": {"q_proj": 3, r"layers\.0\..*gate_up_proj": 6, "down_proj": 2, "gate.weight": 1},
+                "alpha_pattern": {r"layers\.1\..*gate_up_proj": 5, r"layers\.1\..*down_proj": 3},
+            },
+        ),
+        ("deepseek_v3", {"use_rslora": True, "rank_pattern": {"experts.down_proj": 2, "up_proj.weight": 3}}),
+    ],
+    ids=["mixtral", "deepseek_v3"],
+)
+def test_ranks_and_scalings_by_pattern_are_those_of_single_experts(
+    shared_ranks: SharedRanks, family: str, config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, expected = _checkpoint_of(family, tmp_path, **config)
+    assert main(["export", str(path), "--output", str(tmp_path / "out"), "--adapter-format", "per-expert"]) == 0
+    told = capsys.readouterr().out
+    assert "serving    not read as it is by vLLM, SGLang: rank_pattern" in told
+    assert "keys for each expert" not in told
+    assert _error(peft.PeftModel.from_pretrained(base_model(family), str(tmp_path / "out")), expected) <= 1e-5
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert _error(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected) <= 1e-5
+    shared_ranks(_continue_and_save, 2, tmp_path)
+    assert _error(peft.PeftModel.from_pretrained(base_model(family), str(tmp_path / "continued")), expected) <= 1e-5
+    up = "w3" if family == "mixtral" else "up_proj"
+    widths = {t.shape[1] for name, t in load_file(tmp_path / "out" / ADAPTER).items() if f".5.{up}.lora_B" in name}
+    assert widths == ({4, 6} if family == "mixtral" else {4})
 
 
 def _error(model: object, expected: torch.Tensor) -> float:

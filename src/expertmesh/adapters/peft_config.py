@@ -109,10 +109,7 @@ def config_content(
         "inference_mode": True,
         "r": lora.r,
         "lora_alpha": _number(lora.alpha),
-        "rank_pattern": _pattern({target: target.r for target in targets if target.r != lora.r}, targets),
-        "alpha_pattern": _pattern(
-            {target: _number(target.alpha) for target in targets if target.alpha != lora.alpha}, targets
-        ),
+        **patterns_of({name_of(target): (target.r, target.alpha) for target in targets}, lora),
         "lora_dropout": 0.0 if parameters else lora.dropout,
         "use_rslora": lora.use_rslora,
         "init_lora_weights": True if lora.init == "default" else lora.init,
@@ -385,13 +382,24 @@ def _is_excluded(content: Mapping[str, Any], module: str) -> bool:
     return bool(_selected(exclude, [module]))
 
 
-def _pattern(values: Mapping[Target, Any], targets: Sequence[Target]) -> dict[str, Any]:
-    """Return rank_pattern or alpha_pattern for the targets in `values`, those that differ from the default."""
-    names = {target: name_of(target) for target in targets}
-    patterns: dict[str, Any] = {}
-    for value in dict.fromkeys(values.values()):
-        chosen = [names[target] for target in values if values[target] == value]
-        patterns |= {re.escape(end): value for end in _endings(chosen, list(names.values()), 1)}
+def patterns_of(
+    ranks: Mapping[str, tuple[int, float]], lora: LoraConfig, joined: Mapping[str, int] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return rank_pattern and alpha_pattern of an adapter_config.json.
+
+    Args:
+        ranks: Rank and alpha by name, as readers compare it with patterns; `#` stands for a dot and any number.
+        lora: Its r and alpha are those of names without a pattern.
+        joined: By name, the factor by which PEFT takes more than r and alpha where there is no pattern.
+    """
+    patterns: dict[str, dict[str, Any]] = {}
+    for place, (key, default) in enumerate((("rank_pattern", lora.r), ("alpha_pattern", lora.alpha))):
+        values = {name: _number(said[place]) for name, said in ranks.items()}
+        others = {name: value for name, value in values.items() if value != default * (joined or {}).get(name, 1)}
+        patterns[key] = {}
+        for value in dict.fromkeys(others.values()):
+            ends = _endings([name for name in others if others[name] == value], list(values), 1)
+            patterns[key] |= {re.escape(end).replace(r"\#", r"\.\d+"): value for end in ends}
     return patterns
 
 

@@ -33,22 +33,27 @@ from expertmesh.weights.write import StateReader, live_values, write_directory
 _VLLM_MOST_RANK = 512
 
 
-def unread_by_engines(model: PreTrainedModel, plan: AdapterPlan) -> tuple[str, ...]:
-    """Return a sentence for each thing that an engine would refuse or compute differently. No communication."""
-    return (*_of_experts(model, plan), *_of_modules(plan), *_of_config(plan))
+def unread_by_engines(model: PreTrainedModel, plan: AdapterPlan, *, per_expert: bool = False) -> tuple[str, ...]:
+    """Return a sentence for each thing that an engine would refuse or compute differently. No communication.
+
+    Args:
+        per_expert: The file has keys for each expert.
+    """
+    return (*_of_experts(model, plan, per_expert), *_of_modules(plan), *_of_config(plan))
 
 
-def _of_experts(model: PreTrainedModel, plan: AdapterPlan) -> Iterator[str]:
+def _of_experts(model: PreTrainedModel, plan: AdapterPlan, per_expert: bool) -> Iterator[str]:
     """Yield sentences about adapters on experts."""
     weights = [target.name for target in plan.targets if target.experts is not None]
     if not weights:
         return
     rules = get_model_conversion_mapping(ModelView(model).full)
     if any(".experts.*." in f".{source}" for rule in rules for source in rule.source_patterns):
-        yield (
-            "vLLM, SGLang: experts of this family from keys for each expert (expertmesh export RUN --adapter-format "
-            "per-expert)"
-        )
+        if not per_expert:
+            yield (
+                "vLLM, SGLang: experts of this family from keys for each expert (expertmesh export RUN "
+                "--adapter-format per-expert)"
+            )
     else:
         yield "SGLang: no adapters on experts that a model's files keep in one tensor; merge for it"
     endings = {name.rpartition(".")[2] for name in weights}

@@ -7,6 +7,8 @@ experts. Gate and up share one A; each gets its rows of B. Names come from trans
 """
 
 import json
+import math
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -18,18 +20,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_config import config_bytes
+from expertmesh.adapters.peft_config import config_bytes, patterns_of
 from expertmesh.adapters.peft_format import (
     BASE_FILE,
     CONFIG_FILE,
+    PREFIX,
     WEIGHTS_FILE,
     Part,
     file_tensors,
     is_parameter,
+    name_of,
     published_parts,
 )
 from expertmesh.adapters.plan import AdapterPlan, plan_of
-from expertmesh.adapters.save import write_adapter
+from expertmesh.adapters.save import unread_by_engines, write_adapter
 from expertmesh.adapters.targets import Target
 from expertmesh.checkpoint.companions import ADAPTER
 from expertmesh.checkpoint.read import SavedState
@@ -52,6 +56,10 @@ class PerExpertAdapter:
     """The file's, by key."""
     modules: tuple[str, ...]
     """The last parts of the names of the modules that adapter_config.json is to target."""
+    ranks: Mapping[str, tuple[int, float]]
+    """Rank and alpha by the names of published matrices, and by those of the weights that PEFT joins them to."""
+    joined: Mapping[str, int]
+    """The number of one expert's matrices that PEFT joins, by the weight's name."""
 
     def config(self, content: Mapping[str, Any], plan: AdapterPlan) -> bytes:
         """Return adapter_config.json, made of PEFT's own `content`.
@@ -61,7 +69,9 @@ class PerExpertAdapter:
         dense = [target.weight for target in plan.targets if is_parameter(target) and not target.parameter]
         endings = content.get("target_parameters") or ()
         kept = [ending for ending in endings if any(name.endswith(f".{ending}") for name in dense)]
-        return config_bytes({**content, "target_modules": list(self.modules), "target_parameters": kept or None})
+        patterns = patterns_of(self.ranks, plan.lora, self.joined)
+        targeted = {"target_modules": list(self.modules), "target_parameters": kept or None}
+        return config_bytes({**content, **patterns, **targeted})
 
 
 def per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> PerExpertAdapter:
@@ -70,25 +80,24 @@ def per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> PerExpertAd
     Raises `InputError` for a model whose files do not hold one matrix per expert (GPT-OSS and others with all experts
     of a layer in one tensor).
     """
-    if not plan.is_uniform:
-        raise InputError(
-            "--adapter-format per-expert: the adapter has a rank_pattern or alpha_pattern, which readers of single "
-            "experts do not apply to them; leave it out, or merge the adapter",
-            key="adapter.per-expert-of-one-rank",
-        )
-    adapters = ModelView(model).adapters
+    adapters, ranks, joined = ModelView(model).adapters, dict[str, tuple[int, float]](), Counter[str]()
     named, files, modules = Counter[str](), dict[str, LazyTensor](), dict[str, None]()
     for target, key, part in published_parts(model, plan.targets):
         if part is None:
             _refuse(model, target.weight, key)
         files |= zip(part.keys, _factors(adapters, target, part), strict=True)
         named[target.name] += part.rows[1] - part.rows[0]
+        joined[name_of(target)] += part.expert in (None, 0)
+        ranks[re.sub(r"\.experts\.\d+\.", ".experts#.", part.key.removeprefix(PREFIX))] = target.r, target.alpha
         if target.parameter or not is_parameter(target):
             modules[part.key.rpartition(".")[2]] = None
     for target in plan.targets:
         if named[target.name] != target.out_features * (target.experts or 1):
             _refuse(model, target.weight, "not all of it")
-    return PerExpertAdapter(files, tuple(modules))
+        count, name = joined[name_of(target)], name_of(target)
+        # PEFT joins gate and up to one adapter of twice the rank, which has to keep the scaling of each.
+        ranks[name] = count * target.r, target.alpha * (math.sqrt(count) if plan.lora.use_rslora else count)
+    return PerExpertAdapter(files, tuple(modules), ranks, joined)
 
 
 def _factors(adapters: Mapping[str, Tensor], target: Target, part: Part) -> tuple[LazyTensor, LazyTensor]:
@@ -148,4 +157,5 @@ def export_adapter(
         seconds=time.monotonic() - started,
         kept=(),
         dropped=(),
+        unread=unread_by_engines(model, plan, per_expert=adapter_format == "per-expert"),
     )

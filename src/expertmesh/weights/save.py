@@ -59,6 +59,8 @@ class SaveReport:
     """Tensors that could not be copied, because those files are absent or have changed."""
     rounded: tuple[Rounded, ...] = ()
     """The rounding error of quantised formats."""
+    unread: tuple[str, ...] = ()
+    """Sentences about what inference engines cannot read of an adapter."""
 
 
 def dtype_of(dtype: SavedDtype) -> torch.dtype | None:

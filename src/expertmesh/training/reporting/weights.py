@@ -50,7 +50,8 @@ def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> 
 
 
 def saved_lines(saved: SaveReport) -> Iterator[str]:
-    """Return lines for the terminal, on rank 0: tensors that the model does not have, and the rounding of codes."""
+    """Return lines for the terminal, on rank 0: tensors that the model does not have, the rounding of codes, what
+    engines cannot read."""
     for text in _listed(saved.kept):
         yield f"kept       {text}: not in the model, copied from the files it was loaded from"
     for text in _listed(saved.dropped):
@@ -58,6 +59,7 @@ def saved_lines(saved: SaveReport) -> Iterator[str]:
     for each in saved.rounded:
         kept = f", {each.kept:.1%} of its blocks as they were" if each.kept else ""
         yield f"rounded    {each.pattern} ({each.tensors:,} tensors): off by {each.error:.2%} of its norm{kept}"
+    yield from _serving_lines(saved.unread)
 
 
 def dtype_text(saved: SaveReport) -> str:
@@ -78,8 +80,11 @@ def adapter_lines(saved: AdapterReport) -> Iterator[str]:
         yield f"           {name}: B is all zero; no gradient has moved it"
     if more := saved.untrained[_LISTED:]:
         yield f"           {len(more):,} more, from {more[0]}: B is all zero"
-    for sentence in saved.unread:
-        yield f"serving    not read as it is by {sentence}"
+    yield from _serving_lines(saved.unread)
+
+
+def _serving_lines(unread: Sequence[str]) -> Iterator[str]:
+    return (f"serving    not read as it is by {sentence}" for sentence in unread)
 
 
 def _listed(groups: Sequence[UnmappedTensors]) -> Iterator[str]:
