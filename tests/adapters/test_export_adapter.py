@@ -234,6 +234,24 @@ def test_what_keys_for_each_expert_leave_out_is_noticed(tmp_path: Path) -> None:
         merge(tmp_path / "out", tmp_path / "refused")
 
 
+def test_keys_for_each_expert_are_merged_with_what_stands_beside_them(tmp_path: Path) -> None:
+    path, _ = _checkpoint_of("qwen3_moe", tmp_path)
+    export(path, tmp_path / "out", adapter_format="per-expert")
+    (tmp_path / "out" / "expertmesh.json").unlink()
+    config, prefix = tmp_path / "out" / "adapter_config.json", "base_model.model"
+    said = json.loads(config.read_text())
+    said["target_modules"].append("embed_tokens")
+    config.write_text(json.dumps({**said, "modules_to_save": ["lm_head"]}))
+    shapes = {"lm_head.weight": (96, 32), "model.embed_tokens.lora_embedding_A": (4, 96)}
+    shapes["model.embed_tokens.lora_embedding_B"] = (32, 4)
+    torch.manual_seed(8)
+    beside = {f"{prefix}.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    save_file({**load_file(tmp_path / "out" / ADAPTER), **beside}, tmp_path / "out" / ADAPTER)
+    expected = logits(peft.PeftModel.from_pretrained(base_model("qwen3_moe"), str(tmp_path / "out")))
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert _error(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected) <= 1e-5
+
+
 def test_shared_experts_alone_are_not_taken_for_routed_ones(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     base = base_model("deepseek_v3")
     base.save_pretrained(tmp_path / "base")

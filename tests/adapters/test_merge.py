@@ -1,10 +1,13 @@
 """A merged adapter is a plain model that computes what stock PEFT's does; another base or a damaged file is refused."""
 
+import copy as copies
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
+from expertmesh.adapters.plan import plan_adapters
 from expertmesh.cli.main import main
 from expertmesh.config.errors import IntegrityError, SecurityError
 from expertmesh.data.encoding import sandbox
@@ -20,6 +24,7 @@ from expertmesh.export import merge_check
 from expertmesh.export.deltas import Deltas
 from expertmesh.export.merge import merge
 from expertmesh.weights import reading, write
+from tests.adapters.reference import random_adapter
 from tests.adapters.stock import EXPERTS, adapted, base_model, logits, write_family
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.support.errors import refused
@@ -93,6 +98,73 @@ def test_adapters_of_others_merge_to_stock_peft_s_logits(
     monkeypatch.setattr(em.LoraConfig, "scaling_of", lambda self, r, alpha: self.alpha / self.r)
     merge(tmp_path / "adapter", tmp_path / "wrong", base=str(tmp_path / "base"))
     assert _error(logits(_plain(tmp_path / "wrong")), expected) > 1e-3
+
+
+def _trained_beside(base: Any, directory: Path, **config: Any) -> torch.Tensor:
+    """Save an adapter of stock PEFT all of which is trained, also beside its matrices; the logits of its model."""
+    modules = config.pop("target_modules", ["q_proj"])
+    model = random_adapter(copies.deepcopy(base), directory, modules, EXPERTS, **config)
+    torch.manual_seed(6)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not re.search("lora_[AB]", name):
+            with torch.no_grad():
+                parameter += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return logits(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "config", "rows"),
+    [
+        ("deepseek_v3", {}, {"modules_to_save": ["lm_head", "embed_tokens", "mlp.gate", "input_layernorm"]}, None),
+        ("qwen3_moe", {}, {"trainable_token_indices": {"embed_tokens": [9, 5, 40], "lm_head": [1]}}, [9, 5, 40]),
+        ("qwen3_moe", {"tie_word_embeddings": True}, {"trainable_token_indices": [9, 5]}, [9, 5]),
+        ("mixtral", {}, {"target_modules": ["q_proj", "embed_tokens"], "alpha_pattern": {"embed_tokens": 5}}, None),
+    ],
+    ids=["modules_to_save", "tokens", "tokens of tied embeddings", "embeddings"],
+)
+def test_what_was_trained_in_full_beside_an_adapter_is_merged_as_stock_peft_does(
+    family: str, changes: dict[str, Any], config: dict[str, Any], rows: list[int] | None, tmp_path: Path
+) -> None:
+    base = base_model(family, **changes)
+    base.save_pretrained(tmp_path / "base")
+    expected = _trained_beside(base, tmp_path / "adapter", **config)
+    arguments = [
+        "merge",
+        str(tmp_path / "adapter"),
+        "--output",
+        str(tmp_path / "out"),
+        "--base",
+        str(tmp_path / "base"),
+    ]
+    assert main(arguments) == 0
+    assert _error(logits(_plain(tmp_path / "out")), expected) <= 1e-5
+    theirs = peft.PeftModel.from_pretrained(copies.deepcopy(base), str(tmp_path / "adapter")).merge_and_unload()
+    theirs.save_pretrained(tmp_path / "theirs")
+    before, ours, theirs = (load_file(tmp_path / name / WEIGHTS) for name in ("base", "out", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, theirs[name], rtol=1e-5, atol=1e-6), name
+    moved = (ours["model.embed_tokens.weight"] != before["model.embed_tokens.weight"]).any(1).nonzero().flatten()
+    assert moved.tolist() == (list(range(96)) if rows is None else sorted(rows))
+    with refused("adapter.unsupported-target" if family == "mixtral" else "adapter.unsupported-option"):
+        plan_adapters(base, em.LoraConfig(from_adapter=str(tmp_path / "adapter")), None)
+
+
+def test_a_module_that_peft_would_untie_is_refused_and_a_missing_one_is_noticed(tmp_path: Path) -> None:
+    base = base_model("qwen3_moe", tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    for config in ({"modules_to_save": ["lm_head"]}, {"trainable_token_indices": {"lm_head": [3]}}):
+        _trained_beside(base, tmp_path / "adapter", **config)
+        with refused("adapter.unsupported-option", naming="are one weight"):
+            merge(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    _trained_beside(base, tmp_path / "embeddings", target_modules=["embed_tokens"])
+    with refused("lora.tied-head"):
+        merge(tmp_path / "embeddings", tmp_path / "out", base=str(tmp_path / "base"))
+    path = tmp_path / "adapter" / "adapter_config.json"
+    _change(path, modules_to_save=["norm"], trainable_token_indices=None)
+    with refused("adapter.differs-from-its-config", IntegrityError, naming="q_norm.weight"):
+        merge(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
@@ -218,6 +290,20 @@ def test_what_does_not_fit_or_is_damaged_is_an_integrity_error(copy: Path) -> No
     merge(copy / "adapter", copy / "out")
 
 
+def test_a_weight_of_another_base_beside_an_adapter_is_noticed(tmp_path: Path) -> None:
+    """PEFT writes the base's weight beside the adapter of an embedding or a head, and reads it again."""
+    base = base_model("qwen3_moe")
+    base.save_pretrained(tmp_path / "base")
+    _trained_beside(base, tmp_path / "adapter", target_modules=["embed_tokens", "lm_head"])
+    merge(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    path, key = tmp_path / "adapter" / ADAPTER, "base_model.model.lm_head.base_layer.weight"
+    tensors = load_file(path)
+    tensors[key][3, 4] *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    with refused("adapter.other-base", IntegrityError, naming=key):
+        merge(tmp_path / "adapter", tmp_path / "refused", base=str(tmp_path / "base"))
+
+
 def test_a_pickled_adapter_is_refused_for_security(copy: Path) -> None:
     (copy / "adapter" / ADAPTER).rename(copy / "adapter" / "adapter_model.bin")
     with refused("adapter.pickle", SecurityError):
@@ -233,7 +319,11 @@ def test_a_pickled_adapter_is_refused_for_security(copy: Path) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "adapter.changes-base", "pissa_niter_4"),
         ({"base_model_name_or_path": None}, "adapter.unknown-base", "--base"),
         ({"base_model_name_or_path": "/nowhere/to/be/found"}, "model.not-found", "--base names another"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "adapter.unsupported-target", "embed_tokens"),
+        ({"modules_to_save": "lm_head"}, "adapter.invalid-config", "modules_to_save"),
+        ({"modules_to_save": ["mlp.gate"]}, "adapter.unsupported-option", "it has an adapter too"),
+        ({"trainable_token_indices": [1, 1]}, "adapter.invalid-config", "trainable_token_indices"),
+        ({"trainable_token_indices": [96]}, "adapter.unsupported-option", "has 96 rows"),
+        ({"trainable_token_indices": {"layers": [0]}}, "adapter.unsupported-option", "no embedding"),
         ({"peft_type": "IA3"}, "adapter.not-lora", ""),
     ],
 )
@@ -303,5 +393,13 @@ def test_a_merge_gone_wrong_is_noticed_and_removed(copy: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Deltas, "add", shifted)
     with refused("adapter.merged-wrongly", IntegrityError, naming="expert "):
+        merge(copy / "adapter", copy / "out")
+    assert not (copy / "out").exists()
+    monkeypatch.setattr(Deltas, "add", real)
+    path, key = copy / "adapter" / ADAPTER, "base_model.model.lm_head.weight"
+    save_file({**load_file(path), key: torch.ones(96, 32)}, path, metadata={"format": "pt"})
+    _change(copy / "adapter" / "adapter_config.json", modules_to_save=["lm_head"])
+    monkeypatch.setattr(Deltas, "replace", lambda *arguments: None)
+    with refused("adapter.merged-wrongly", IntegrityError, naming=key):
         merge(copy / "adapter", copy / "out")
     assert not (copy / "out").exists()

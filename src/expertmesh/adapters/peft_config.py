@@ -63,6 +63,8 @@ _KNOWN = (
     "corda_config",
     "lora_ga_config",
 )
+# Keys of values beside low-rank adapters, which a merge takes.
+_TRAINED_IN_FULL = ("modules_to_save", "trainable_token_indices")
 # Keys whose values, if not null, have to be a bool or text.
 _IS_BOOL = ("use_rslora", "inference_mode", "ensure_weight_tying")
 _IS_TEXT = ("task_type", "bias", "base_model_name_or_path", "revision", "peft_version")
@@ -142,11 +144,14 @@ def config_bytes(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path, *, merging: bool = False) -> dict[str, Any]:
     """Read adapter_config.json of a PEFT directory.
 
+    Args:
+        merging: Nothing of it is to be trained.
+
     Raises:
-        InputError: It cannot be read, or sets an option that we cannot train exactly; names the option.
+        InputError: It cannot be read, or sets an option that we cannot compute exactly; names the option.
         SecurityError: The weights are a pickle only.
     """
     path = directory / CONFIG_FILE
@@ -158,7 +163,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
-    refuse_content(content, path)
+    refuse_content(content, path, merging=merging)
     if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
         raise SecurityError(
             f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first", key="adapter.pickle"
@@ -166,12 +171,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     return content
 
 
-def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
-    """Raise `InputError` for an option that we cannot train exactly, by its name.
+def refuse_content(content: Mapping[str, Any], path: Path | str, *, merging: bool = False) -> None:
+    """Raise `InputError` for an option that we cannot compute exactly, by its name.
 
     Args:
         content: The content of an adapter_config.json.
         path: For the message.
+        merging: As in `read_config`.
     """
     if (kind := content.get("peft_type")) != "LORA":
         raise InputError(
@@ -180,11 +186,13 @@ def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
             key="adapter.not-lora",
         )
     # Zero is set too: `layers_to_transform: 0` means the first layer alone.
-    said = [key for key, value in content.items() if key not in _KNOWN and (value or type(value) is int)]
+    known = (*_KNOWN, *_TRAINED_IN_FULL) if merging else _KNOWN
+    said = [key for key, value in content.items() if key not in known and (value or type(value) is int)]
     if said or content.get("bias", "none") != "none":
         key = said[0] if said else "bias"
+        instead = "merge it first (expertmesh merge)" if key in _TRAINED_IN_FULL else "train a plain LoRA adapter"
         raise InputError(
-            f"{path}: {key} is {shortened(repr(content[key]))}, which is not supported; train a plain LoRA adapter",
+            f"{path}: {key} is {shortened(repr(content[key]))}, which is not supported; {instead}",
             key="adapter.unsupported-option",
         )
     init = content.get("init_lora_weights")
@@ -194,9 +202,9 @@ def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
             "path_initial_model_for_weight_conversion, which makes a plain LoRA adapter of it",
             key="adapter.changes-base",
         )
-    for key in ("target_modules", "target_parameters", "exclude_modules"):
+    for key in ("target_modules", "target_parameters", "exclude_modules", "modules_to_save"):
         listed = [] if content.get(key) is None else content[key]
-        text = [listed] if isinstance(listed, str) and key != "target_parameters" else listed
+        text = [listed] if isinstance(listed, str) and key in ("target_modules", "exclude_modules") else listed
         if not isinstance(text, list) or not all(isinstance(name, str) for name in text):
             raise InputError(
                 f"{path}: {key} is {shortened(repr(listed))}, not a list of names", key="adapter.invalid-config"
@@ -222,6 +230,14 @@ def _wrong_values(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "lora_alpha", f"not a number above 0 and of at most {MAX_ALPHA:g}"
     if dropout is not None and (not _is_number(dropout) or not 0 <= dropout < 1):
         yield "lora_dropout", "not a number from 0 to below 1"
+    tokens = content.get("trainable_token_indices") or {}
+    for rows in tokens.values() if isinstance(tokens, dict) else [tokens]:
+        if (
+            not isinstance(rows, list)
+            or any(type(row) is not int or row < 0 for row in rows)
+            or len({*rows}) < len(rows)
+        ):
+            yield "trainable_token_indices", "not a list of different tokens, or one for each embedding"
     revision = content.get("revision")
     if isinstance(revision, str) and (not _REVISION.fullmatch(revision) or ".." in revision):
         yield "revision", "not a branch, tag or commit"
@@ -375,7 +391,9 @@ def name_in_config(content: Mapping[str, Any], target: Target) -> str:
 
 
 def _is_excluded(content: Mapping[str, Any], module: str) -> bool:
-    """Return whether exclude_modules, a pattern for full names or a list of endings, excludes the module in PEFT."""
+    """Return whether PEFT excludes the module: in modules_to_save, or by exclude_modules, a pattern or endings."""
+    if any(f".{name}." in f".{module}." for name in content.get("modules_to_save") or ()):
+        return True
     exclude = content.get("exclude_modules") or []
     if isinstance(exclude, str):
         return re.fullmatch(exclude, module) is not None

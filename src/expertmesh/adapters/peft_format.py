@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.targets import Target
+from expertmesh.adapters.targets import EMBEDDING, Target
 from expertmesh.config.errors import IntegrityError
 from expertmesh.state.model_view import ModelView
 from expertmesh.weights.lazy import LazyTensor
@@ -100,6 +100,8 @@ def _keys(module: str, target: Target, targets: Sequence[Target]) -> tuple[str, 
     nested = [each for each in targets if each.module == target.module and each.parameter is not None]
     outside = len(nested) - 1 - nested.index(target) if target.parameter is not None else 0
     base = f"{PREFIX}{module}{'.base_layer' * outside}"
+    if target.group == EMBEDDING:
+        return f"{base}.lora_embedding_A", f"{base}.lora_embedding_B"
     return f"{base}.lora_A.weight", f"{base}.lora_B.weight"
 
 
@@ -147,7 +149,7 @@ def model_tensors_from(
         inner, out = reversed(sizes) if target.swapped else sizes
         shapes = ((experts * r, inner), (out, r * experts))
         keys = keys_in(files, target, targets)
-        a, b = (stored(path, files, key, shape, target) for key, shape in zip(keys, shapes, strict=True))
+        a, b = (stored(path, files, key, shape, target.name) for key, shape in zip(keys, shapes, strict=True))
         left -= set(keys)
         if target.experts is not None:
             a, b = _lazy(a.unflatten(0, (experts, r))), _lazy(b.unflatten(1, (r, experts)).permute(2, 0, 1))
@@ -182,7 +184,7 @@ def _joined(
         r = target.r // len(each)
         shapes = [((r, target.in_features), (part.rows[1] - part.rows[0], r)) for part in each]
         pairs = [
-            [stored(path, files, key, shape, target) for key, shape in zip(part.keys, of_part, strict=True)]
+            [stored(path, files, key, shape, target.name) for key, shape in zip(part.keys, of_part, strict=True)]
             for part, of_part in zip(each, shapes, strict=True)
         ]
         joined.append((torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs))))
@@ -192,7 +194,10 @@ def _joined(
 
 
 def base_copies(files: Mapping[str, LazyTensor], targets: Sequence[Target]) -> dict[str, str]:
-    """Return the keys of base weights that PEFT wrote beside a head's adapter, each with its name in the model."""
+    """Return the keys of base weights that PEFT wrote beside an adapter of a head or an embedding.
+
+    Each with its name in the model.
+    """
     linear = [target.module for target in targets if target.parameter is None]
     copies = {
         f"{PREFIX}{module}.base_layer.{leaf}": f"{module}.{leaf}" for module in linear for leaf in ("weight", "bias")
@@ -200,11 +205,11 @@ def base_copies(files: Mapping[str, LazyTensor], targets: Sequence[Target]) -> d
     return {key: name for key, name in copies.items() if key in files}
 
 
-def stored(path: Path, files: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...], target: Target) -> LazyTensor:
+def stored(path: Path, files: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...], name: str) -> LazyTensor:
     """Return the tensor `key`, of this shape and a floating-point dtype. Raises `IntegrityError` if there is none."""
     if key not in files:
         raise IntegrityError(
-            f"{path}: has no {key}, although the adapter's config targets {target.name}",
+            f"{path}: has no {key}, although the adapter's config names {name}",
             key="adapter.differs-from-its-config",
         )
     if tuple(files[key].shape) != shape:

@@ -27,13 +27,17 @@ from expertmesh.adapters.peft_config import (
     name_in_config,
     patterns_in,
     read_config,
+    refuse_field,
 )
 from expertmesh.adapters.peft_format import PREFIX, WEIGHTS_FILE, Part, name_of, published_parts
+from expertmesh.adapters.replaced import Replaced, replaced_by
 from expertmesh.adapters.targets import (
     ALL_LINEAR,
+    EMBEDDING,
     GROUPS,
     Target,
     candidates,
+    embedding_target,
     find_targets,
     refuse_slow_patterns,
     refuse_tied_head,
@@ -65,6 +69,8 @@ class AdapterPlan:
     """The adapters have their values already, from a PeftModel."""
     parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
     """By target name, the published matrices after which the PEFT directory names its adapters, if it does."""
+    replaced: Mapping[str, Replaced] = field(default_factory=dict)
+    """By the name of the weight, what a PEFT directory holds beside adapters; empty unless it is to be merged."""
 
     @property
     def parameters(self) -> int:
@@ -108,17 +114,20 @@ def adapt(
     return plan
 
 
-def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> AdapterPlan:
+def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None, *, merging: bool = False) -> AdapterPlan:
     """Return the plan of the adapters that `lora` means for `model`, which is not changed. No communication.
+
+    Args:
+        merging: Nothing of the PEFT directory is to be trained.
 
     Raises:
         InputError: A target matches nothing or cannot be adapted; names it. Also for a PEFT directory that we cannot
-            train exactly.
+            compute exactly.
         SecurityError: Patterns of a PEFT directory take too long to match.
     """
     anatomy = describe(model)
     if lora.from_adapter is not None:
-        plan = _plan_from_adapter(model, anatomy, lora, base)
+        plan = _plan_from_adapter(model, anatomy, lora, base, merging)
     else:
         found = find_targets(model, anatomy, lora.targets, lora.exclude)
         _refuse_idle_patterns(lora, [name_of(target) for target in found])
@@ -182,12 +191,15 @@ def _what(members: list[Target]) -> str:
     return ", ".join(f"{count} {end}" for end, count in ends.items())
 
 
-def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, base: str | None) -> AdapterPlan:
+def _plan_from_adapter(
+    model: nn.Module, anatomy: Anatomy, lora: LoraConfig, base: str | None, merging: bool
+) -> AdapterPlan:
     """Plan the adapters of the PEFT directory `lora.from_adapter`; of `lora` itself only dropout is used."""
     assert lora.from_adapter is not None
     directory = Path(lora.from_adapter)
-    content = read_config(directory)
+    content = read_config(directory, merging=merging)
     weights, there = directory / WEIGHTS_FILE, list(candidates(model, anatomy))
+    there += [embedding_target(model)] * merging
     parts = _parts_in(model, there, directory) if weights.exists() else {}
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     names += [part.key.removeprefix(PREFIX) for of_one in parts.values() for part in of_one]
@@ -197,6 +209,8 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
         targets = tuple(
             _joined(target, parts[target.name], said, directory) for target in there if target.name in parts
         )
+        embeddings = (each for each in there if each.group == EMBEDDING and config_selects(content, each))
+        targets += tuple(_ranked(target, said, name_in_config(content, target)) for target in embeddings)
     else:
         content = as_peft_reads(content, model, directory)
         said = lora_of(content, dropout=lora.dropout)
@@ -213,7 +227,11 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
             key="adapter.unsupported-option",
         )
     resolved = said.model_copy(update={"targets": tuple(target.name for target in targets)})
-    return AdapterPlan(resolved, targets, directory if weights.exists() else None, base, parts=parts)
+    replaced = replaced_by(model, content, directory) if merging else {}
+    for target in targets:
+        if target.weight in replaced:
+            refuse_field(str(directory), "modules_to_save", target.module, "it has an adapter too; leave one out")
+    return AdapterPlan(resolved, targets, directory if weights.exists() else None, base, parts=parts, replaced=replaced)
 
 
 def _ranked(target: Target, lora: LoraConfig, name: str) -> Target:

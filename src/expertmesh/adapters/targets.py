@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -21,6 +22,8 @@ from expertmesh.introspection.gradients import without_gradient
 
 GROUPS = ("attention", "experts", "shared_experts", "dense_mlp", "router", "lm_head")
 ALL_LINEAR = "all-linear"
+# The group of a target that is merged, never trained.
+EMBEDDING = "embedding"
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff")
 
 
@@ -37,11 +40,11 @@ class Target:
     experts: int | None
     """The number of experts of a 3-D parameter, which has an adapter for each; else None."""
     group: str
-    """One of `GROUPS`."""
+    """One of `GROUPS`, or `EMBEDDING`."""
     swapped: bool = False
     """PEFT takes the parameter's outputs for its inputs: its A is our B transposed, and its B our A transposed."""
     transposed: bool = False
-    """The parameter's shape is `[experts, in, out]` instead of `[experts, out, in]`."""
+    """The weight's shape is `[experts, in, out]` instead of `[experts, out, in]`, or `[in, out]` of an embedding."""
     r: int = 0
     """The rank; set by a plan, as the fields below."""
     alpha: float = 0.0
@@ -166,6 +169,14 @@ def candidates(model: nn.Module, anatomy: Anatomy) -> Iterator[Target]:
                 yield Target(name, "weight", weight.shape[1], weight.shape[0], None, "router")
 
 
+def embedding_target(model: nn.Module) -> Target:
+    """Return the input embedding as a target."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    name: str = next(name for name, module in model.named_modules() if module is embedding)
+    vocabulary, width = embedding.weight.shape
+    return Target(name, None, vocabulary, width, None, EMBEDDING, transposed=True)
+
+
 def _expert_targets(spec: ExpertsSpec, module: nn.Module) -> Iterator[Target]:
     """Yield the up (with gate, if gated) and down projections of all experts of one layer."""
     width = spec.intermediate_size * (2 if spec.gated else 1)
@@ -227,12 +238,12 @@ def _selects(selector: str, target: Target) -> bool:
 
 
 def refuse_tied_head(model: nn.Module, targets: Sequence[Target]) -> None:
-    """Raise `InputError` for an adapter on a head that shares its weight with the input embedding."""
+    """Raise `InputError` for an adapter on a head or an input embedding that share their weight."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    if head is not None and head.weight is embedding.weight and any(t.group == "lm_head" for t in targets):
+    if head is not None and head.weight is embedding.weight and any(t.group in ("lm_head", EMBEDDING) for t in targets):
         raise InputError(
-            "lora.targets: lm_head is tied to the input embedding in this model, so an adapter on it could not be "
-            "merged; leave lm_head out",
+            "lora.targets: lm_head is tied to the input embedding in this model, so an adapter on one of them could "
+            "not be merged; leave it out",
             key="lora.tied-head",
         )
 

@@ -87,6 +87,9 @@ def _lines(report: MergeReport) -> Iterator[str]:
                 shown = ", ".join(map(str, unused[:_LISTED]))
                 more = f" and {len(unused) - _LISTED} more" if len(unused) > _LISTED else ""
                 yield f"            {target.name}: nothing added to experts {shown}{more}, whose B is all zero"
+    for name, each in report.plan.replaced.items():
+        rows = "" if each.rows is None else f", {len(each.rows):,} rows"
+        yield f"replaced    {name}{rows}"
     yield from saved_lines(report.saved)
     saved, compared = report.saved, report.compared
     files = plural(len(saved.files), "file")

@@ -18,7 +18,7 @@ from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.export.deltas import Deltas, MergedValues
 from expertmesh.export.merge_base import base_model, check_base, companions, take_layout, trained_base
-from expertmesh.export.merge_check import Compared, check_copies, compare_sample
+from expertmesh.export.merge_check import Compared, check_adapter_copies, check_copies, compare_sample
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.model_view import ModelView
@@ -71,7 +71,7 @@ def merge(
         )
     check_target(target)
     model, directory = base_model(adapter, base, trust_remote_code)
-    plan = plan_adapters(model, LoraConfig(from_adapter=str(adapter)), str(directory))
+    plan = plan_adapters(model, LoraConfig(from_adapter=str(adapter)), str(directory), merging=True)
     view = ModelView(model)
     with (
         open_weight_files(directory, view.weights_file) as files,
@@ -80,6 +80,7 @@ def merge(
         load = plan_load(view, files)
         deltas = Deltas(plan, factors)
         check_copies(load, files)
+        check_adapter_copies(plan.targets, factors, load, files)
         take_layout(view, load, files)
         load, frozen = trained_base(adapter, model, load)
         checked = check_base(adapter, model, load, files, trust_remote_code)

@@ -35,7 +35,7 @@ _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 def base_model(adapter: Path, base: str | None, trust_remote_code: bool) -> tuple[PreTrainedModel, Path]:
     """Return the base of an adapter with weights, on meta, and its directory."""
-    content = read_config(adapter)
+    content = read_config(adapter, merging=True)
     if not (adapter / WEIGHTS_FILE).exists():
         raise InputError(f"{adapter}: has no {WEIGHTS_FILE}", key="adapter.no-weights")
     named = content.get("base_model_name_or_path")

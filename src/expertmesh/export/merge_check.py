@@ -6,6 +6,7 @@ the adapter taken apart as PEFT's own code does it. Holds a block of the base, o
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_format import Part, keys_in
+from expertmesh.adapters.peft_format import Part, base_copies, keys_in
+from expertmesh.adapters.replaced import Replaced
+from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.deltas import Deltas
 from expertmesh.io.boxes import Box, blocks, extents, full_box
@@ -71,6 +74,20 @@ def check_copies(load: LoadPlan, files: WeightFiles) -> None:
             raise differing_copies(lazy, first)
 
 
+def check_adapter_copies(targets: Sequence[Target], factors: WeightFiles, load: LoadPlan, files: WeightFiles) -> None:
+    """Raise `IntegrityError` for a base weight beside the adapter, which PEFT would read, that is not the base's."""
+    stored = {key: LazyTensor.of(tensor) for key, tensor in factors.tensors.items()}
+    for key, name in base_copies(stored, targets).items():
+        copy, base = stored[key], load.tensors[name]
+        dtype = min(copy.dtype, base.dtype, key=lambda dtype: dtype.itemsize)
+        pairs = zip(_read_in_blocks(copy, factors, dtype), _read_in_blocks(base, files, dtype), strict=False)
+        if copy.shape != base.shape or not all(torch.equal(values, other) for (_, values), (_, other) in pairs):
+            raise IntegrityError(
+                f"{factors.directory}: {key} is not the weight of {files.directory}; the adapter has another base",
+                key="adapter.other-base",
+            )
+
+
 def compare_sample(
     model: PreTrainedModel, load: LoadPlan, deltas: Deltas, factors: WeightFiles, directory: Path
 ) -> Compared:
@@ -115,8 +132,37 @@ def compare_sample(
                 key="adapter.merged-wrongly",
             )
         worst = max(worst, float(share))
+    for weight, each in deltas.replaced.items():
+        worst = max(worst, _compare_replaced(weight, each, written.tensors[weight], factors, library))
     of_experts = sum(target.experts is not None for target in targets)
-    return Compared(len(targets), of_experts, worst, moved / wanted if wanted else None)
+    count = len(targets) + len(deltas.replaced)
+    return Compared(count, of_experts, worst, moved / wanted if wanted else None)
+
+
+def _compare_replaced(
+    weight: str, each: Replaced, written: LazyTensor, factors: WeightFiles, library: LibraryFiles
+) -> float:
+    """Return the largest difference of a sample of a replaced weight's rows, as a share of what rounding allows.
+
+    Raises `IntegrityError` if rounding does not allow it.
+    """
+    first, last = _some_rows(weight, each.shape[0], math.prod(each.shape[1:]))
+    with safe_open(factors.tensors[each.key].path, framework="pt") as file:
+        wanted = file.get_slice(each.key)[first:last].double()
+    got = torch.empty(wanted.shape, dtype=written.dtype)
+    others = full_box(each.shape)[1:]
+    for number, row in enumerate(range(first, last) if each.rows is None else each.rows[first:last]):
+        read_box(written, ((row, row + 1), *others), got[number : number + 1], library)
+    allowed = torch.finfo(got.dtype).eps * wanted.abs()
+    if any(isinstance(leaf, QuantisedTensor) for leaf in written.leaves()):
+        allowed = allowed + _HALF_A_CODE * wanted.abs().max()
+    share = ((got.double() - wanted).abs() / allowed.clamp_min(torch.finfo(got.dtype).tiny)).max()
+    if not bool(share <= 1):
+        raise IntegrityError(
+            f"{weight} is not what the adapter holds as {each.key}; report this as a bug",
+            key="adapter.merged-wrongly",
+        )
+    return float(share)
 
 
 def _read_in_blocks(lazy: LazyTensor, files: WeightFiles, dtype: torch.dtype) -> Iterator[tuple[Box, Tensor]]:
