@@ -209,6 +209,7 @@ ADAPTER = [
     "target_modules",
     "target_parameters",
     "modules_to_save",
+    "trainable_token_indices",
     "use_rslora",
     "use_dora",
     "bias",
