@@ -7,6 +7,7 @@ that benchmarks calibrate. A plan is only as good as these few numbers, so they 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar, Self
@@ -121,14 +122,19 @@ def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
     """Return every known device by name; those of the file `extra` replace or join ours. `InputError` for a bad
     file.
     """
-    text = files("expertmesh.planning").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    table = _read(text, "hardware.yaml")
+    table = dict(_built_in())
     if extra is not None:
         try:
             table |= _read(Path(extra).read_text(encoding="utf-8"), str(extra))
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--hardware {extra}: cannot be read: {error}", key="plan.unreadable-hardware") from error
     return table
+
+
+@cache
+def _built_in() -> Mapping[str, Hardware]:
+    text = files("expertmesh.planning").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    return _read(text, "hardware.yaml")
 
 
 def name_of(called: str, table: Mapping[str, Hardware]) -> str | None:
