@@ -1,8 +1,9 @@
 """Limits that keep rooms small and other people's insides in one room; part of `make lint`.
 
 Prints every place that is over one, and exits with 1. Private names of torch, transformers and datasets are used in
-compat.py alone, `unittest.mock` nowhere. The docstring of a function begins with one of `VERBS`, that of a property may
-be a noun phrase, that of a field is one. Docstrings and comments name files that exist.
+compat.py alone, `unittest.mock` nowhere; tests import no private name of another file of tests. The docstring of a
+function begins with one of `VERBS`, that of a property may be a noun phrase, that of a field is one. Docstrings and
+comments name files that exist.
 
 Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
 the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
@@ -47,6 +48,8 @@ def over() -> Iterator[str]:
     trees = {path: ast.parse(text) for path, text in texts.items()}
     files = [str(path) for folder in (PACKAGE, Path("tests"), Path("benchmarks")) for path in folder.rglob("*.py")]
     own = {name for tree in trees.values() for name in _defined(tree)}
+    for path in (Path(name) for name in files if not name.startswith(str(PACKAGE))):
+        yield from _private_imports(path)
     for path, text in texts.items():
         if (lines := len(text.splitlines())) > LINES_PER_FILE:
             yield f"{path}: {lines} lines, at most {LINES_PER_FILE}"
@@ -64,6 +67,14 @@ def over() -> Iterator[str]:
         public = {name for name, home in homes.items() if home == module}
         for node, options_count in _counted(tree, public):
             yield from _arguments(path, node, options_count)
+
+
+def _private_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+            for alias in node.names:
+                if alias.name.startswith("_"):
+                    yield f"{path}:{node.lineno}: {alias.name} is private to {node.module}; name it for its importers"
 
 
 def _mocks(path: Path, tree: ast.Module) -> Iterator[str]:

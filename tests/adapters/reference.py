@@ -23,10 +23,10 @@ from tests.families.tiny import random_model
 from tests.support.models import tiny_model
 from tests.support.reference import (
     Row,
-    _equal_on_every_rank,
-    _rows,
+    equal_on_every_rank,
     of_all_stages,
     relative_error,
+    rows_of_step,
     steps_in,
     take_steps,
     unsharded_steps,
@@ -128,7 +128,7 @@ def peft_run(
     initial = copy.deepcopy(model)
     adapted = random_adapter(model, directory, modules, parameters, **lora)
     trained = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if p.requires_grad}
-    rows = [_rows(step, confined) for step in range(steps_in(next(model.parameters()).dtype))]
+    rows = [rows_of_step(step, confined) for step in range(steps_in(next(model.parameters()).dtype))]
     run, final = unsharded_steps(adapted, trained, rows)
     return PeftRun(initial, directory, rows, run.losses, run.norms, run.gradients, final)
 
@@ -206,7 +206,7 @@ def train_adapters(
         gradient=worst(in_files(model, taken.gradients), expected.gradients),
         weight=worst(final, expected.final),
         base_unchanged=unchanged,
-        replicas_equal=_equal_on_every_rank(final),
+        replicas_equal=equal_on_every_rank(final),
         after=None if after is None else after(model, mesh),
     )
 

@@ -19,14 +19,14 @@ from tests.adapters.reference import TARGETS, random_adapter, take_steps, traina
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.reference import _rows
+from tests.support.reference import rows_of_step
 
 FAMILY = "deepseek_v3"
-ROWS = [_rows(step, ()) for step in range(2)]
+ROWS = [rows_of_step(step, ()) for step in range(2)]
 BLOCKS = {"num_hidden_layers": 3}
 
 
-def _trained(
+def with_dropout(
     adapter: Path,
     ep: int,
     replicate: int = 1,
@@ -55,7 +55,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(adapter: Path) -> dict[str, torch.Tensor]:
-    (trained,) = run_ranks(_trained, 1, adapter, 1)
+    (trained,) = run_ranks(with_dropout, 1, adapter, 1)
     return trained
 
 
@@ -70,7 +70,7 @@ def test_every_layout_and_batch_drops_the_same(adapter: Path, alone: dict[str, t
         4: [{"ep": 2, "replicate": 2, "activation_checkpointing": True}],
     }
     for world, ways in runs.items():
-        for trained in run_ranks(lambda ways=ways: [_trained(adapter, **options) for options in ways], world)[0]:
+        for trained in run_ranks(lambda ways=ways: [with_dropout(adapter, **options) for options in ways], world)[0]:
             assert worst(trained, alone)[0] <= 1e-5
 
 
@@ -96,7 +96,7 @@ def test_a_model_that_is_called_alone_takes_row_numbers_and_is_refused_without(a
 
 
 def test_a_mask_that_depends_on_the_rank_is_seen(adapter: Path, alone: dict[str, torch.Tensor]) -> None:
-    trained = run_ranks(lambda: _trained(adapter, 2, rank_in_mask=True), 2)[0]
+    trained = run_ranks(lambda: with_dropout(adapter, 2, rank_in_mask=True), 2)[0]
     assert worst(trained, alone)[0] > 1e-2
 
 

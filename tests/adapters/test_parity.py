@@ -20,7 +20,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import expert_mlp
 from expertmesh.state.sharded_model import module_state
 from tests.adapters.reference import EXPERTS, AdapterDistance, PeftRun, tiny_peft_run, train_adapters
-from tests.parallel.test_uneven_routing import EVERY_ROW, FIRST_EP_GROUP, _route_by_half
+from tests.parallel.test_uneven_routing import EVERY_ROW, FIRST_EP_GROUP, route_by_half
 from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import run_ranks
 
@@ -163,7 +163,7 @@ def test_experts_alone_with_everything_before_them_frozen(launched: Launched) ->
 
 
 def _half(expected: Expected, confined: tuple[int, ...]) -> PeftRun:
-    return expected("qwen3_moe", dtype=torch.float64, prepare=_route_by_half, confined=confined)
+    return expected("qwen3_moe", dtype=torch.float64, prepare=route_by_half, confined=confined)
 
 
 @pytest.mark.slow_cases(r"(1|4)-.*", why="ep 2 stays")

@@ -19,7 +19,7 @@ from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from tests.adapters.reference import AdapterDistance, PeftRun, tiny_peft_run, train_adapters
-from tests.adapters.test_save import _logits, _peft_error
+from tests.adapters.test_save import logits_of, peft_error
 from tests.families.tiny import random_model
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
@@ -33,7 +33,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 def _train(run: PeftRun, parallel: dict[str, int], directory: Path) -> AdapterDistance:
     def after(model: Any, mesh: Mesh) -> Tensor:
         em.save_adapter(model, directory)
-        return _logits(model)
+        return logits_of(model)
 
     return train_adapters(run, em.ParallelConfig(**parallel), as_peft_model=True, after=after)
 
@@ -53,7 +53,7 @@ def test_it_trains_and_saves_as_stock_peft(family: str, world: int, parallel: di
     run = tiny_peft_run(family, tmp_path / "start", *modules.get(family, ((), ())))
     for distance in run_ranks(_train, world, run, parallel, tmp_path / "saved"):
         distance.check(1e-5)
-        assert _peft_error(run, tmp_path / "saved", distance.after) <= 1e-5
+        assert peft_error(run, tmp_path / "saved", distance.after) <= 1e-5
 
 
 def _scrambled(run: PeftRun, directory: Path) -> AdapterDistance:

@@ -14,7 +14,7 @@ from expertmesh.verification.reference import unsharded
 from tests.adapters.reference import TARGETS, in_files, random_adapter
 from tests.support.models import tiny_model
 from tests.support.ranks import SharedRanks
-from tests.support.reference import Row, _rows, padded, whole
+from tests.support.reference import Row, padded, rows_of_step, whole
 
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
 ALL_EXPERTS: dict[str, dict[str, int]] = {"qwen3_moe": {}, "deepseek_v3": {"topk_group": 4}}
@@ -49,7 +49,7 @@ def test_bf16_error_is_at_most_one_and_a_half_times_unsharded_pefts(
     """Every token goes to all experts: where there is a choice, a few tokens on its border decide who is worse."""
     model: Any = tiny_model(family, initializer_range=0.1, num_experts_per_tok=8, **ALL_EXPERTS[family])
     model.save_pretrained(tmp_path / "model")
-    rows, adapter = _rows(0, ()), tmp_path / "adapter"
+    rows, adapter = rows_of_step(0, ()), tmp_path / "adapter"
     random_adapter(copy.deepcopy(model), adapter, *TARGETS[family])
     exact = _unsharded(copy.deepcopy(model), adapter, rows)
     theirs = _unsharded(copy.deepcopy(model).to(torch.bfloat16), adapter, rows)

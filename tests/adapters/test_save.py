@@ -28,17 +28,17 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor
 from tests.adapters.reference import PeftRun, take_steps, tiny_peft_run, train_adapters, worst
 from tests.families.tiny import random_model
-from tests.parallel.test_uneven_routing import _route_by_half
+from tests.parallel.test_uneven_routing import route_by_half
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import SharedRanks, run_ranks
-from tests.support.reference import _rows
+from tests.support.reference import rows_of_step
 
 IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(7))
 LAYOUTS = [(2, 1, 1), (2, 2, 1), (4, 4, 1), (4, 2, 2)]  # world, ep, replicate
 
 
-def _logits(model: Any) -> Tensor:
+def logits_of(model: Any) -> Tensor:
     model.eval()
     with torch.no_grad():
         logits: Tensor = model(input_ids=IDS, use_cache=False).logits
@@ -52,7 +52,7 @@ def _train_and_save(
 
     def after(model: Any, mesh: Mesh) -> Tensor:
         em.save_adapter(model, directory)
-        return _logits(model)
+        return logits_of(model)
 
     world, ep, replicate = layout
     parallel = em.ParallelConfig(ep=ep, replicate=replicate)
@@ -61,10 +61,10 @@ def _train_and_save(
     return logits
 
 
-def _peft_error(run: PeftRun, directory: Path, trained: Tensor) -> float:
+def peft_error(run: PeftRun, directory: Path, trained: Tensor) -> float:
     """How far the logits of stock PEFT with the saved adapter are from the trainer's."""
     initial: Any = tiny_copy(run)
-    logits = _logits(peft.PeftModel.from_pretrained(initial, str(directory)))
+    logits = logits_of(peft.PeftModel.from_pretrained(initial, str(directory)))
     return float((logits - trained).norm() / trained.norm())
 
 
@@ -84,7 +84,7 @@ def test_stock_peft_gives_the_trainers_logits_and_every_layout_writes_the_same_f
     for number, layout in enumerate(layouts):
         directory = tmp_path / str(number)
         trained = _train_and_save(run, layout, directory)
-        assert _peft_error(run, directory, trained) <= 1e-5
+        assert peft_error(run, directory, trained) <= 1e-5
         files.append(load_file(directory / "adapter_model.safetensors"))
         assert (directory / "adapter_config.json").read_bytes() == (tmp_path / "0/adapter_config.json").read_bytes()
     # PEFT's own steps end there too.
@@ -142,7 +142,7 @@ def test_a_file_with_scrambled_or_missing_experts_is_seen(
 ) -> None:
     run = tiny_peft_run("qwen3_moe", tmp_path / "start")
     trained = _train_and_save(run, (2, 2, 1), tmp_path / "saved", bug)
-    assert _peft_error(run, tmp_path / "saved", trained) > 1e-2
+    assert peft_error(run, tmp_path / "saved", trained) > 1e-2
 
 
 def _of_expert_r(directory: Path) -> tuple[dict[str, tuple[int, float]], Tensor]:
@@ -152,11 +152,11 @@ def _of_expert_r(directory: Path) -> tuple[dict[str, tuple[int, float]], Tensor]
     patterns = {"rank_pattern": {r"layers\.1\.mlp\.experts\.down_proj": 3}}
     lora = em.LoraConfig(r=4, alpha=8, expert_r=2, targets=("attention", "experts", "router"), **patterns)
     em.parallelize(model, mesh, lora=lora)
-    take_steps(model, mesh, [_rows(step, ()) for step in range(3)])
+    take_steps(model, mesh, [rows_of_step(step, ()) for step in range(3)])
     em.save_adapter(model, directory)
     plan = plan_of(model)
     assert plan is not None
-    return {target.weight: (target.r, target.scaling) for target in plan.targets}, _logits(model)
+    return {target.weight: (target.r, target.scaling) for target in plan.targets}, logits_of(model)
 
 
 def test_experts_have_the_rank_of_expert_r_unless_a_pattern_says_another(
@@ -169,17 +169,17 @@ def test_experts_have_the_rank_of_expert_r_unless_a_pattern_says_another(
     assert [ranks[f"{layer}.mlp.experts.gate_up_proj"] for layer in layers] == [(2, 4.0), (2, 4.0)]
     assert [ranks[f"{layer}.mlp.experts.down_proj"] for layer in layers] == [(2, 4.0), (3, 8 / 3)]
     base: Any = tiny_model("qwen3_moe")
-    assert float((_logits(base) - trained).norm() / trained.norm()) > 1e-3
-    logits = _logits(peft.PeftModel.from_pretrained(base, str(tmp_path / "saved")))
+    assert float((logits_of(base) - trained).norm() / trained.norm()) > 1e-3
+    logits = logits_of(peft.PeftModel.from_pretrained(base, str(tmp_path / "saved")))
     assert float((logits - trained).norm() / trained.norm()) <= 1e-5
 
 
 def _filled(directory: Path) -> dict[str, tuple[float, ...]]:
     model: Any = tiny_model("qwen3_moe")
-    _route_by_half(model)
+    route_by_half(model)
     mesh = em.init_mesh(em.ParallelConfig(ep=2))
     em.parallelize(model, mesh, lora=em.LoraConfig(r=4, targets=("experts",)))
-    take_steps(model, mesh, [_rows(0, (0, 1, 2, 3))])
+    take_steps(model, mesh, [rows_of_step(0, (0, 1, 2, 3))])
     return em.save_adapter(model, directory).filled
 
 

@@ -27,8 +27,7 @@ from tests.support.errors import refused
 from tests.support.list_models import write_list_model
 from tests.support.models import tiny_model
 from tests.support.ranks import SharedRanks, run_ranks
-from tests.weights.test_unmapped import MTP
-from tests.weights.test_unmapped import _source as source_with_mtp
+from tests.weights.test_unmapped import MTP, source_with_mtp
 from tests.weights.tiny import mixtral, random_model, write_fused
 
 STEP = "step-00000002"

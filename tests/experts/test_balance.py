@@ -93,7 +93,7 @@ class Found:
     weight: float
 
 
-def _train(
+def train_balanced(
     want: Expected, parallel: em.ParallelConfig, micro_batch: int, name: str = BIAS, bug: str = "", **options: Any
 ) -> Found:
     model = copy.deepcopy(want.model)
@@ -136,7 +136,7 @@ def _whole(tensor: Any) -> torch.Tensor:
 def _four_steps(layout: tuple[int, int, int, int], mode: str) -> tuple[int, Callable[[], Found]]:
     world, ep, replicate, micro_batch = layout
     parallel, want = em.ParallelConfig(ep=ep, replicate=replicate), expected()
-    return world, lambda: _train(want, parallel, micro_batch, activation_checkpointing=mode)
+    return world, lambda: train_balanced(want, parallel, micro_batch, activation_checkpointing=mode)
 
 
 # (world size, ep, replicate, rows of a micro-batch)
@@ -167,7 +167,7 @@ def test_four_steps_move_the_bias_as_the_rule_does_and_alike_on_every_rank(
 def test_a_bias_that_is_a_sharded_parameter_moves_alike() -> None:
     name = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
     want = expected("ernie4_5_moe", name)
-    for found in run_ranks(lambda: _train(want, em.ParallelConfig(ep=2), 4, name), 2):
+    for found in run_ranks(lambda: train_balanced(want, em.ParallelConfig(ep=2), 4, name), 2):
         assert all(torch.equal(got, bias) for got, bias in zip(found.biases, want.biases, strict=True))
         assert found.weight <= 1e-5
 
@@ -176,7 +176,7 @@ def test_a_bias_that_is_a_sharded_parameter_moves_alike() -> None:
 def test_a_planted_bug_turns_the_comparison_red(bug: str) -> None:
     want = expected()
     options = {"activation_checkpointing": bug == "recomputed"}
-    for found in run_ranks(lambda: _train(want, em.ParallelConfig(ep=2), 2, bug=bug, **options), 2):
+    for found in run_ranks(lambda: train_balanced(want, em.ParallelConfig(ep=2), 2, bug=bug, **options), 2):
         if bug == "recomputed":
             assert (found.loads[0] > want.counts[0]).all()
         else:

@@ -56,7 +56,7 @@ class _Experts(nn.Module):
         return torch.stack(rows)
 
 
-def _variant(**flags: Any) -> type[nn.Module]:
+def variant_of(**flags: Any) -> type[nn.Module]:
     body = {"gated": flags.get("has_gate", True), "transposed": flags.get("is_transposed", False)}
     body["biased"] = flags.get("has_bias", False)
     gate = flags.pop("gate", None)
@@ -81,7 +81,7 @@ VARIANTS = {
 }
 
 
-def _run(
+def run_experts(
     experts: nn.Module, inputs: list[torch.Tensor], *, lean: bool, loop: bool = False, triton: bool = False
 ) -> list[torch.Tensor]:
     """Output, then gradients of hidden states, routing weights and parameters, for a fixed weighting of outputs."""
@@ -106,7 +106,7 @@ def _run(
     return [out, *torch.autograd.grad((out * weighting).sum(), names)]
 
 
-def _inputs(dtype: torch.dtype, tokens: int = 20, experts: int = 6, top_k: int = 3) -> list[torch.Tensor]:
+def inputs_of(dtype: torch.dtype, tokens: int = 20, experts: int = 6, top_k: int = 3) -> list[torch.Tensor]:
     index = torch.stack([torch.randperm(experts - 1)[:top_k] for _ in range(tokens)])  # the last expert gets no token
     return [torch.randn(tokens, 16, dtype=dtype), index, torch.rand(tokens, top_k, dtype=dtype)]
 
@@ -117,10 +117,10 @@ def test_output_and_every_gradient_equal_the_plain_experts(variant: str, loop: b
     torch.manual_seed(0)
     dtype = torch.float64 if loop else torch.float32
     config = type("Config", (), {"_experts_implementation": "eager"})()
-    experts = _variant(**VARIANTS[variant])(config).to(dtype)
-    inputs = _inputs(dtype)
-    expected = _run(experts, inputs, lean=False)
-    got = _run(experts, inputs, lean=True, loop=loop)
+    experts = variant_of(**VARIANTS[variant])(config).to(dtype)
+    inputs = inputs_of(dtype)
+    expected = run_experts(experts, inputs, lean=False)
+    got = run_experts(experts, inputs, lean=True, loop=loop)
     for want, have in zip(expected, got, strict=True):
         error = (want - have).norm() / want.norm()
         assert error <= (1e-12 if loop else 1e-5)
@@ -128,9 +128,9 @@ def test_output_and_every_gradient_equal_the_plain_experts(variant: str, loop: b
 
 def test_no_token_at_all_gives_zero_gradients_not_none() -> None:
     config = type("Config", (), {"_experts_implementation": "eager"})()
-    experts = _variant(has_bias=True)(config)
+    experts = variant_of(has_bias=True)(config)
     inputs = [torch.zeros(0, 16), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2)]
-    out, *gradients = _run(experts, inputs, lean=True)
+    out, *gradients = run_experts(experts, inputs, lean=True)
     assert out.shape == (0, 16)
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
@@ -138,7 +138,7 @@ def test_no_token_at_all_gives_zero_gradients_not_none() -> None:
 def test_saved_bytes_are_at_most_half_of_transformers_grouped_mm() -> None:
     torch.manual_seed(0)
     config = type("Config", (), {"_experts_implementation": "eager"})()
-    experts = _variant()(config, experts=16, hidden=128, width=64)
+    experts = variant_of()(config, experts=16, hidden=128, width=64)
     index = torch.stack([torch.randperm(16)[:8] for _ in range(256)])
     inputs = [torch.randn(256, 128), index, torch.rand(256, 8)]
 
@@ -153,7 +153,7 @@ def test_saved_bytes_are_at_most_half_of_transformers_grouped_mm() -> None:
         parameters = list(experts.parameters())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             if lean:
-                _run(experts, inputs, lean=True)
+                run_experts(experts, inputs, lean=True)
             else:
                 hidden, index, weight = (t.clone().requires_grad_(t.is_floating_point()) for t in inputs)
                 grouped_mm_experts_forward(experts, hidden, index, weight).sum()

@@ -43,7 +43,7 @@ ROUTINGS = {"spread": _spread, "two ranks without a token": _to_first_experts}
 TOKENS = [7, 0, 5, 12]  # on rank 1 no token at all
 
 
-def _inputs(rank: int, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routed_inputs(rank: int, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(rank)
     tokens = TOKENS[rank]
     index = routing(tokens, rank)
@@ -58,7 +58,7 @@ def _experts_on(rows: torch.Tensor, weight_P: torch.Tensor, pairs: Any, first: i
     return torch.zeros(len(rows), HIDDEN).index_add(0, pairs.row_P, out_PH)
 
 
-def _through(dispatcher: Dispatcher, inputs: tuple[torch.Tensor, ...], first: int) -> list[torch.Tensor]:
+def sent_through(dispatcher: Dispatcher, inputs: tuple[torch.Tensor, ...], first: int) -> list[torch.Tensor]:
     hidden, index, weight = inputs[0].clone().requires_grad_(), inputs[1], inputs[2].clone().requires_grad_()
     rows, weight_P, pairs, metadata = dispatcher.dispatch(hidden, index, weight)
     out = dispatcher.combine(_experts_on(rows, weight_P, pairs, first), metadata)
@@ -74,9 +74,9 @@ def _hierarchical(experts: int, group: dist.ProcessGroup) -> HierarchicalDispatc
 
 def _compare_with_local(kind: Callable[..., Dispatcher], routing: Routing) -> float:
     group, rank = dist.group.WORLD, dist.get_rank()
-    inputs = _inputs(rank, routing)
-    got = _through(kind(EXPERTS, group), inputs, rank * EXPERTS // group.size())
-    expected = _through(LocalDispatcher(EXPERTS), inputs, 0)
+    inputs = routed_inputs(rank, routing)
+    got = sent_through(kind(EXPERTS, group), inputs, rank * EXPERTS // group.size())
+    expected = sent_through(LocalDispatcher(EXPERTS), inputs, 0)
     return max([float((a - b).abs().max()) for a, b in zip(got, expected, strict=True) if a.numel()], default=0.0)
 
 
@@ -108,7 +108,7 @@ class _Traffic(TorchDispatchMode):
 
 def _count_traffic(routing: Routing) -> dict[str, Any]:
     group, rank = dist.group.WORLD, dist.get_rank()
-    hidden, index, weight = _inputs(rank, routing)
+    hidden, index, weight = routed_inputs(rank, routing)
     hidden.requires_grad_(), weight.requires_grad_()
     dispatcher = AllToAllDispatcher(EXPERTS, group)
     with mock.patch.object(dispatch, "to_host", wraps=collectives.to_host) as to_host:
@@ -186,8 +186,10 @@ class _RowForEachPair:
 def test_a_dispatcher_written_from_the_protocol_alone_gives_the_same() -> None:
     """CONTRIBUTING.md, "How to add a dispatcher"."""
     own: Dispatcher = _RowForEachPair(EXPERTS)
-    inputs = _inputs(0, _spread)
-    for got, expected in zip(_through(own, inputs, 0), _through(LocalDispatcher(EXPERTS), inputs, 0), strict=True):
+    inputs = routed_inputs(0, _spread)
+    for got, expected in zip(
+        sent_through(own, inputs, 0), sent_through(LocalDispatcher(EXPERTS), inputs, 0), strict=True
+    ):
         torch.testing.assert_close(got, expected)
 
 

@@ -26,10 +26,10 @@ from expertmesh.experts.kernels import ops, probe
 from expertmesh.experts.lora_state import Dropout
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate, activate, activation_backward
 from expertmesh.experts.pairs import Segments, order_by_expert, segment_sum
-from tests.experts.test_compute import VARIANTS, _run, _variant
-from tests.experts.test_compute import _inputs as layer_inputs
-from tests.experts.test_dispatch import EXPERTS, ROUTINGS, _inputs, _through
-from tests.experts.test_lora import _case, _gradients, _lean
+from tests.experts.test_compute import VARIANTS, run_experts, variant_of
+from tests.experts.test_compute import inputs_of as layer_inputs
+from tests.experts.test_dispatch import EXPERTS, ROUTINGS, routed_inputs, sent_through
+from tests.experts.test_lora import adapted_case, adapter_gradients, lean_experts
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
@@ -126,11 +126,11 @@ def test_keys_need_not_be_neighbours() -> None:
 def test_the_layer_gives_torchs_results_and_gradients(variant: str, loop: bool) -> None:
     torch.manual_seed(0)
     config = type("Config", (), {"_experts_implementation": "eager"})()
-    experts = _variant(**VARIANTS[variant])(config)
+    experts = variant_of(**VARIANTS[variant])(config)
     inputs = layer_inputs(torch.float32)
-    want = _run(experts, inputs, lean=True, loop=loop)
+    want = run_experts(experts, inputs, lean=True, loop=loop)
     with mock.patch.object(ops, "swiglu", wraps=ops.swiglu) as swiglu:
-        got = _run(experts, inputs, lean=True, loop=loop, triton=True)
+        got = run_experts(experts, inputs, lean=True, loop=loop, triton=True)
     assert swiglu.called == (variant != "not gated")
     assert all(_error(*each) <= 1e-6 for each in zip(got, want, strict=True))
 
@@ -138,11 +138,11 @@ def test_the_layer_gives_torchs_results_and_gradients(variant: str, loop: bool) 
 @interpreted
 @pytest.mark.parametrize("variant", ["silu gated", "gpt-oss"])
 def test_adapters_with_dropout_get_torchs_gradients(variant: str) -> None:
-    experts, spec, leaves, adapters = _case(variant, torch.float32, 8)
+    experts, spec, leaves, adapters = adapted_case(variant, torch.float32, 8)
     inputs = [leaves[0], leaves[2], *adapters.values()]
     dropout = Dropout(0.3, 7, torch.arange(20))
     want, got = (
-        _gradients(_lean(experts, spec, leaves, adapters, False, triton, dropout=dropout), inputs)
+        adapter_gradients(lean_experts(experts, spec, leaves, adapters, False, triton, dropout=dropout), inputs)
         for triton in (False, True)
     )
     assert all(_error(*each) <= 1e-6 for each in zip(got, want, strict=True))
@@ -150,8 +150,8 @@ def test_adapters_with_dropout_get_torchs_gradients(variant: str) -> None:
 
 @interpreted
 def test_a_second_backward_through_what_was_used_up_raises() -> None:
-    experts, spec, leaves, adapters = _case("silu gated", torch.float32, 8)
-    out = _lean(experts, spec, leaves, adapters, False, True)
+    experts, spec, leaves, adapters = adapted_case("silu gated", torch.float32, 8)
+    out = lean_experts(experts, spec, leaves, adapters, False, True)
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
@@ -160,8 +160,8 @@ def test_a_second_backward_through_what_was_used_up_raises() -> None:
 def _dispatched(triton: bool) -> list[torch.Tensor]:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    inputs = _inputs(rank, ROUTINGS["spread"])
-    return _through(AllToAllDispatcher(EXPERTS, group, triton), inputs, rank * EXPERTS // group.size())
+    inputs = routed_inputs(rank, ROUTINGS["spread"])
+    return sent_through(AllToAllDispatcher(EXPERTS, group, triton), inputs, rank * EXPERTS // group.size())
 
 
 @interpreted

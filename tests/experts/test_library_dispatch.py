@@ -31,13 +31,13 @@ from expertmesh.training.startup.prepare import Prepared
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.run import verify
 from tests.adapters.reference import TARGETS, random_adapter, worst
-from tests.adapters.test_dropout import BLOCKS, FAMILY, _trained
+from tests.adapters.test_dropout import BLOCKS, FAMILY, with_dropout
 from tests.families.tiny import random_model
 from tests.support import fake_deep_ep
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
-from tests.support.reference import _rows, padded, reference, train_sharded
+from tests.support.reference import padded, reference, rows_of_step, train_sharded
 from tests.training.tiny_run import run_config, write_inputs
 
 EXPERTS, HIDDEN, TOP_K = 8, 16, 3
@@ -191,7 +191,7 @@ def _in_every_mode(model_class: str, family: str) -> tuple[list[str], float, lis
         moe = em.MoeConfig(dispatch="all_to_all") if mode == "all_to_all" else DEEPEP
         ways: Any = {"moe": moe, "activation_checkpointing": "none" if mode == "all_to_all" else mode}
         model = em.parallelize(copy.deepcopy(initial).train(), mesh, **ways)
-        loss = em.causal_lm_loss(model, padded(_rows(0, ())[mesh.rank :: 2]), target_tokens=64)
+        loss = em.causal_lm_loss(model, padded(rows_of_step(0, ())[mesh.rank :: 2]), target_tokens=64)
         loss.backward()
         found[mode] = {each: p.grad.full_tensor() for each, p in model.named_parameters() if p.grad is not None}
         if mode != "all_to_all":
@@ -226,11 +226,11 @@ def test_recomputation_changes_no_bit_and_exchanges_no_counts(
 @pytest.mark.slow(why="adapters/test_dropout.py stays")
 def test_dropout_of_adapters_drops_the_same(tmp_path: Path) -> None:
     random_adapter(tiny_model(FAMILY, **BLOCKS), tmp_path, *TARGETS[FAMILY])
-    (alone,) = run_ranks(_trained, 1, tmp_path, 1)
+    (alone,) = run_ranks(with_dropout, 1, tmp_path, 1)
     moe = DEEPEP
     with _taken():
         for mode in ("none", "full"):
-            trained = run_ranks(lambda mode=mode: _trained(tmp_path, 4, moe=moe, activation_checkpointing=mode), 4)
+            trained = run_ranks(lambda mode=mode: with_dropout(tmp_path, 4, moe=moe, activation_checkpointing=mode), 4)
             assert worst(trained[0], alone)[0] <= 1e-5
 
 

@@ -13,7 +13,7 @@ from expertmesh.experts.expert_mlp import expert_mlp
 from expertmesh.experts.install import gate_of, is_silu_gated
 from expertmesh.experts.lora_state import Dropout, keep_mask
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
-from tests.experts.test_compute import VARIANTS, _inputs, _variant
+from tests.experts.test_compute import VARIANTS, inputs_of, variant_of
 
 SCALING = 0.7
 
@@ -38,7 +38,7 @@ def _plain(experts: Any, spec: Any, leaves: list[torch.Tensor], adapters: dict[s
     return out
 
 
-def _lean(
+def lean_experts(
     experts: Any,
     spec: Any,
     leaves: list[torch.Tensor],
@@ -56,17 +56,17 @@ def _lean(
     return expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, 0), **options)
 
 
-def _gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def adapter_gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     weighting = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return [out.detach(), *torch.autograd.grad((out * weighting).sum(), inputs)]
 
 
-def _case(variant: str, dtype: torch.dtype, r: int, **sizes: int) -> tuple[Any, Any, list[torch.Tensor], Any]:
+def adapted_case(variant: str, dtype: torch.dtype, r: int, **sizes: int) -> tuple[Any, Any, list[torch.Tensor], Any]:
     torch.manual_seed(0)
     config = type("Config", (), {"_experts_implementation": "eager"})()
-    experts = _variant(**VARIANTS[variant])(config, **sizes).to(dtype)
+    experts = variant_of(**VARIANTS[variant])(config, **sizes).to(dtype)
     spec = experts_spec("experts", experts)
-    leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in _inputs(dtype)]
+    leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in inputs_of(dtype)]
     return experts, spec, leaves, _adapters(spec, r, dtype)
 
 
@@ -74,10 +74,10 @@ def _case(variant: str, dtype: torch.dtype, r: int, **sizes: int) -> tuple[Any, 
 @pytest.mark.parametrize(("loop", "r"), [(False, 8), (False, 3), (True, 4)], ids=["grouped_mm", "odd rank", "loop"])
 def test_output_and_every_gradient_equal_experts_with_the_product_added(variant: str, loop: bool, r: int) -> None:
     dtype = torch.float64 if loop else torch.float32
-    experts, spec, leaves, adapters = _case(variant, dtype, r)
+    experts, spec, leaves, adapters = adapted_case(variant, dtype, r)
     inputs = [leaves[0], leaves[2], *adapters.values()]
-    expected = _gradients(_plain(experts, spec, leaves, adapters), inputs)
-    got = _gradients(_lean(experts, spec, leaves, adapters, loop), inputs)
+    expected = adapter_gradients(_plain(experts, spec, leaves, adapters), inputs)
+    got = adapter_gradients(lean_experts(experts, spec, leaves, adapters, loop), inputs)
     for want, have in zip(expected, got, strict=True):
         assert (want - have).norm() <= (1e-12 if loop else 1e-5) * want.norm()
 
@@ -100,17 +100,17 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("lean", "formed"), [(True, False), (False, True)])
 def test_the_product_of_the_adapters_is_never_formed(lean: bool, formed: bool) -> None:
-    experts, spec, leaves, adapters = _case("silu gated", torch.float32, 8, experts=32, hidden=64, width=32)
+    experts, spec, leaves, adapters = adapted_case("silu gated", torch.float32, 8, experts=32, hidden=64, width=32)
     leaves[0] = torch.randn(20, 64, requires_grad=True)
     with _Largest() as watched:
-        out = _lean(experts, spec, leaves, adapters, False) if lean else _plain(experts, spec, leaves, adapters)
-        _gradients(out, [leaves[0], *adapters.values()])
+        out = lean_experts(experts, spec, leaves, adapters, False) if lean else _plain(experts, spec, leaves, adapters)
+        adapter_gradients(out, [leaves[0], *adapters.values()])
     smallest_weight = spec.num_experts * spec.hidden_size * spec.intermediate_size
     assert (watched.elements >= smallest_weight) is formed
 
 
 def test_saved_are_rows_pre_activations_and_the_r_wide_products() -> None:
-    experts, spec, leaves, adapters = _case("silu gated", torch.float32, 8)
+    experts, spec, leaves, adapters = adapted_case("silu gated", torch.float32, 8)
     tokens, pairs, r = 20, 60, 8
     kept: dict[int, int] = {}
     owned = {tensor.untyped_storage().data_ptr() for tensor in (*experts.parameters(), *adapters.values())}
@@ -122,7 +122,7 @@ def test_saved_are_rows_pre_activations_and_the_r_wide_products() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _lean(experts, spec, leaves, adapters, False)
+        lean_experts(experts, spec, leaves, adapters, False)
     rows, pre, low, weights = tokens * 16, pairs * 2 * 8, 2 * pairs * r, pairs
     assert sum(kept.values()) == rows + pre + low + weights
 
@@ -141,13 +141,13 @@ def test_dropout_depends_on_the_token_alone_and_keeps_the_mean() -> None:
 
 
 def test_gradients_under_dropout_are_those_of_the_dropped_function() -> None:
-    experts, spec, leaves, adapters = _case("silu gated", torch.float64, 4)
+    experts, spec, leaves, adapters = adapted_case("silu gated", torch.float64, 4)
     dropout = Dropout(0.4, 3, torch.arange(20))
     inputs = [leaves[0], leaves[2], *adapters.values()]
 
     def value(moved: list[torch.Tensor]) -> torch.Tensor:
         named = dict(zip(adapters, moved[2:], strict=True))
-        out = _lean(experts, spec, [moved[0], leaves[1], moved[1]], named, True, dropout=dropout)
+        out = lean_experts(experts, spec, [moved[0], leaves[1], moved[1]], named, True, dropout=dropout)
         return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
 
     gradients = torch.autograd.grad(value(inputs), inputs)
@@ -161,13 +161,13 @@ def test_gradients_under_dropout_are_those_of_the_dropped_function() -> None:
             ends.append(value(moved))
         slope = float(ends[0] - ends[1]) / (2 * step)
         assert abs(slope - float((gradient * direction).sum())) <= 1e-6 * max(1.0, abs(slope))
-    dropped, whole = (_lean(experts, spec, leaves, adapters, True, dropout=d) for d in (dropout, None))
+    dropped, whole = (lean_experts(experts, spec, leaves, adapters, True, dropout=d) for d in (dropout, None))
     assert (dropped - whole).norm() > 0.01 * whole.norm()
 
 
 def test_backward_runs_once_and_says_so() -> None:
-    experts, spec, leaves, adapters = _case("silu gated", torch.float32, 8)
-    out = _lean(experts, spec, leaves, adapters, False)
+    experts, spec, leaves, adapters = adapted_case("silu gated", torch.float32, 8)
+    out = lean_experts(experts, spec, leaves, adapters, False)
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()

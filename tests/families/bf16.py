@@ -20,7 +20,7 @@ from expertmesh.verification.reference import unsharded
 from expertmesh.weights.meta_model import kept_in_fp32
 from tests.adapters.reference import in_files, random_adapter
 from tests.families.lora import adapted_names
-from tests.families.proof import Gradients, Run, _forward_backward, floor_of, rows_of, targets_of
+from tests.families.proof import Gradients, Run, floor_of, forward_backward_of, rows_of, targets_of
 from tests.families.tiny import EXPERTS, model_class_of, random_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import of_all_stages
@@ -136,7 +136,7 @@ def _gradients(scratch: Path, run: Run, lora: bool, tamper: Callable[[nn.Module]
         tamper(model)
     _watch_dtypes(model)
     rows = _rows()
-    _forward_backward(model, mesh, rows[mesh.data_rank :: mesh.layout.data_ranks], targets_of(rows))
+    forward_backward_of(model, mesh, rows[mesh.data_rank :: mesh.layout.data_ranks], targets_of(rows))
     for name, parameter in model.named_parameters():
         assert parameter.grad is None or parameter.grad.dtype == torch.float32, name
     trained = of_all_stages(model, mesh, _gradient)

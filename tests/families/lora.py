@@ -28,7 +28,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.verification.reference import unsharded
 from expertmesh.weights.meta_model import build_meta_model
 from tests.adapters.reference import in_files, random_adapter, trainables
-from tests.families.proof import OPTIM, STEPS, TOLERANCE, Errors, Layout, Proof, _relative, floor_of, rows_of
+from tests.families.proof import OPTIM, STEPS, TOLERANCE, Errors, Layout, Proof, error_of, floor_of, rows_of
 from tests.families.tiny import EXPERTS, model_class_of, random_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import whole
@@ -84,7 +84,7 @@ def measure(model_class: str, family: str, scratch: Path, layouts: Sequence[Layo
         assert stored.keys() == final.keys()
         assert all(torch.equal(stored[key], final[key]) for key in final), "the file does not hold what was trained"
         read = _logits(read_by_peft(target, dtype))
-        off = _relative(read, logits, 0.0)
+        off = error_of(read, logits, 0.0)
         found.append(Errors(errors.gradient, errors.tensor, max(errors.loss, off), errors.weight))
     gradient, tensor = max((errors.gradient, errors.tensor) for errors in found)
     return Errors(gradient, tensor, max(errors.loss for errors in found), max(errors.weight for errors in found))
@@ -149,7 +149,7 @@ def _own_error(model_class: str, family: str, scratch: Path) -> float:
         model.set_experts_implementation("eager")
         found.append(_steps(peft.PeftModel.from_pretrained(model.train(), scratch / "fp32/adapter", is_trainable=True)))
     fp32, fp64 = found
-    return max(_relative(fp32.gradients[name], gradient, fp64.floor) for name, gradient in fp64.gradients.items())
+    return max(error_of(fp32.gradients[name], gradient, fp64.floor) for name, gradient in fp64.gradients.items())
 
 
 def _rank(
@@ -186,9 +186,9 @@ def _rank(
     first, final = in_files(model, gradients), in_files(model, trainables(model))
     assert first.keys() == expected.gradients.keys()
     gradient, tensor = max(
-        (_relative(first[key], want, expected.floor), key) for key, want in expected.gradients.items()
+        (error_of(first[key], want, expected.floor), key) for key, want in expected.gradients.items()
     )
-    weight = max(_relative(final[key], value, 1e-8) for key, value in expected.final.items())
+    weight = max(error_of(final[key], value, 1e-8) for key, value in expected.final.items())
     em.save_adapter(model, target)
     plan = plan_of(model)
     assert plan is not None

@@ -324,7 +324,7 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
         rows = rows_of(step)
         with computing_in(dtype):
             mine = rows[mesh.data_rank :: mesh.layout.data_ranks]
-            total = _forward_backward(model, mesh, mine, targets_of(rows), run.by_layer)
+            total = forward_backward_of(model, mesh, mine, targets_of(rows), run.by_layer)
         dist.all_reduce(total)
         loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
         if step == 0:
@@ -336,14 +336,14 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
     weights = _of_all_stages(whole(state), mesh)
     assert weights.keys() == expected.weights.keys()
     gradient, tensor = _worst_gradient(gradients, expected)
-    weight = max(_relative(weights[name], value, 1e-8) for name, value in expected.weights.items())
+    weight = max(error_of(weights[name], value, 1e-8) for name, value in expected.weights.items())
     em.save_model(model, target, dtype=None)
     if dist.get_rank() == 0:
         torch.save(weights, target.with_suffix(".pt"))
     return Errors(gradient, tensor, loss_error, weight)
 
 
-def _forward_backward(
+def forward_backward_of(
     model: nn.Module, mesh: Mesh, rows: Sequence[torch.Tensor], targets: int, by_layer: bool = False
 ) -> torch.Tensor:
     """A step's gradients from rows of this rank, one to a micro-batch; its share of the loss."""
@@ -371,13 +371,13 @@ def _worst_gradient(gradients: Gradients, expected: Expected) -> tuple[float, st
     for name in gradients.keys() | expected.gradients.keys():
         gradient, reference = gradients.get(name), expected.gradients.get(name)
         if gradient is not None and reference is not None:
-            errors.append((_relative(gradient, reference, expected.floor), name))
+            errors.append((error_of(gradient, reference, expected.floor), name))
         elif reference is not None or (gradient is not None and gradient.any()):
             errors.append((math.inf, name))  # one of the two has a gradient where the other has none
     return max(errors)
 
 
-def _relative(value: torch.Tensor, reference: torch.Tensor, floor: float) -> float:
+def error_of(value: torch.Tensor, reference: torch.Tensor, floor: float) -> float:
     """Norm of the difference over the reference's norm, which counts as at least `floor` per element (rms)."""
     difference = (value.double() - reference.double()).norm()
     return float(difference / max(float(reference.double().norm()), floor * math.sqrt(reference.numel())))

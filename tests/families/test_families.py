@@ -35,7 +35,7 @@ LAYOUTS: tuple[Layout, ...] = ((2, 2, "grouped_mm"), (4, 2, "loop"))
 FAMILIES = {family.name: family for family in families()}
 
 
-def _commits() -> int:
+def commit_count() -> int:
     command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return int(done.stdout) if done.returncode == 0 else 0  # a source archive has no history
@@ -44,14 +44,14 @@ def _commits() -> int:
 def _chosen() -> list[Family]:
     """Some of the core, which other tests have as well, and some of the rest, others at the next commit."""
     rest = [name for name in FAMILIES if name not in CORE]
-    start = _commits() * ROTATING
+    start = commit_count() * ROTATING
     return [FAMILIES[names[(start + n) % len(names)]] for names in (CORE, rest) for n in range(ROTATING)]
 
 
 def _axes_of(family: Family) -> tuple[str, ...]:
     """Of the core, which tests/parallel has on every axis, one of them at a commit; of the others all."""
     axes = tuple(AXES)
-    return axes if family.name not in CORE else (axes[(_commits() + CORE.index(family.name)) % len(axes)],)
+    return axes if family.name not in CORE else (axes[(commit_count() + CORE.index(family.name)) % len(axes)],)
 
 
 @pytest.mark.slow(why="`make families` proves all; the planted bug on every axis stays")
@@ -89,7 +89,7 @@ VARIANTS = list(published())
 
 @pytest.mark.slow(why="`make test-all` has two, others at the next commit")
 @pytest.mark.parametrize(
-    "variant", [VARIANTS[(_commits() + n) % len(VARIANTS)] for n in (0, len(VARIANTS) // 2)], ids=lambda v: v.name
+    "variant", [VARIANTS[(commit_count() + n) % len(VARIANTS)] for n in (0, len(VARIANTS) // 2)], ids=lambda v: v.name
 )
 def test_a_published_configuration_trains_as_its_family_does(variant: Variant) -> None:
     """At tiny sizes, on every axis and packed."""

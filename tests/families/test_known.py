@@ -18,7 +18,7 @@ from expertmesh.parallel import pipeline
 from expertmesh.parallel.pipeline import Cut, plan_cut
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.known import answers_of
-from tests.families.test_families import CORE, FAMILIES, _commits
+from tests.families.test_families import CORE, FAMILIES, commit_count
 from tests.support.errors import refused
 from tests.support.models import tiny_config
 
@@ -45,7 +45,7 @@ def _no_proof() -> Iterator[None]:
 @needs_the_table
 @pytest.mark.parametrize("number", range(2))
 def test_what_is_asked_again_is_answered_as_in_the_table(number: int) -> None:
-    asked = answers_of(FAMILIES[CORE[(2 * _commits() + number) % len(CORE)]], switches=0)
+    asked = answers_of(FAMILIES[CORE[(2 * commit_count() + number) % len(CORE)]], switches=0)
     assert sum(map(len, asked.values())) > 5
     for question, answers in asked.items():
         assert {key: TABLE[question][key] for key in answers} == answers

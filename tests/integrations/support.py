@@ -78,12 +78,12 @@ class Result:
 
 def stock(job: Job, world: int = 1) -> Result:
     """The class of transformers or TRL as it is; on several ranks, under DDP."""
-    found: Result = run_ranks(_run, world, job, None)[0]
+    found: Result = run_ranks(run_script, world, job, None)[0]
     return found
 
 
 def sharded(job: Job, world: int, **parallel: Any) -> Result:
-    found: Result = run_ranks(_run, world, job, em.ParallelConfig(**parallel))[0]
+    found: Result = run_ranks(run_script, world, job, em.ParallelConfig(**parallel))[0]
     return found
 
 
@@ -209,7 +209,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": torch.tensor(mask)}
 
 
-def _run(job: Job, parallel: em.ParallelConfig | None) -> Result:
+def run_script(job: Job, parallel: em.ParallelConfig | None) -> Result:
     trainer = build(job, parallel)
     initial = whole(trainer.model)
     rates = _Rates()

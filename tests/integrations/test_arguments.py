@@ -26,14 +26,14 @@ from tests.integrations.support import (
     ONE_LAYER,
     Job,
     Result,
-    _run,
     even_rows,
     furthest,
+    run_script,
     tokenizer,
     uneven_rows,
 )
 from tests.integrations.test_dpo import pairs
-from tests.integrations.test_grpo import _ends_often, _reward, prompts
+from tests.integrations.test_grpo import ends_often, prompts, reward_of_length
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
@@ -446,7 +446,7 @@ def _results(kind: type[Trainer], directory: Path) -> list[dict[tuple[str, ...],
 
 
 def _both(kind: type[Trainer], directory: Path, runs: dict[tuple[str, ...], Case]) -> list[Any]:
-    base = _ends_often() if kind is GRPOTrainer else tiny_model("qwen3_moe", **ONE_LAYER)
+    base = ends_often() if kind is GRPOTrainer else tiny_model("qwen3_moe", **ONE_LAYER)
     base.save_pretrained(directory / "base")
     (directory / "marked.jinja").write_text(MARKED)
     return [run_ranks(_every_run, 2, kind, directory, runs, p)[0] for p in (em.ParallelConfig(ep=2), None)]
@@ -477,7 +477,7 @@ def _train(kind: type[Trainer], case: Case, directory: Path, parallel: em.Parall
     if kind is DPOTrainer:
         base |= {"beta": 0.5}
     if kind is GRPOTrainer:
-        rows, given = rows or prompts, {"reward_funcs": _reward, **given}
+        rows, given = rows or prompts, {"reward_funcs": reward_of_length, **given}
         base |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
     args = {**base, **case.args}
     if "chat_template_path" in args:
@@ -485,7 +485,7 @@ def _train(kind: type[Trainer], case: Case, directory: Path, parallel: em.Parall
     output = directory / f"{'stock' if parallel is None else 'ours'}" / name
     changes, model = ({"num_hidden_layers": case.layers}, None) if kind is Trainer else ({}, str(directory / "base"))
     job = Job(output, kind, args, given, changes, rows=rows or uneven_rows, model=model, after=_aftermath)
-    return _run(job, parallel)
+    return run_script(job, parallel)
 
 
 def _aftermath(trainer: Any) -> dict[str, Any]:

@@ -17,19 +17,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import expertmesh as em
 from expertmesh.config.errors import InputError
 from expertmesh.state.sharded_model import mesh_of
-from tests.integrations.test_other_code import LORA, _batch
+from tests.integrations.test_other_code import LORA, small_batch
 from tests.support.errors import refused
 from tests.support.list_models import write_list_model
 from tests.support.models import tiny_model
 from tests.support.ranks import SharedRanks, run_ranks
-from tests.support.reference import _rows, padded, whole, worst
+from tests.support.reference import padded, rows_of_step, whole, worst
 
 pytestmark = pytest.mark.usefixtures("cache_of_model_code")
 
 
 def _train_step(model: Any, optimizer: Any) -> None:
     mesh = mesh_of(model)
-    batch = padded(_rows(0, ())[mesh.data_rank :: mesh.layout.data_ranks])
+    batch = padded(rows_of_step(0, ())[mesh.data_rank :: mesh.layout.data_ranks])
     em.forward_backward(model, [batch], target_tokens=100)
     optimizer.step()
 
@@ -125,7 +125,7 @@ def _loss(model: Any, batch: dict[str, torch.Tensor], target_tokens: int) -> tor
 
 
 def _averages() -> None:
-    rows = [_rows(step, ()) for step in range(3)]
+    rows = [rows_of_step(step, ()) for step in range(3)]
     found = []
     for is_sharded in (False, True):
         model: Any = tiny_model("qwen3_moe")
@@ -156,7 +156,7 @@ def _compiled() -> None:
         with refused("model.compiled", naming=part or "Qwen3MoeForCausalLM"):
             em.parallelize(other, mesh)
     em.parallelize(model, mesh)
-    inputs = {key: value for key, value in _batch().items() if key != "labels"}
+    inputs = {key: value for key, value in small_batch().items() if key != "labels"}
     with refused("model.compiled", naming="call the model itself"):
         compiled(**inputs)
     assert model(**inputs).logits.isfinite().all()
@@ -185,11 +185,11 @@ def _calls_of_hooks(model: Any, run: Callable[[Any], torch.Tensor]) -> dict[str,
 
 
 def _hooks_of_modules() -> None:
-    expected = _calls_of_hooks(tiny_model("qwen3_moe"), lambda model: model(**_batch()).loss)
+    expected = _calls_of_hooks(tiny_model("qwen3_moe"), lambda model: model(**small_batch()).loss)
 
     def run(model: Any) -> torch.Tensor:
         em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2)))
-        return em.like_ddp(model)(**_batch()).loss  # type: ignore[no-any-return]
+        return em.like_ddp(model)(**small_batch()).loss  # type: ignore[no-any-return]
 
     found = _calls_of_hooks(tiny_model("qwen3_moe"), run)
     assert sum(forward for forward, _ in found.values()) > 20
@@ -215,7 +215,7 @@ def _lost(list_model: nn.Module) -> None:
         handle.remove()
         em.parallelize(model, mesh)
     model = tiny_model("qwen3_moe")
-    _loss(model, _batch(), 10).backward()
+    _loss(model, small_batch(), 10).backward()
     with refused("model.attached-to-parameter", naming="has a gradient"):
         em.parallelize(model, mesh)
     name = next(name for name, _ in list_model.named_modules() if ".experts.0." in name)
@@ -238,7 +238,7 @@ def _after() -> None:
     called = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    em.causal_lm_loss(model, _batch(), target_tokens=50).backward()
+    em.causal_lm_loss(model, small_batch(), target_tokens=50).backward()
     assert sorted(called) == sorted(name for name, _ in model.named_parameters())
 
 

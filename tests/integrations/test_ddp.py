@@ -22,7 +22,7 @@ from expertmesh.state import other_code
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import SharedRanks, run_ranks
-from tests.support.reference import OPTIM, _rows, padded, whole, worst
+from tests.support.reference import OPTIM, padded, rows_of_step, whole, worst
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 LAYOUTS: list[dict[str, int]] = [{"ep": 2}, {"ep": 4}, {"ep": 2, "replicate": 2}]
@@ -64,7 +64,7 @@ def _steps(model: Any, parameters: dict[str, nn.Parameter], loss_of: Loss) -> Fo
     optimizer = torch.optim.AdamW(parameters.values(), **OPTIM)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
-        rows, mine = _rows(step, ()), [0, 3, 6, 7]
+        rows, mine = rows_of_step(step, ()), [0, 3, 6, 7]
         first = mine[dist.get_rank()]
         batch = padded(rows[first : first + 1 + dist.get_rank() % 3])  # one to three rows, few targets and many
         loss = loss_of(model, batch)
@@ -112,7 +112,7 @@ def _counted_over_ranks() -> None:
     gradients = []
     for prepare in (em.like_ddp, lambda model: model):
         model = prepare(em.parallelize(tiny_model("qwen3_moe"), em.init_mesh(em.ParallelConfig(ep=2))))  # type: ignore[arg-type,operator]
-        em.causal_lm_loss(model, padded(_rows(0, ())[dist.get_rank() :: 2]), target_tokens=40).backward()
+        em.causal_lm_loss(model, padded(rows_of_step(0, ())[dist.get_rank() :: 2]), target_tokens=40).backward()
         gradients.append(whole({name: parameter.grad for name, parameter in model.named_parameters()}))
     assert all(torch.equal(tensor, gradients[1][name]) for name, tensor in gradients[0].items())
 
@@ -144,7 +144,7 @@ def _with_accelerate() -> None:
         if is_ours:
             em.like_ddp(em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2))))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rows = [row for step in range(2) for row in _rows(step, ())]
+        rows = [row for step in range(2) for row in rows_of_step(step, ())]
         loader = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=padded)  # type: ignore[arg-type]
         optimizer, loader = accelerator.prepare(optimizer, loader)
         run = model if is_ours else accelerator.prepare(model)
@@ -171,7 +171,7 @@ def _on_shared_rows() -> None:
     with refused("layout.ranks-share-rows", naming="tp"):
         em.like_ddp(model)
     with refused("layout.ranks-share-rows", naming="causal_lm_loss"):
-        model(**padded(_rows(0, ())))
+        model(**padded(rows_of_step(0, ())))
 
 
 def test_ranks_that_share_rows_are_refused(shared_ranks: SharedRanks) -> None:

@@ -17,7 +17,7 @@ from trl import DPOTrainer
 import expertmesh as em
 from tests.adapters.reference import random_adapter
 from tests.integrations.support import ONE_LAYER, Job, accumulating, compare, sharded, stock
-from tests.integrations.test_sft import ATTENTION_AND_EXPERTS, _of_files, _saved_adapter
+from tests.integrations.test_sft import ATTENTION_AND_EXPERTS, of_files, saved_adapter
 from tests.support.models import tiny_model
 
 # Rewards are small differences of these, in which fp32 leaves fewer digits.
@@ -112,13 +112,13 @@ def test_a_reference_of_ones_own(tmp_path: Path, saved: str) -> None:
 def test_adapters_off_are_the_reference(tmp_path: Path) -> None:
     random_adapter(_model(), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     wrapped = functools.partial(PeftModel.from_pretrained, model_id=tmp_path / "start", is_trainable=True)
-    job = replace(_job(tmp_path, EVALUATED), after=_saved_adapter)
+    job = replace(_job(tmp_path, EVALUATED), after=saved_adapter)
     lora = em.LoraConfig(from_adapter=str(tmp_path / "start"))
     ours = sharded(replace(job, given={"lora": lora}), 2, ep=2)
     # PEFT's own reference for a loaded adapter is a copy of it; the base is what was asked for here.
     expected = stock(replace(accumulating(job, 2), prepare=wrapped, given={"ref_model": _model()}))
     first = load_file(tmp_path / "start" / "adapter_model.safetensors")
-    compare(_of_files(ours, first), _of_files(expected, first), keys=LOGGED)
+    compare(of_files(ours, first), of_files(expected, first), keys=LOGGED)
 
 
 @pytest.mark.slow(why="test_sft.py stays")

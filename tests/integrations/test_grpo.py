@@ -31,12 +31,12 @@ def prompts() -> list[dict[str, str]]:
     return [{"prompt": row["prompt"].strip()} for row in pairs()]
 
 
-def _reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+def reward_of_length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """Depends on every token."""
     return [sum(position * token for position, token in enumerate(ids, 1)) % 11 / 10 for ids in completion_ids]
 
 
-def _ends_often() -> Any:
+def ends_often() -> Any:
     """A model whose completions end at very different lengths: the end of a text is likely."""
     model: Any = tiny_model("qwen3_moe", **ONE_LAYER)
     with torch.no_grad():
@@ -45,9 +45,9 @@ def _ends_often() -> Any:
 
 
 def _job(tmp_path: Path, args: dict[str, Any], **given: Any) -> Job:
-    _ends_often().save_pretrained(tmp_path / "base")
+    ends_often().save_pretrained(tmp_path / "base")
     own = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 16, "max_steps": 3}
-    given = {"reward_funcs": _reward, **given}
+    given = {"reward_funcs": reward_of_length, **given}
     return Job(
         tmp_path, kind=GRPOTrainer, args={**own, **args}, given=given, rows=prompts, model=str(tmp_path / "base")
     )

@@ -23,7 +23,7 @@ from expertmesh.config.errors import InputError
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import SharedRanks, run_ranks
-from tests.support.reference import _rows, full, padded
+from tests.support.reference import full, padded, rows_of_step
 
 LORA = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"], task_type="CAUSAL_LM")
 
@@ -32,8 +32,8 @@ def _sharded(family: str = "qwen3_moe", **layout: Any) -> Any:
     return em.parallelize(tiny_model(family), em.init_mesh(em.ParallelConfig(**(layout or {"ep": 2}))))  # type: ignore[arg-type]
 
 
-def _batch() -> dict[str, torch.Tensor]:
-    return padded(_rows(0, ())[dist.get_rank() :: dist.get_world_size()])
+def small_batch() -> dict[str, torch.Tensor]:
+    return padded(rows_of_step(0, ())[dist.get_rank() :: dist.get_world_size()])
 
 
 def _join_accelerate() -> None:
@@ -43,17 +43,17 @@ def _join_accelerate() -> None:
 
 
 def _labels(model: Any) -> None:
-    model(**_batch())
+    model(**small_batch())
 
 
 def _labels_in_evaluation(model: Any) -> None:
-    loss = model.eval()(**_batch()).loss
+    loss = model.eval()(**small_batch()).loss
     assert float(loss.detach()) > 0  # it may be looked at
     loss.backward()
 
 
 def _labels_by_place(model: Any) -> None:
-    batch = _batch()
+    batch = small_batch()
     model(batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
 
 
@@ -70,7 +70,7 @@ def _prepare_with_fsdp(model: Any) -> None:
 
 def _trainer(model: Any) -> None:
     _join_accelerate()
-    rows: Any = [{key: value[0] for key, value in padded([row]).items()} for row in _rows(0, ())]
+    rows: Any = [{key: value[0] for key, value in padded([row]).items()} for row in rows_of_step(0, ())]
     args = TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, max_steps=1, report_to=[])
     Trainer(model=model, args=args, train_dataset=rows).train()
 
@@ -134,7 +134,7 @@ def test_torch_itself_refuses_to_shard_twice(shared_ranks: SharedRanks) -> None:
 
 def _as_ever() -> None:
     model = _sharded()
-    batch = _batch()
+    batch = small_batch()
     with torch.no_grad():
         assert float(model(**batch).loss) > 0
     logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
@@ -155,7 +155,7 @@ def test_evaluation_losses_of_ones_own_and_dcp_work_as_ever(shared_ranks: Shared
 
 def _alone() -> None:
     model = _sharded(ep=1)
-    model(**_batch()).loss.backward()
+    model(**small_batch()).loss.backward()
 
 
 def test_one_data_rank_has_nothing_to_average(shared_ranks: SharedRanks) -> None:
@@ -165,7 +165,7 @@ def test_one_data_rank_has_nothing_to_average(shared_ranks: SharedRanks) -> None
 def _clipped(layout: dict[str, int]) -> None:
     """torch's clipping and ours, on the same gradients."""
     model = em.like_ddp(_sharded(**layout))
-    model(**_batch()).loss.backward()
+    model(**small_batch()).loss.backward()
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     for max_norm, norm_type in [(0.5, 2.0), (0.1, float("inf")), (1e6, 1.0)]:
         results = []
@@ -193,7 +193,7 @@ def test_torchs_clipping_is_ours_in_every_layout(shared_ranks: SharedRanks) -> N
 def _plain_models_are_clipped_as_ever() -> None:
     _sharded()
     plain: Any = tiny_model("qwen3_moe")
-    plain(**padded(_rows(0, ()))).loss.backward()
+    plain(**padded(rows_of_step(0, ()))).loss.backward()
     expected = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in plain.parameters()]))
     assert float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)) == pytest.approx(float(expected), rel=1e-6)
     scaled = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in plain.parameters()]))
@@ -206,7 +206,7 @@ def test_other_models_are_clipped_as_ever(shared_ranks: SharedRanks) -> None:
 
 def _stages() -> None:
     model = _sharded(ep=1, pp=2)
-    batch = padded(_rows(0, ()))
+    batch = padded(rows_of_step(0, ()))
     with refused("layout.pp-needs-forward-backward", naming="forward_backward"):
         model(**batch)
     em.forward_backward(model, [batch], target_tokens=em.count_targets(batch["labels"]))

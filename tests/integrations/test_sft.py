@@ -71,12 +71,12 @@ def test_adapters_on_attention_and_experts_equal_stock_peft(wraps: bool, tmp_pat
     random_adapter(tiny_model("qwen3_moe", **ONE_LAYER), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     lora = em.LoraConfig(from_adapter=str(tmp_path / "start"))
     args = {"gradient_accumulation_steps": 2, **EVALUATED}
-    job = Job(tmp_path, args=args, changes=ONE_LAYER, after=_saved_adapter)
+    job = Job(tmp_path, args=args, changes=ONE_LAYER, after=saved_adapter)
     wrapped = functools.partial(PeftModel.from_pretrained, model_id=tmp_path / "start", is_trainable=True)
     expected = stock(replace(accumulating(job, 2), prepare=wrapped))
     ours = sharded(replace(job, prepare=wrapped) if wraps else replace(job, given={"lora": lora}), 2, ep=2)
     first = load_file(tmp_path / "start" / "adapter_model.safetensors")
-    compare(_of_files(ours, first), _of_files(expected, first))
+    compare(of_files(ours, first), of_files(expected, first))
 
 
 def _with_dropout(tmp_path: Path) -> Job:
@@ -127,12 +127,12 @@ def _only_allowed(model: Any) -> Any:
     return model
 
 
-def _saved_adapter(trainer: Any) -> Any:
+def saved_adapter(trainer: Any) -> Any:
     directory = Path(trainer.args.output_dir) / "adapter"
     trainer.save_model(str(directory))
     return load_file(directory / "adapter_model.safetensors")
 
 
-def _of_files(result: Result, first: dict[str, Any]) -> Result:
+def of_files(result: Result, first: dict[str, Any]) -> Result:
     """Adapters by their names in PEFT's files, which both write."""
     return replace(result, initial=first, weights=result.extra)

@@ -20,14 +20,14 @@ from expertmesh.integrations.transformers_ep import ExpertmeshEP
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.reference import _rows, full, padded, worst
+from tests.support.reference import full, padded, rows_of_step, worst
 
 Gradients = dict[str, torch.Tensor]
 
 
 def _backward(model: Any, named: Any) -> tuple[float, Gradients]:
     rank = dist.get_rank()
-    batch = padded(_rows(0, ())[rank : 2 * rank + 1])
+    batch = padded(rows_of_step(0, ())[rank : 2 * rank + 1])
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     return float(loss.detach()), {name: full(parameter.grad) for name, parameter in named.named_parameters()}

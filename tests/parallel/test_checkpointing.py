@@ -26,7 +26,7 @@ from tests.families.tiny import random_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import SharedRanks, run_ranks
-from tests.support.reference import _rows, padded
+from tests.support.reference import padded, rows_of_step
 
 MODES = ("none", "selective", "full")
 # The interface, with and without shared experts; a model that adds to the experts' output in place; experts without
@@ -44,7 +44,7 @@ HIDDEN, WIDTH, TOP_K, LAYERS = 32, 16, 2, 2  # of tests.support.models
 
 def _gradients(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
     """Of two micro-batches, padded, other rows on every data rank; this rank's shards."""
-    rows = _rows(0, ())[mesh.data_rank :: mesh.layout.data_ranks]
+    rows = rows_of_step(0, ())[mesh.data_rank :: mesh.layout.data_ranks]
     for part in (rows[:1], rows[1:]):
         em.causal_lm_loss(model, padded(part), target_tokens=64, chunk_tokens=16).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -107,7 +107,7 @@ def _calls(mode: Any, tamper: Callable[[], None] = lambda: None, **options: Any)
     tamper()
     found: dict[str, int] = {}
     with _counting(found):
-        em.causal_lm_loss(model, padded(_rows(0, ())[mesh.data_rank :: 2]), target_tokens=64).backward()
+        em.causal_lm_loss(model, padded(rows_of_step(0, ())[mesh.data_rank :: 2]), target_tokens=64).backward()
     assert not any(count % LAYERS for count in found.values())
     rows, others, products = (found.get(kind, 0) // LAYERS for kind in ("rows", "others", "products"))
     return Calls(rows, rows + others, products)
@@ -139,7 +139,7 @@ def test_dropout_numbers_of_experts_do_not_travel_again() -> None:
             model = em.parallelize(tiny_model("qwen3_moe"), mesh, activation_checkpointing=mode, lora=lora)  # type: ignore[arg-type]
             seen: dict[str, int] = {}
             with _counting(seen):
-                rows = _rows(0, ())[mesh.data_rank :: 2]
+                rows = rows_of_step(0, ())[mesh.data_rank :: 2]
                 batch = padded(rows) | {"row_numbers": torch.arange(len(rows)) * 2 + mesh.data_rank}
                 em.causal_lm_loss(model, batch, target_tokens=64).backward()
             found.append(Calls(seen["rows"] // LAYERS, (seen["rows"] + seen["others"]) // LAYERS, 0))
@@ -176,7 +176,7 @@ def test_a_forward_leaves_what_selective_keeps_of_experts_and_attention_and_no_b
     """On one rank, where no other thread frees anything."""
 
     def held() -> list[int]:
-        mesh, batch = em.init_mesh(em.ParallelConfig(ep=1)), padded(_rows(0, ())[:4])
+        mesh, batch = em.init_mesh(em.ParallelConfig(ep=1)), padded(rows_of_step(0, ())[:4])
         found = []
         for mode in MODES:
             model = em.parallelize(tiny_model("qwen3_moe"), mesh, activation_checkpointing=mode)  # type: ignore[arg-type]
@@ -240,7 +240,7 @@ def test_what_a_dispatched_layer_keeps_follows_from_its_rows_and_pairs() -> None
         found: list[int] = [0]
         expected: list[int] = []
         with _noting(found, expected):
-            loss = em.causal_lm_loss(model, padded(_rows(0, ())[mesh.data_rank :: 2]), target_tokens=64)
+            loss = em.causal_lm_loss(model, padded(rows_of_step(0, ())[mesh.data_rank :: 2]), target_tokens=64)
             loss.backward()
         return found, expected
 
@@ -262,7 +262,7 @@ def test_blocks_that_are_left_out_are_run_once() -> None:
                     count[number] += 1
 
                 block.self_attn.register_forward_hook(add)
-            em.causal_lm_loss(model, padded(_rows(0, ())[:2]), target_tokens=64).backward()
+            em.causal_lm_loss(model, padded(rows_of_step(0, ())[:2]), target_tokens=64).backward()
             found.append(count)
         return found
 

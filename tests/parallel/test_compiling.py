@@ -26,7 +26,7 @@ from tests.families.tiny import random_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.reference import _rows, padded
+from tests.support.reference import padded, rows_of_step
 
 TOLERANCE = 1e-5
 TRACED = partial(torch.compile, backend="aot_eager")
@@ -46,7 +46,7 @@ def _step(model: nn.Module, mesh: Any, lengths: tuple[int, ...]) -> dict[str, to
     """Whole gradients summed over micro-batches of these lengths, other rows on every data rank."""
     model.zero_grad()
     for length in lengths:
-        rows = [(ids.repeat(4)[:length], ids.repeat(4)[:length]) for ids, _ in _rows(mesh.data_rank, ())[:2]]
+        rows = [(ids.repeat(4)[:length], ids.repeat(4)[:length]) for ids, _ in rows_of_step(mesh.data_rank, ())[:2]]
         em.causal_lm_loss(model, padded(rows), target_tokens=200, chunk_tokens=16).backward()
     whole = {n: p.grad.full_tensor() for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
     assert whole
@@ -119,7 +119,7 @@ def _gradients(
     mesh, model = em.init_mesh(parallel), copy.deepcopy(initial)
     torch.manual_seed(0)
     em.parallelize(model, mesh, lora=lora, activation_checkpointing=mode, compile=compile)  # type: ignore[arg-type]
-    samples = [(ids.repeat(4)[:16], ids.repeat(4)[:16]) for ids, _ in _rows(mesh.data_rank, ())[: 2 * rows]]
+    samples = [(ids.repeat(4)[:16], ids.repeat(4)[:16]) for ids, _ in rows_of_step(mesh.data_rank, ())[: 2 * rows]]
     em.forward_backward(model, [padded(samples[:rows]), padded(samples[rows:])], target_tokens=200)
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
 

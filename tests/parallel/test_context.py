@@ -33,14 +33,14 @@ from tests.adapters.reference import (
     trainables,
     worst,
 )
-from tests.experts.test_balance import _train as _balance
 from tests.experts.test_balance import expected as balanced
-from tests.parallel.test_router_loss import _packed, _train, expected
+from tests.experts.test_balance import train_balanced as _balance
+from tests.parallel.test_router_loss import expected, packed_rows, with_losses
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import SharedRanks, run_ranks
-from tests.support.reference import Distance, _rows, padded, reference, train_sharded
+from tests.support.reference import Distance, padded, reference, rows_of_step, train_sharded
 
 TOLERANCE = 1e-5
 Axes = dict[str, int]
@@ -113,7 +113,7 @@ def test_checkpointed_blocks_exchange_again_and_give_the_same(launched: Launched
 def test_packed_rows_keep_their_samples_apart_and_router_losses_are_the_global_batchs(attention: str) -> None:
     want = expected("qwen3_moe", attn_implementation=attention)
     axes, micro_batch = ({"cp": 2, "ep": 4}, 4) if attention == "sdpa" else ({"cp": 4, "ep": 1}, 16)
-    for each in run_ranks(lambda: _train(want, em.ParallelConfig(**axes), micro_batch, prepare=_packed), 4):
+    for each in run_ranks(lambda: with_losses(want, em.ParallelConfig(**axes), micro_batch, prepare=packed_rows), 4):
         assert max(each.loss, each.aux_loss, each.z_loss, each.gradient[0]) <= TOLERANCE, each
         assert each.load == 2 * 2 * sum(len(ids) for ids, _ in want.rows)  # padding is no load
 
@@ -121,7 +121,7 @@ def test_packed_rows_keep_their_samples_apart_and_router_losses_are_the_global_b
 @pytest.mark.slow(why="router losses of packed rows stay")
 def test_padded_rows_do_not_change_router_losses_either() -> None:
     want = expected("mixtral", sliding_window=4)
-    for each in run_ranks(lambda: _train(want, em.ParallelConfig(cp=2, ep=2), 4), 4):
+    for each in run_ranks(lambda: with_losses(want, em.ParallelConfig(cp=2, ep=2), 4), 4):
         assert max(each.loss, each.aux_loss, each.z_loss, each.gradient[0]) <= TOLERANCE, each
 
 
@@ -135,7 +135,7 @@ def _dropping(adapter: Path, axes: Axes, micro_batch: int, **options: Any) -> di
     model: Any = tiny_model("qwen3_moe")
     mesh = em.init_mesh(em.ParallelConfig(**axes))
     em.parallelize(model, mesh, lora=em.LoraConfig(from_adapter=str(adapter), dropout=0.3), **options)
-    take_steps(model, mesh, [_rows(step, ()) for step in range(2)], micro_batch)
+    take_steps(model, mesh, [rows_of_step(step, ()) for step in range(2)], micro_batch)
     return trainables(model)
 
 
@@ -262,7 +262,7 @@ def _with_flash(want: Any, axes: Axes, prepare: Callable[[Any], Any]) -> Any:
     mock.patch.object(flash, "_lazy_imports", return_value=functions).start()
     model = copy.deepcopy(want.model)
     model.config._attn_implementation = "flash_attention_2"
-    return _train(dataclasses.replace(want, model=model), em.ParallelConfig(**axes), 4, prepare=prepare)
+    return with_losses(dataclasses.replace(want, model=model), em.ParallelConfig(**axes), 4, prepare=prepare)
 
 
 @pytest.mark.slow_cases(r"padded", why="packed rows stay")
@@ -270,7 +270,7 @@ def _with_flash(want: Any, axes: Axes, prepare: Callable[[Any], Any]) -> Any:
 def test_transformers_flash_path_separates_samples_and_padding_of_whole_rows(rows: str) -> None:
     """Its own unpadding and its own reading of position ids; only the kernels are replaced."""
     want = expected("qwen3_moe")
-    for each in run_ranks(_with_flash, 2, want, WITH_EP, _packed if rows == "packed" else padded):
+    for each in run_ranks(_with_flash, 2, want, WITH_EP, packed_rows if rows == "packed" else padded):
         assert max(each.loss, each.aux_loss, each.z_loss, each.gradient[0]) <= TOLERANCE, each
 
 

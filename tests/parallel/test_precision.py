@@ -24,7 +24,7 @@ MANY = torch.randint(96, (16, 64), generator=torch.Generator().manual_seed(1))
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """All gradients of the unsharded model on the whole batch, in fp32."""
     for ids in IDS:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
@@ -55,24 +55,24 @@ def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(
     shared_ranks: SharedRanks, family: str, ep: int, router: Any
 ) -> None:
     model = tiny_model(family, initializer_range=0.1)
-    exact = _gradients(copy.deepcopy(model))
+    exact = gradients_of(copy.deepcopy(model))
     in_bf16 = copy.deepcopy(model).to(torch.bfloat16)
     for name, parameter in in_bf16.named_parameters():
         if family == "ernie4_5_moe" and name.endswith("gate.weight"):
             parameter.data = model.get_parameter(name).data.clone()  # as from_pretrained keeps it
-    unsharded = _gradients(in_bf16)
+    unsharded = gradients_of(in_bf16)
     for got, dtypes, grad_dtypes in shared_ranks(_sharded, 4, model, ep, router):
         assert dtypes == grad_dtypes == {"torch.float32"}  # what the optimizer updates, and with what
         errors = {name: float((got[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
         theirs = {name: float((unsharded[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
-        assert _joint(got, exact) <= 1.5 * _joint(unsharded, exact)
+        assert joint_error(got, exact) <= 1.5 * joint_error(unsharded, exact)
         assert min(errors.values()) > 0  # it did compute in bf16
         # Tensor by tensor the two errors are different draws of the same rounding; none may be out of line.
         worst = max(errors, key=lambda name: errors[name] / theirs[name])
         assert errors[worst] <= 4 * theirs[worst], (worst, errors[worst], theirs[worst])
 
 
-def _joint(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+def joint_error(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     """The error of all gradients together."""
     return sum(float((got[name] - exact[name]).norm()) ** 2 for name in exact) ** 0.5
 
@@ -112,11 +112,11 @@ def _all_bf16() -> tuple[dict[str, torch.Tensor], set[str]]:
 
 def test_bf16_parameters_are_no_further_off_than_the_unsharded_bf16_model(shared_ranks: SharedRanks) -> None:
     model = tiny_model("qwen3_moe", initializer_range=0.1)
-    exact = _gradients(copy.deepcopy(model))
-    unsharded = _gradients(copy.deepcopy(model).to(torch.bfloat16))
+    exact = gradients_of(copy.deepcopy(model))
+    unsharded = gradients_of(copy.deepcopy(model).to(torch.bfloat16))
     for got, dtypes in shared_ranks(_all_bf16, 4):
         assert dtypes == {"torch.bfloat16"}
-        assert 0 < _joint(got, exact) <= 1.5 * _joint(unsharded, exact)
+        assert 0 < joint_error(got, exact) <= 1.5 * joint_error(unsharded, exact)
 
 
 def _parameters_in_memory(ep: int) -> int:

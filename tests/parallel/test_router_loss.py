@@ -103,7 +103,7 @@ def expected(family: str, count: int = 16, dtype: torch.dtype = torch.float32, *
 Prepare = Callable[[list[Row]], dict[str, torch.Tensor]]
 
 
-def _train(
+def with_losses(
     want: Expected,
     parallel: em.ParallelConfig,
     micro_batch: int,
@@ -161,7 +161,7 @@ def _full(tensor: Any) -> torch.Tensor:
 def _case(want: Expected, layout: tuple[int, int, int, int], **options: Any) -> tuple[int, Callable[[], Found]]:
     world, ep, replicate, micro_batch = layout
     parallel = em.ParallelConfig(ep=ep, replicate=replicate)
-    return world, lambda: _train(want, parallel, micro_batch, **options)
+    return world, lambda: with_losses(want, parallel, micro_batch, **options)
 
 
 def _prove(launched: Launched, want: Expected, tolerance: float = TOLERANCE) -> None:
@@ -207,7 +207,7 @@ def test_by_layer_the_fractions_are_those_of_the_whole_step(launched: Launched, 
     _prove(launched, expected("qwen3_moe"))
 
 
-def _packed(rows: list[Row]) -> dict[str, torch.Tensor]:
+def packed_rows(rows: list[Row]) -> dict[str, torch.Tensor]:
     """All rows in one, each with positions of its own, and a tail of padding."""
     lengths = [len(ids) for ids, _ in rows] + [3]
     labels = torch.cat([F.pad(labels[1:], (1, 0), value=-100) for _, labels in rows])
@@ -221,7 +221,7 @@ def _packed(rows: list[Row]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow_cases(r"layout0", why="two ranks stay")
 @pytest.mark.parametrize("layout", [(1, 1, 1, 16), (2, 2, 1, 2)])
-@one_launch(lambda layout: _case(expected("qwen3_moe"), layout, prepare=_packed))
+@one_launch(lambda layout: _case(expected("qwen3_moe"), layout, prepare=packed_rows))
 def test_packed_rows_leave_their_padding_out(launched: Launched, layout: tuple[int, int, int, int]) -> None:
     _prove(launched, expected("qwen3_moe"))
 

@@ -28,12 +28,12 @@ from expertmesh.state.sharded_model import module_state
 from expertmesh.state.shards import local_box
 from expertmesh.step import vocabulary
 from tests.parallel.test_router_loss import MOE
-from tests.parallel.test_router_loss import _train as train_with_router_losses
 from tests.parallel.test_router_loss import expected as expected_with_router_losses
+from tests.parallel.test_router_loss import with_losses as train_with_router_losses
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import SharedRanks, run_ranks
-from tests.support.reference import Distance, Reference, _rows, padded, reference, train_sharded
+from tests.support.reference import Distance, Reference, padded, reference, rows_of_step, train_sharded
 
 TOLERANCE = 1e-5
 Parallel = dict[str, Any]
@@ -128,7 +128,7 @@ def _twelve_steps(model: nn.Module, parallel: em.ParallelConfig | None) -> dict[
         data_rank, data_ranks = mesh.data_rank, mesh.layout.data_ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     for step in range(12):
-        rows = _rows(step, ())[:2]
+        rows = rows_of_step(step, ())[:2]
         total = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
         batch = padded(rows[data_rank::data_ranks])
         if parallel is not None:

@@ -12,7 +12,7 @@ from expertmesh.training.run import train
 from tests.adapters.reference import TARGETS, random_adapter, tiny_peft_run, train_adapters, trainables, worst
 from tests.adapters.test_dropout import ROWS, take_steps
 from tests.checkpoint.tiny import Job, load, save
-from tests.parallel.test_precision import BF16, IDS, _gradients, _joint
+from tests.parallel.test_precision import BF16, IDS, gradients_of, joint_error
 from tests.parallel.test_precision import TARGETS as TOKENS
 from tests.support.models import tiny_model
 from tests.support.ranks import SharedRanks, run_ranks
@@ -137,14 +137,14 @@ def _sharded_in_bf16(model: Any) -> State:
 def test_bf16_compute_is_no_further_off_than_the_unsharded_bf16_model(shared_ranks: SharedRanks, family: str) -> None:
     """ERNIE keeps its router in fp32, inside blocks that tp splits."""
     model = tiny_model(family, initializer_range=0.1)
-    exact = _gradients(tiny_model(family, initializer_range=0.1))
+    exact = gradients_of(tiny_model(family, initializer_range=0.1))
     in_bf16 = tiny_model(family, initializer_range=0.1).to(torch.bfloat16)
     for name, parameter in in_bf16.named_parameters():
         if family == "ernie4_5_moe" and name.endswith("gate.weight"):
             parameter.data = model.get_parameter(name).data.clone()
-    unsharded = _gradients(in_bf16)
+    unsharded = gradients_of(in_bf16)
     got = shared_ranks(_sharded_in_bf16, 4, model)[0]
-    assert 0 < _joint(got, exact) <= 1.5 * _joint(unsharded, exact)
+    assert 0 < joint_error(got, exact) <= 1.5 * joint_error(unsharded, exact)
 
 
 @pytest.mark.slow(why="test_tensor.py and the checkpoint across tp stay")

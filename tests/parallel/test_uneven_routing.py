@@ -16,7 +16,7 @@ from tests.support.reference import Reference, reference, train_sharded
 
 
 @torch.no_grad()
-def _route_by_half(model: nn.Module) -> None:
+def route_by_half(model: nn.Module) -> None:
     marker = model.model.embed_tokens.weight[:, 0]
     marker.fill_(-50.0)
     marker[:48] = 50.0
@@ -31,7 +31,7 @@ EVERY_ROW, FIRST_EP_GROUP = (0, 1, 2, 3), (0, 1)
 
 def _expected(confined: tuple[int, ...]) -> Reference:
     # In fp64: the marker dwarfs everything else, so that in fp32 some gradients are mostly cancellation.
-    return reference("qwen3_moe", torch.float64, prepare=_route_by_half, confined=confined)
+    return reference("qwen3_moe", torch.float64, prepare=route_by_half, confined=confined)
 
 
 @pytest.mark.slow_cases(r"(2-confined1|2-confined2|1-confined3)", why="ranks that never compute a token stay")

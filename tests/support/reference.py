@@ -63,7 +63,7 @@ def reference(
     if prepare is not None:
         prepare(initial)
     model = copy.deepcopy(initial)
-    rows = [_rows(step, confined) for step in range(steps_in(dtype))]
+    rows = [rows_of_step(step, confined) for step in range(steps_in(dtype))]
     run, weights = unsharded_steps(model, dict(model.named_parameters()), rows)
     return Reference(initial, rows, run.losses, run.norms, run.gradients, weights)
 
@@ -84,7 +84,7 @@ def unsharded_steps(
     return run, {name: parameter.detach().clone() for name, parameter in trained.items()}
 
 
-def _rows(step: int, confined: Collection[int]) -> list[Row]:
+def rows_of_step(step: int, confined: Collection[int]) -> list[Row]:
     """Rows of different lengths, with very different numbers of targets; one has a single target."""
     generator = torch.Generator().manual_seed(step)
     rows = []
@@ -160,7 +160,7 @@ def train_sharded(
         gradient=worst(run.gradients, expected.gradients),
         weight=worst(weights, expected.weights),
         expert_ratio=float(joint[0] / joint[1]),
-        replicas_equal=_equal_on_every_rank(weights),
+        replicas_equal=equal_on_every_rank(weights),
     )
 
 
@@ -295,7 +295,7 @@ def worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tu
     return max(errors)
 
 
-def _equal_on_every_rank(weights: dict[str, torch.Tensor]) -> bool:
+def equal_on_every_rank(weights: dict[str, torch.Tensor]) -> bool:
     sums = torch.stack([weight.double().sum() for weight in weights.values()])
     low, high = sums.clone(), sums.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)

@@ -32,7 +32,7 @@ from tests.weights.published import FORMATS, SIZES, gpt_oss, gpt_oss_config, is_
 from tests.weights.tiny import deepseek_v3, qwen3_moe, random_model, shard_for_test
 
 
-def _source(config: PreTrainedConfig, directory: Path) -> Path:
+def published_source(config: PreTrainedConfig, directory: Path) -> Path:
     random_model(config).save_pretrained(directory)
     return directory
 
@@ -62,7 +62,7 @@ def differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: bool
 @pytest.mark.parametrize("name", FORMATS)
 def test_values_are_those_of_public_tools(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
-    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     assert differing(target, form.dtype, 1, 1) == []
 
 
@@ -115,7 +115,7 @@ def test_every_rank_has_its_part_of_them(
     shared_ranks: SharedRanks, name: str, world: int, ep: int, tmp_path: Path
 ) -> None:
     form = FORMATS[name]()
-    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     assert shared_ranks(differing, world, target, form.dtype, world, ep) == [[]] * world
 
 
@@ -124,7 +124,7 @@ def test_every_rank_has_its_part_of_them(
 def test_gpt_oss_experts_are_read_in_their_own_order(
     shared_ranks: SharedRanks, world: int, ep: int, tmp_path: Path
 ) -> None:
-    target = quantise(_source(gpt_oss_config(), tmp_path / "source"), tmp_path, gpt_oss(), is_expert_matrix)
+    target = quantise(published_source(gpt_oss_config(), tmp_path / "source"), tmp_path, gpt_oss(), is_expert_matrix)
     assert shared_ranks(differing, world, target, torch.float32, world, ep) == [[]] * world
 
 
@@ -134,7 +134,7 @@ def test_latent_attention_and_dense_layers_are_read_too(shared_ranks: SharedRank
     form = FORMATS[name]()
     sizes = {**SIZES, "q_lora_rank": 32, "kv_lora_rank": 24 if "fp8" in name else 32, "v_head_dim": 16}
     config = deepseek_v3(**{key: value for key, value in sizes.items() if key != "head_dim"})
-    target = quantise(_source(config, tmp_path / "source"), tmp_path, form, is_linear)
+    target = quantise(published_source(config, tmp_path / "source"), tmp_path, form, is_linear)
     assert shared_ranks(differing, 4, target, form.dtype, 4, 2) == [[]] * 4
 
 
@@ -168,7 +168,7 @@ def test_a_rank_reads_its_packed_share_and_its_scales(shared_ranks: SharedRanks,
     """Every tensor but norms is quantised, so that shares of bytes and of elements are the same."""
     sizes = {**SIZES, "hidden_size": 128, "moe_intermediate_size": 128, "vocab_size": 32, "num_experts": 16}
     form = FORMATS[name]()
-    target = quantise(_source(qwen3_moe(**sizes), tmp_path / "source"), tmp_path, form, is_linear)
+    target = quantise(published_source(qwen3_moe(**sizes), tmp_path / "source"), tmp_path, form, is_linear)
     for world, ep in ((1, 1), (4, 2)):
         assert max(shared_ranks(_bytes_beyond_the_own, world, target, world, ep)) <= 1.02
 
@@ -214,7 +214,7 @@ BUGS: dict[str, tuple[str, Callable[[], Any]]] = {
 def test_a_planted_bug_turns_the_comparison_red(bug: str, tmp_path: Path) -> None:
     name, plant = BUGS[bug]
     form = FORMATS[name]()
-    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     with plant():
         assert "model.layers.0.mlp.experts.gate_up_proj" in differing(target, form.dtype, 1, 1, sound=False)
 
@@ -258,7 +258,7 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Tensors], Any], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_does_not_belong_together_is_refused_with_file_and_tensor(damage: str, tmp_path: Path) -> None:
     name, key, break_it, naming = DAMAGES[damage]
-    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, FORMATS[name](), is_linear)
+    target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, FORMATS[name](), is_linear)
     path = target / "quantised/model.safetensors"
     tensors = load_file(path)
     break_it(tensors)
@@ -272,7 +272,7 @@ def test_what_does_not_belong_together_is_refused_with_file_and_tensor(damage: s
 @pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])
 def test_what_is_converted_loads_in_plain_transformers_and_is_the_values(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
-    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     report = convert(str(target / "quantised"), tmp_path / "plain", dtype="bfloat16")
     assert report.method in ("fp8", "compressed-tensors")
     convert(str(target / "quantised"), tmp_path / "wide", dtype="float32")
@@ -291,7 +291,7 @@ def test_what_is_converted_loads_in_plain_transformers_and_is_the_values(name: s
 def test_layers_that_the_model_does_not_have_are_kept_as_they_are(tmp_path: Path) -> None:
     """Next-token-prediction layers of a quantised file: their codes and scales, byte for byte."""
     form = FORMATS["fp8 blocks"]()
-    target = quantise(_source(deepseek_v3(), tmp_path / "source"), tmp_path, form, is_linear)
+    target = quantise(published_source(deepseek_v3(), tmp_path / "source"), tmp_path, form, is_linear)
     path = target / "quantised/model.safetensors"
     extra, _ = form.write("model.layers.61.mlp.experts.0.up_proj.weight", torch.randn(24, 32))
     save_file({**load_file(path), **extra}, path, {"format": "pt"})

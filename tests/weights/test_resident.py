@@ -23,7 +23,7 @@ from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from tests.support.ranks import SharedRanks, run_ranks
 from tests.weights.published import FORMATS, SIZES, gpt_oss, is_expert_matrix, is_linear, quantise
-from tests.weights.test_quantised import _source
+from tests.weights.test_quantised import published_source
 from tests.weights.tiny import qwen3_moe
 
 LORA = em.LoraConfig(r=2, targets=("experts",))
@@ -85,7 +85,7 @@ def test_published_codes_stay_and_stand_for_what_public_tools_say(
     shared_ranks: SharedRanks, name: str, tmp_path: Path
 ) -> None:
     form = FORMATS[name]()
-    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     for world, ep in ((2, 2), (2, 1)):
         for wrong, packed, _ in shared_ranks(_load, world, target, "as_published", ep, form.dtype):
             assert (wrong, packed > 0) == ([], True)
@@ -100,7 +100,7 @@ def test_gpt_oss_codes_stay_in_the_transposed_layout(
     sizes: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
     common: dict[str, Any] = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = GptOssConfig(**common, **sizes, num_key_value_heads=2, max_position_embeddings=64)
-    target = quantise(_source(config, tmp_path / "source"), tmp_path, gpt_oss(), is_expert_matrix)
+    target = quantise(published_source(config, tmp_path / "source"), tmp_path, gpt_oss(), is_expert_matrix)
     for found in shared_ranks(_load, layout[0], target, "as_published", layout[1], torch.bfloat16):
         assert found == ([], 4, {"e2m1"})  # attention is plain in the files
 
@@ -108,7 +108,7 @@ def test_gpt_oss_codes_stay_in_the_transposed_layout(
 @pytest.mark.slow_cases(r"(mxfp4|float8)", why="nvfp4 stays, which has two scales, and nf4")
 @pytest.mark.parametrize("frozen", ["nf4", "mxfp4", "nvfp4", "float8"])
 def test_plain_weights_are_quantised_expert_by_expert(shared_ranks: SharedRanks, frozen: str, tmp_path: Path) -> None:
-    directory = _source(qwen3_moe(**SIZES), tmp_path / "source")
+    directory = published_source(qwen3_moe(**SIZES), tmp_path / "source")
     for wrong, packed, _ in shared_ranks(_load, 2, directory, frozen, 1, torch.bfloat16):
         assert (wrong, packed > 0) == ([], True)
 
@@ -116,7 +116,7 @@ def test_plain_weights_are_quantised_expert_by_expert(shared_ranks: SharedRanks,
 def test_the_bytes_in_memory_are_the_files_own(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     """Byte by byte, without any decoding: codes of gate, then of up, of every expert."""
     form = FORMATS["nvfp4"]()
-    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     for expert, gate_up_B in enumerate(shared_ranks(_bytes_of_first_layer, 1, target / "quantised")[0]):
         stored = load_file(target / "quantised/model.safetensors")
         names = [f"model.layers.0.mlp.experts.{expert}.{kind}_proj.weight" for kind in ("gate", "up")]
@@ -145,7 +145,7 @@ def _refusal(directory: Path, frozen: str) -> tuple[str, str]:
 def test_files_whose_codes_cannot_stay_are_refused_before_weights_are_read(
     shared_ranks: SharedRanks, tmp_path: Path
 ) -> None:
-    plain = _source(qwen3_moe(**SIZES), tmp_path / "source")
+    plain = published_source(qwen3_moe(**SIZES), tmp_path / "source")
     key, problem = shared_ranks(_refusal, 1, plain, "as_published")[0]
     assert (key, "plain weights" in problem) == ("precision.frozen-unsupported", True)
     target = quantise(
@@ -172,13 +172,13 @@ def _tampered(directory: Path) -> str:
 
 
 def test_the_audit_finds_one_changed_code(tmp_path: Path) -> None:
-    problem = run_ranks(_tampered, 1, _source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
+    problem = run_ranks(_tampered, 1, published_source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
     assert "expert 2, parameter model.layers.1.mlp.experts.down_proj" in problem
 
 
 def test_matrices_quantised_together_are_found(shared_ranks: SharedRanks, tmp_path: Path) -> None:
     """Planted: the factor of the very first matrix for all of them."""
-    problem = shared_ranks(_load_with_one_factor, 1, _source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
+    problem = shared_ranks(_load_with_one_factor, 1, published_source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
     assert "expert 0, parameter model.layers.0.mlp.experts.gate_up_proj" in problem
 
 

@@ -34,7 +34,7 @@ def _mtp_layer() -> State:
     }
 
 
-def _source(directory: Path) -> PreTrainedConfig:
+def source_with_mtp(directory: Path) -> PreTrainedConfig:
     """A DeepSeek-V3 directory with an MTP layer, as it is published, and an old buffer."""
     reference = random_model(deepseek_v3(num_nextn_predict_layers=1))
     reference.save_pretrained(directory)
@@ -77,7 +77,7 @@ def _run(config: PreTrainedConfig, source: Path, target: Path, ep: int, **option
 def test_an_mtp_layer_is_saved_byte_for_byte_and_transformers_loads_the_model(
     ep: int, limit: int, tmp_path: Path
 ) -> None:
-    config = _source(tmp_path / "source")
+    config = source_with_mtp(tmp_path / "source")
     ranks = _run(config, tmp_path / "source", tmp_path / "out", ep, max_shard_bytes=limit)
     saved, source, kept = _saved(tmp_path / "out"), _saved(tmp_path / "source"), _mtp_layer()
     assert saved.keys() == source.keys()
@@ -99,14 +99,14 @@ def test_an_mtp_layer_is_saved_byte_for_byte_and_transformers_loads_the_model(
 
 
 def test_a_saved_model_keeps_its_mtp_layer_when_it_is_trained_again(tmp_path: Path) -> None:
-    config = _source(tmp_path / "0")
+    config = source_with_mtp(tmp_path / "0")
     for number in (1, 2):
         _run(config, tmp_path / str(number - 1), tmp_path / str(number), 1)
     assert all(torch.equal(_saved(tmp_path / "2")[name], tensor) for name, tensor in _mtp_layer().items())
 
 
 def test_a_dtype_that_is_asked_for_holds_for_them_too(tmp_path: Path) -> None:
-    config = _source(tmp_path / "source")
+    config = source_with_mtp(tmp_path / "source")
     _run(config, tmp_path / "source", tmp_path / "out", 2, dtype=torch.bfloat16)
     saved = _saved(tmp_path / "out")
     for name, tensor in _mtp_layer().items():
@@ -116,7 +116,7 @@ def test_a_dtype_that_is_asked_for_holds_for_them_too(tmp_path: Path) -> None:
 
 
 def test_files_lost_since_loading_are_reported_as_dropped_by_every_rank_and_the_model_is_saved(tmp_path: Path) -> None:
-    config = _source(tmp_path / "source")
+    config = source_with_mtp(tmp_path / "source")
     ranks = _run(config, tmp_path / "source", tmp_path / "out", 2, lost_on=1)
     assert _saved(tmp_path / "out").keys() == _saved(tmp_path / "source").keys() - _mtp_layer().keys()
     for _, report in ranks:
@@ -126,7 +126,7 @@ def test_files_lost_since_loading_are_reported_as_dropped_by_every_rank_and_the_
 
 @pytest.mark.parametrize("how", ["removed", "rewritten"])
 def test_files_that_are_gone_or_changed_are_not_read(how: str, tmp_path: Path) -> None:
-    config = _source(tmp_path / "source")
+    config = source_with_mtp(tmp_path / "source")
     model = build_meta_model(config, torch.float32)
     materialize(model, "cpu")
     fill(model, tmp_path / "source")
