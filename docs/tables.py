@@ -4,7 +4,7 @@
     python docs/tables.py --check    # ends with 1 where a page is not current
 
 `<!-- keys -->` ... `<!-- /keys -->` encloses what is written, and so do `help: VERB` (no verb: the verbs themselves),
-`example: FILE` of examples/, and `other names`, what other trainers call our keys. `make schema` runs it.
+`example: FILE` of examples/. `make schema` runs it.
 
 It needs `expertmesh.config` and the command line, which import no torch, and no network.
 """
@@ -26,11 +26,10 @@ from pydantic.fields import FieldInfo
 from expertmesh.cli.main import main as expertmesh
 from expertmesh.config import Config
 from expertmesh.config.base import Section
-from expertmesh.config.other_names import THEIRS
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(
-    r"^<!-- (?P<mark>(?P<kind>example|help|keys|other names)(?:: (?P<what>.+?))?) -->\n.*?^<!-- /(?P=kind) -->$",
+    r"^<!-- (?P<mark>(?P<kind>example|help|keys)(?:: (?P<what>.+?))?) -->\n.*?^<!-- /(?P=kind) -->$",
     re.MULTILINE | re.DOTALL,
 )
 # A width that a page shows without a scroll bar.
@@ -56,7 +55,7 @@ def main() -> int:
 def current(page: str) -> str:
     """The text of a page with what its marks enclose as the code has it."""
     sources = {"example": _example, "help": _help}
-    sources |= {"keys": lambda what: "\n".join(_keys(Config)), "other names": lambda what: "\n".join(_other_names())}
+    sources["keys"] = lambda what: "\n".join(_keys(Config))
 
     def written(found: re.Match[str]) -> str:
         text = sources[found["kind"]](found["what"] or "").strip()
@@ -84,7 +83,11 @@ def _help(verb: str) -> str:
                 os.environ[name] = value
     if code:
         raise RuntimeError(f"expertmesh {verb} --help ends with {code}")
-    return _fenced("\n".join(line.rstrip() for line in printed.getvalue().splitlines()), "text")
+    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+    if verb:  # the list of verbs has its purpose and --help already
+        usage, _purpose, rest = "\n".join(lines).strip().split("\n\n", 2)
+        lines = [usage, "", *(line for line in rest.splitlines() if not line.startswith("  -h, --help"))]
+    return _fenced("\n".join(lines).removesuffix("\nOptions:"), "text")
 
 
 def _fenced(text: str, language: str) -> str:
@@ -108,12 +111,6 @@ def _keys(section: type[Section], name: str = "", about: str | None = None) -> I
             yield from _keys(inner, ".".join(filter(None, [name, key])) + several, about)
 
 
-def _other_names() -> Iterator[str]:
-    yield from ("| here | elsewhere |", "|---|---|")
-    for ours, theirs in THEIRS.items():
-        yield f"| `{ours}` | {', '.join(f'`{name}`' for name in theirs.split())} |"
-
-
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
@@ -133,10 +130,10 @@ def _values(annotation: Any) -> str:
     if annotation is type(None):
         return "`null`"
     if origin is dict:
-        return f"keys of your own, each {_values(arguments[1])}"
+        return f"mapping to {_values(arguments[1])}"
     if origin is not None:  # Literal
         return ", ".join(f"`{argument}`" for argument in arguments)
-    words = {int: "integer", float: "number", bool: "`true`, `false`", str: "text", Any: "any value"}
+    words = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any value"}
     return words.get(annotation, "section")
 
 

@@ -34,12 +34,11 @@ class DataSource(Section):
     format: DataFormat = "auto"
     """Layout of a row; auto detects and prints it."""
     columns: Mapped[Annotated[str, Field(min_length=1)] | None] = Field({}, validate_default=True)
-    """Names of the format's columns in the rows, as {prompt: question, completion: answer}; null leaves a column out,
-    as {label: null}."""
+    """Names of the format's columns in the rows, as {prompt: question, completion: answer}; null leaves one out."""
     roles: Mapped[Role] = Field({}, validate_default=True)
     """Standard role of each role name in the rows, as {bot: assistant}; usual names are known."""
     weight: float | None = Field(default=None, ge=1e-9, le=1e9)
-    """Share of the rows of training, relative to the other sources' weights; all sources have one, or none."""
+    """Share of the rows, relative to other sources' weights; all sources have one, or none."""
     repeat: int = Field(default=1, ge=1, le=10_000)
     """Times that an epoch has each row."""
     max_rows: int | None = Field(default=None, ge=1, le=2**31 - 1)
@@ -83,37 +82,36 @@ class DataConfig(Section):
     max_length: int = Field(default=4096, ge=2, le=2**24)
     """Longest sequence, in tokens."""
     on_overlong: Literal["cut", "drop", "stop"] = "cut"
-    """For a sample longer than max_length; what is cut or dropped is counted."""
+    """For a sample longer than max_length; counted."""
     on_error: Literal["stop", "skip"] = "stop"
-    """For a malformed row; what is skipped is counted."""
+    """For a malformed row; counted."""
     on_empty_answer: WhatToDo = "keep"
-    """For a row with an empty answer; such rows are counted."""
+    """For a row with an empty answer; counted."""
     on_unanswered: WhatToDo = "keep"
-    """For a conversation that does not end with an answer; such rows are counted."""
+    """For a conversation that does not end with an answer; counted."""
     on_dropped_thinking: WhatToDo = "keep"
-    """For a row whose thinking the chat template leaves out, as many do before the last turn; such rows are counted."""
+    """For a row whose thinking the chat template leaves out; counted."""
     on_broken_thinking: WhatToDo = "keep"
-    """For an answer with an unclosed <think>, an unopened </think>, or several such blocks; such rows are counted."""
+    """For an answer with an unclosed <think>, an unopened </think>, or several blocks; counted."""
     chat_template: Plain | None = None
-    """File of a chat template (Jinja) that takes the place of the tokenizer's, and is saved with the model."""
+    """File of a chat template (Jinja) in place of the tokenizer's; saved with the model."""
     template_args: Mapped[Any] = Field(default_factory=dict, validate_default=True)
     """Arguments of the chat template beside messages and tools, as enable_thinking: false."""
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
-    """Thinking in answers: what the template makes of it (auto), none, the last answer's, or every answer's, for which
-    a row becomes several samples where the template keeps the last one only."""
+    """Thinking in answers: as the template has it (auto), none, the last answer's, or every answer's; a row then
+    becomes several samples where the template keeps only the last."""
     stream: bool = False
-    """Read and tokenize data.train while training goes, for data larger than memory and disk; train.max_steps ends the
-    run."""
+    """Read and tokenize data.train while training goes; train.max_steps ends the run."""
     stream_rows: int = Field(default=8192, ge=1, le=2**20)
     """Rows of a stream that are read, tokenized, shuffled and packed together."""
     prepared_path: str | None = None
     """Directory for tokens, which runs may share; null for prepared in output_dir."""
     packing: bool = True
-    """Fill each sequence with several samples; attention stays inside each of them. Off with objectives of pairs."""
+    """Fill each sequence with several samples; attention stays inside each. Off with objectives of pairs."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
     shuffle: bool = True
-    """Shuffle samples anew in every epoch, by train.seed; false keeps the order of the sources."""
+    """Shuffle in every epoch, by train.seed; false keeps the order of the sources."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
@@ -181,7 +179,7 @@ class EvalConfig(Section):
     section: ClassVar[str] = "eval"
 
     samples: int = Field(default=0, ge=0, le=1000)
-    """The first so many prompts of each evaluation set are answered at every evaluation."""
+    """Number of first prompts of each evaluation set to answer at every evaluation."""
     sample_tokens: int = Field(default=64, ge=1, le=2**16)
     """Longest answer, in tokens; none goes beyond data.max_length."""
 

@@ -30,31 +30,30 @@ class CheckpointConfig(Section):
     section: ClassVar[str] = "checkpoint"
 
     every_steps: PositiveInt | None = 200
-    """Save every so many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
+    """Optimizer steps between saves; the last step is saved too. null saves only by every_minutes or when stopped."""
     every_minutes: Annotated[float, Field(gt=0, le=MAX_SECONDS / 60)] | Literal["auto"] | None = None
-    """Save so many minutes after the last save, by rank 0's clock; auto takes what loses least time for the measured
-    pause of a save and device_hours_per_failure."""
+    """Minutes between saves; auto loses least time for the measured pause and
+    device_hours_per_failure."""
     device_hours_per_failure: float = Field(default=50_000.0, gt=0, le=MAX_SECONDS)
-    """Hours of one device between failures, for every_minutes: auto; by default those of Llama 3's 16,384 GPUs."""
+    """Hours of one device between failures, for every_minutes: auto; the default is Llama 3's."""
     remote: Annotated[str, Field(min_length=1)] | None = None
-    """Directory of object storage (s3://, gs://, az:// or file://) that gets every checkpoint and the result too, and
-    from which the run goes on where output_dir is empty or older."""
+    """Object storage (s3://, gs://, az:// or file://) for checkpoints and the result; the run continues from it where
+    output_dir is empty or older."""
     keep_last: PositiveInt = 2
-    """So many of the newest are kept; one more is on the disk while it is written."""
+    """Number of newest checkpoints to keep; one more is on the disk while written."""
     keep_best: Name | None = None
-    """A figure of evaluations, as eval_loss: a checkpoint is saved whenever it is better (a lower loss, any other
-    figure that is higher), and the best one is kept beside the newest."""
+    """Figure of evaluations, as eval_loss: the best checkpoint (lowest loss, any other figure highest) is saved and
+    kept beside the newest."""
     asynchronous: bool = True
-    """Copy the state to host memory and write it while training goes on; false waits until it is on the disk."""
+    """Write from a copy in host memory while training goes on; false waits for the disk."""
     resume: Name = "auto"
     """auto continues from the newest checkpoint, if any; never starts anew; or a checkpoint, as step-00000200 or a
     path."""
     resume_changed: Listed[Changeable] = ()
-    """Keys that may differ from the run that is resumed, beside what always may. schedule stands for all of its
-    keys."""
+    """Keys that may differ from the resumed run, beside what always may; schedule stands for all its keys."""
     resume_weights_only: bool = False
-    """Start another run from the weights, or adapters, of the checkpoint that resume names; once it has checkpoints of
-    its own, it continues from the newest of these."""
+    """Another run from the weights, or adapters, of the checkpoint that resume names; it continues from its own
+    checkpoints once it has any."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
@@ -72,9 +71,8 @@ class SaveConfig(Section):
     section: ClassVar[str] = "save"
 
     dtype: Literal["auto", "bfloat16", "float16", "float32", "as_loaded"] = "auto"
-    """Dtype of its weights, except what the family keeps in float32; auto gives each tensor its dtype in the files that
-    it was loaded from, bfloat16 where these are quantised; as_loaded writes quantised files in their own format.
-    Adapters are written as trained."""
+    """Dtype of its weights, except what the family keeps in float32; auto is that of the loaded files, bfloat16 where
+    these are quantised; as_loaded writes quantised files in their own format. Adapters are written as trained."""
     push_to_hub: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+$")
     """Repository of the hub (owner/name) that gets the result and its model card."""
     hub_private: bool = True
@@ -91,7 +89,7 @@ class LogConfig(Section):
     report_to: Listed[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]] = ("jsonl",)
     """Destinations of metrics; jsonl (output_dir/metrics.jsonl) is always on."""
     level: Literal["debug", "info", "warning"] = "info"
-    """Verbosity: warnings alone, what rank 0 does as well, or where every rank is until the first step."""
+    """Verbosity: warnings alone, rank 0's steps, or where every rank is until the first step."""
     project: str | None = Field(default=None, min_length=1)
     """Project of wandb and trackio, and MLflow's experiment; null for WANDB_PROJECT, TRACKIO_PROJECT or
     MLFLOW_EXPERIMENT_NAME, or expertmesh."""
@@ -112,7 +110,7 @@ class DistributedConfig(Section):
     timeout_seconds: Seconds = 600
     """Longest time one collective may take before the job ends."""
     first_step_timeout_seconds: Seconds = 1800
-    """The same up to the end of the first step, which also loads weights and warms up."""
+    """The same up to the end of the first step."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:

@@ -37,11 +37,11 @@ class ModelConfig(Section):
     revision: Plain | None = None
     """Branch, tag or commit on the hub; null takes the default branch."""
     from_config: bool = False
-    """Train from random weights of train.seed, drawn as transformers does; for a model with a config and no weights."""
+    """Random weights by train.seed, for a model with a config and no weights."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention implementation of transformers; auto is transformers' own choice."""
+    """Attention implementation of transformers; auto is its own choice."""
 
     @model_serializer(mode="wrap")
     def _without_from_config_off(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
@@ -50,18 +50,18 @@ class ModelConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """The dtypes of training. float64 is for proofs and must then be given three times."""
+    """Dtypes of training. float64, for proofs, must be given three times."""
 
     section: ClassVar[str] = "precision"
 
     params: Dtype = "float32"
-    """Dtype of the parameters that the optimizer updates (master weights)."""
+    """Dtype of the master weights."""
     compute: Dtype = "bfloat16"
-    """Dtype in which forward and backward run; not wider than params."""
+    """Dtype of forward and backward; not wider than params."""
     reduce: Dtype = "float32"
-    """Dtype in which gradients are reduced over ranks."""
+    """Dtype of gradient reductions."""
     frozen: Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"] | None = None
-    """Frozen routed experts and linear layers under LoRA stay in 8 or 4 bits; null keeps them in precision.compute."""
+    """Frozen experts and linear layers under LoRA in 8 or 4 bits; null: in precision.compute."""
 
     @field_validator("params", "compute", "reduce", mode="before")
     @classmethod
@@ -175,7 +175,7 @@ class OptimConfig(Section):
     stochastic_rounding: bool = False
     """Round by chance, so that small updates count on average; needs precision.params bfloat16; not for sgd."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global 2-norm; null does not clip."""
+    """Limit of the gradients' global 2-norm; null does not clip."""
 
     @field_validator("betas", mode="before")
     @classmethod
@@ -215,10 +215,10 @@ class ScheduleConfig(Section):
     }
 
     name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
-    """Course of the learning rate after the warm-up: along a cosine, a line, not at all, along a line over the last
-    steps alone (wsd), or with the square root of the steps."""
+    """Fall of the learning rate after the warm-up: cosine, linear, none, linear over the last steps alone (wsd), or
+    with the inverse square root of the steps."""
     warmup_ratio: float = Field(default=0.03, ge=0, le=1)
-    """Share of all steps over which the learning rate rises linearly from zero."""
+    """Share of all steps with a linear rise from zero."""
     warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     """The same as a number of steps, in place of warmup_ratio."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -252,33 +252,33 @@ class TrainConfig(Section):
     section: ClassVar[str] = "train"
 
     global_batch_size: Sequences = 64
-    """Sequences per optimizer step over the whole job; gradient accumulation follows and is printed."""
+    """Sequences per optimizer step of the job; accumulation follows and is printed."""
     micro_batch_size: Sequences = 1
     """Sequences per forward pass on one data rank."""
     num_epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
-    """Stop after this many optimizer steps if the epochs have not ended before."""
+    """Most optimizer steps; epochs may end before."""
     eval_every_steps: PositiveInt | None = None
-    """Evaluate on data.eval every so many optimizer steps and at the end; null: only at the end."""
+    """Optimizer steps between evaluations; the last step has one too. null: only the last step."""
     early_stop: EarlyStopConfig | None = None
     """End the run before its last step when an evaluation's figure gets no better; null for never."""
     seed: int = Field(default=42, ge=0, lt=2**63)
     """Seed of everything random: shuffling and dropout."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Part of a block that backward recomputes: all (full), or all but dispatch, experts, combine and fused attention
-    (selective). auto is full on accelerators and none on a CPU."""
+    """Part of a block that backward recomputes: all (full), or all but experts and fused attention (selective). auto is
+    full on accelerators and none on a CPU."""
     checkpoint_layers: Literal["all"] | Annotated[int, Field(ge=2)] | Listed[Annotated[int, Field(ge=0)]] = "all"
     """Blocks that are recomputed, from 0: all, N for every Nth from the first on, or a list."""
     accumulate: Accumulate = "auto"
-    """Order of the micro-batches of a step: each through the whole model, or all of a round through one block before
-    the next. auto is by_layer where blocks are recomputed in full and gathered (printed)."""
+    """Order of micro-batches: each through the whole model, or all of a round through one block before the next. auto
+    is by_layer where blocks are recomputed in full and gathered (printed)."""
     round: Literal["auto"] | PositiveInt = "auto"
-    """Micro-batches of a round by layer, at most; auto takes all whose block inputs are predicted to fit."""
+    """Micro-batches of a round by layer, at most; auto takes all that are predicted to fit."""
     compile: bool = False
-    """Compile the dense parts of each block (attention, norms, dense MLPs, shared experts) with torch.compile."""
+    """Compile the dense parts of each block with torch.compile."""
     deterministic: bool = False
-    """Take torch's deterministic algorithms: GPUs repeat a run bit for bit, or an operation without one ends it."""
+    """Take torch's deterministic algorithms: GPUs repeat a run bit for bit; an operation without one ends it."""
 
     @field_validator("checkpoint_layers", mode="after")
     @classmethod
@@ -313,25 +313,25 @@ class ParallelConfig(Section):
     section: ClassVar[str] = "parallel"
 
     ep: Ranks | Literal["auto"] = "auto"
-    """Neighbouring ranks that together hold all routed experts once; auto takes the number that moves least."""
+    """Neighbouring ranks that hold all routed experts once; auto takes what moves least."""
     ep_across_nodes: bool = False
-    """Allow an ep whose groups have parts of nodes; auto never takes one."""
+    """Allow groups of ep that cut nodes; auto never does."""
     fsdp: Ranks | Literal["auto"] = "auto"
     """Ranks over which parameters are sharded; auto takes all that the other axes leave."""
     replicate: Ranks = 1
     """Copies of the sharded model (hybrid sharding)."""
     tp: Ranks = 1
-    """Ranks over which attention, dense MLPs and vocabulary are split, positions between them (tensor parallelism)."""
+    """Ranks that split attention, dense MLPs and vocabulary (tensor parallelism)."""
     cp: Ranks = 1
-    """Ranks over which each sequence is split (context parallelism, Ulysses)."""
+    """Ranks that split each sequence (context parallelism, Ulysses)."""
     pp: Ranks = 1
-    """Ranks over which the decoder's blocks are split, one after the other (pipeline parallelism)."""
+    """Ranks that split the decoder's blocks into stages (pipeline parallelism)."""
     pp_schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"] = "auto"
     """Order of micro-batches; auto is 1f1b, interleaved with virtual stages."""
     pp_virtual_stages: Ranks = 1
-    """Stages of each pp rank; more than 1 make interleaved_1f1b, whose ranks wait less."""
+    """Stages of each pp rank; more than 1 need interleaved_1f1b."""
     offload: Literal["none", "experts"] = "none"
-    """experts: those that precision.frozen packs stay in host memory and are copied to the device a layer ahead."""
+    """experts: packed experts stay in host memory and are copied to the device a layer ahead."""
 
     @field_validator("pp_schedule", mode="before")
     @classmethod
@@ -381,17 +381,16 @@ class MoeConfig(Section):
     router: Literal["train", "frozen"] = "train"
     """Train router weights, or freeze them."""
     router_dtype: Literal["float32", "compute"] = "float32"
-    """Dtype that routers compute in under a narrower precision.compute, where the family's code can (printed)."""
+    """Dtype of routers under a narrower precision.compute, where the family's code can (printed)."""
     aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
-    """Factor of the load-balancing loss over the whole batch of a step; from_model takes the model's own (none unless
-    its config has output_router_logits), 0.0 leaves the loss out."""
+    """Factor of the load-balancing loss over a step's global batch; from_model takes the model's own (none unless its
+    config has output_router_logits)."""
     z_loss_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
+    """Factor of the router z-loss (arXiv 2202.08906)."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """Step of routers' correction biases towards balance after each optimizer step (arXiv 2408.15664)."""
+    """Step of routers' correction biases after each optimizer step (arXiv 2408.15664)."""
     dispatch: Literal["auto", "all_to_all", "hierarchical", "deepep"] = "auto"
-    """Transport of tokens to their experts; hierarchical: once to each node; deepep: by the kernels of DeepEP, if
-    installed."""
+    """Transport of tokens to their experts; hierarchical: once to each node; deepep: by DeepEP's kernels."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """Grouped matrix products, or expert after expert."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
