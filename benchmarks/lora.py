@@ -78,7 +78,7 @@ def build(name: str, case: LayerCase, device: torch.device) -> Step:
 
 def ours(shape: Shape, weights: Tensors, adapters: Tensors, inputs: Inputs) -> Step:
     from expertmesh.experts.lora_state import AdapterState
-    from expertmesh.state.sharded_model import attach_to_module
+    from expertmesh.state.model_view import attach_to_module
 
     experts = qwen3_experts(shape, weights)
     trained = {name: torch.nn.Parameter(adapter) for name, adapter in adapters.items()}

@@ -18,7 +18,7 @@ import expertmesh as em
 from expertmesh.adapters.peft_format import peft_keys
 from expertmesh.adapters.plan import plan_of
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.state.sharded_model import mesh_of
+from expertmesh.state.model_view import mesh_of
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
 from tests.support.reference import (

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import expert_mlp
-from expertmesh.state.sharded_model import module_state
+from expertmesh.state.model_view import module_state
 from tests.adapters.reference import EXPERTS, AdapterDistance, PeftRun, tiny_peft_run, train_adapters
 from tests.parallel.test_uneven_routing import EVERY_ROW, FIRST_EP_GROUP, route_by_half
 from tests.support.one_launch import Launched, one_launch

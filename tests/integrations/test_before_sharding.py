@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import expertmesh as em
 from expertmesh.config.errors import InputError
-from expertmesh.state.sharded_model import mesh_of
+from expertmesh.state.model_view import mesh_of
 from tests.integrations.test_other_code import LORA, small_batch
 from tests.support.errors import refused
 from tests.support.list_models import write_list_model

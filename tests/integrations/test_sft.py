@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import expertmesh as em
 from expertmesh.integrations import patches
-from expertmesh.state.sharded_model import attach
+from expertmesh.state.model_view import attach
 from tests.adapters.reference import random_adapter
 from tests.integrations.support import ONE_LAYER, Job, Result, accumulating, compare, even_rows, sharded, stock
 from tests.support.models import tiny_model

@@ -23,8 +23,8 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer
 from expertmesh.io.boxes import slices
 from expertmesh.parallel import tensor
+from expertmesh.state.model_view import module_state
 from expertmesh.state.patching import exchanged
-from expertmesh.state.sharded_model import module_state
 from expertmesh.state.shards import local_box
 from expertmesh.step import vocabulary
 from tests.parallel.test_router_loss import MOE

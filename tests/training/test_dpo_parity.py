@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import expertmesh as em
 from expertmesh.config import Config
-from expertmesh.state.sharded_model import mesh_of
+from expertmesh.state.model_view import mesh_of
 from expertmesh.training import loop
 from expertmesh.training.run import train
 from tests.adapters.reference import in_files

@@ -18,8 +18,8 @@ from expertmesh.compat import parameter_slots
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import AdapterState, adapter_state, number_rows, running_adapters_of
+from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.patching import exchanged, mix_in
-from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
 def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, dtype: torch.dtype) -> None:

@@ -23,9 +23,8 @@ from expertmesh.adapters.targets import Target, candidates
 from expertmesh.anatomy import describe
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
-from expertmesh.state.model_view import meta_copy
+from expertmesh.state.model_view import attach, meta_copy
 from expertmesh.state.patching import mix_in
-from expertmesh.state.sharded_model import attach
 
 _WHERE = "the PeftModel"
 

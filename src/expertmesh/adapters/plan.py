@@ -47,8 +47,7 @@ from expertmesh.config import LoraConfig
 from expertmesh.config.base import is_named
 from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_reader import open_weight_files
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.sharded_model import attach, sharded
+from expertmesh.state.model_view import ModelView, attach, sharded
 
 
 @dataclass(frozen=True, slots=True)

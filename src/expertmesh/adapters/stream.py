@@ -18,8 +18,7 @@ from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, slices
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.sharded_model import sharded
+from expertmesh.state.model_view import ModelView, sharded
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor, plan_save
 from expertmesh.weights.reading import read_box

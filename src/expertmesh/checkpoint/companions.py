@@ -21,8 +21,7 @@ from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import read_small, read_small_json
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import CODES
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.sharded_model import Source
+from expertmesh.state.model_view import ModelView, Source
 from expertmesh.weights.companions import Tokenizer, config_files
 from expertmesh.weights.mapping import plan_load, plan_save
 

@@ -19,7 +19,7 @@ from expertmesh.checkpoint.state import allocate_optimizer_state, held_part, mod
 from expertmesh.compat import weight_conversions
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.safetensors_reader import DTYPES
-from expertmesh.state.sharded_model import mesh_of, sharded
+from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.state.shards import is_on_other_stage
 from expertmesh.weights.load import fill
 from expertmesh.weights.source import remember

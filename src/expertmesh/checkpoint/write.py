@@ -26,8 +26,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.directory import io_errors, require_space, temporary_directory, wait_until_seen
 from expertmesh.io.safetensors_writer import sync, write_synced
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.sharded_model import mesh_of
+from expertmesh.state.model_view import ModelView, mesh_of
 from expertmesh.state.shards import on_other_stage
 
 if TYPE_CHECKING:

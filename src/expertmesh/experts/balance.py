@@ -24,8 +24,7 @@ from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.router_loss import aux_loss_refusal, router_logits_refusal
 from expertmesh.io.boxes import full_box, slices
-from expertmesh.state.model_view import stage_names
-from expertmesh.state.sharded_model import mesh_of, sharded
+from expertmesh.state.model_view import mesh_of, sharded, stage_names
 from expertmesh.state.shards import local_box, local_tensor
 
 _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores for the choice alone, in every family

@@ -31,8 +31,8 @@ from expertmesh.experts.lora_state import Dropout, running_adapters_of
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.pairs import LocalPairs, count_pairs, sorted_choice
 from expertmesh.experts.token_counts import TokensPerExpert, real_tokens
+from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.patching import replace_forward
-from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
 @dataclass(eq=False)

@@ -16,8 +16,7 @@ from torch import nn
 
 from expertmesh.compat import parameter_slots
 from expertmesh.config.errors import InputError
-from expertmesh.state.model_view import is_adapter
-from expertmesh.state.sharded_model import attach_to_module, module_state, sharded
+from expertmesh.state.model_view import attach_to_module, is_adapter, module_state, sharded
 
 _BLOCK_ELEMENTS = 1 << 20
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -34,8 +34,8 @@ from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.parallel.tensor import split_parts
+from expertmesh.state.model_view import attach
 from expertmesh.state.other_code import guard
-from expertmesh.state.sharded_model import attach
 
 
 def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:

@@ -21,10 +21,9 @@ from expertmesh.experts.module_list import FusedExperts
 from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
 from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.host_memory import HostCopies
-from expertmesh.state.model_view import is_adapter
+from expertmesh.state.model_view import attach, is_adapter, sharded
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantised_format
-from expertmesh.state.sharded_model import attach, sharded
 
 View = Literal["dense", "dense_tp", "expert"]
 

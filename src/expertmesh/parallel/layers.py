@@ -23,7 +23,7 @@ from expertmesh.introspection.stage_probe import CannotCut
 from expertmesh.parallel.pipeline import Cut, Pipeline, parts_by_stage, rehearse_each
 from expertmesh.parallel.placeholders import idle, idle_around
 from expertmesh.parallel.shard_plan import ShardPlan
-from expertmesh.state.sharded_model import attach, mesh_of, sharded
+from expertmesh.state.model_view import attach, mesh_of, sharded
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,9 +27,8 @@ from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.stage_probe import LENGTH, ROWS, CannotCut, Decoder, probe, rehearse
 from expertmesh.parallel.placeholders import Leaving, Placeholder, idle, placeholders_for, put_placeholders
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
-from expertmesh.state.model_view import ModelView, meta_copy
+from expertmesh.state.model_view import ModelView, StageView, attach, meta_copy, sharded
 from expertmesh.state.patching import exchanged
-from expertmesh.state.sharded_model import StageView, attach, sharded
 
 _HIDDEN_SIZE = "hidden_size"  # in a cached answer, stands for the value of this name in the configuration
 

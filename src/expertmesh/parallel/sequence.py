@@ -27,7 +27,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.attention import decoder_of
 from expertmesh.introspection.source_code import takes_masks
 from expertmesh.parallel.packing.by_samples import kinds_of_masks, masks_of
-from expertmesh.state.sharded_model import sharded
+from expertmesh.state.model_view import sharded
 
 Batch = Mapping[str, torch.Tensor]
 # Values for padded positions. Position ids restart there, so that the padding is a separate sample of a packed row.

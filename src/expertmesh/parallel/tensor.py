@@ -27,9 +27,9 @@ from expertmesh.experts.lora_state import adapter_state, adapter_state_of
 from expertmesh.introspection.state_heads import Share
 from expertmesh.parallel.packing.by_samples import BySamples
 from expertmesh.parallel.tensor_plan import TensorPart
+from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.patching import exchanged, mix_in
-from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from expertmesh.introspection.heads_proof import why_not_split
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.source_code import counts_heads
 from expertmesh.introspection.state_heads import Share
-from expertmesh.state.model_view import is_adapter
-from expertmesh.state.sharded_model import sharded
+from expertmesh.state.model_view import is_adapter, sharded
 
 # A module of a block whose forward takes one of these arguments mixes positions.
 _MIXES_POSITIONS = {

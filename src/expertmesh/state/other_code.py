@@ -31,8 +31,8 @@ from expertmesh.compat import (
 )
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
+from expertmesh.state.model_view import attach, mesh_of, sharded
 from expertmesh.state.patching import mix_in
-from expertmesh.state.sharded_model import attach, mesh_of, sharded
 
 M = TypeVar("M", bound=nn.Module)
 # Floating-point arguments of a forward that belong to text, not to media.

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from expertmesh.compat import StridedShard
 from expertmesh.io.boxes import Box, extents, full_box, slices
-from expertmesh.state.packed import PackedTensor, stored, values_at
-from expertmesh.state.sharded_model import StageView, sharded
+from expertmesh.state.packed import PackedTensor, values_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,8 @@ class StagePlacement:
     """This rank is the first of the ranks that hold the stage."""
 
 
-_OTHER_STAGE = StagePlacement(on_other_stage=True)
+OTHER_STAGE = StagePlacement(on_other_stage=True)
+"""The placement of a tensor that this rank has no part of."""
 
 
 def local_box(tensor: Tensor) -> Box:
@@ -123,17 +123,6 @@ def full_values(tensor: DTensor) -> Tensor:
     return DTensor.from_local(local.experts(0, len(local)), tensor.device_mesh, tensor.placements).full_tensor()
 
 
-def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return `tensor` of `model`, or for packed experts their bytes `[E, bytes]`, sharded in the same way."""
-    kind = (sharded(model).frozen_formats or {}).get(name)
-    if kind is None:
-        return tensor
-    if not isinstance(tensor, DTensor):
-        return on_other_stage(torch.uint8, (tensor.shape[0], kind.bytes))
-    # `run_check` would issue a collective; no function here but `full_values` does.
-    return DTensor.from_local(stored(local_tensor(tensor)), tensor.device_mesh, tensor.placements, run_check=False)
-
-
 def _sharding_order(tensor: DTensor, dim: int) -> list[int]:
     """Return the mesh axes that shard `dim`, outermost first: the order in which the dim is split.
 
@@ -180,7 +169,7 @@ def is_on_other_stage(tensor: Tensor) -> bool:
 
 def on_other_stage(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return a placeholder on meta for a tensor that only other stages hold."""
-    return _place(torch.empty(shape, dtype=dtype, device="meta"), _OTHER_STAGE)
+    return place(torch.empty(shape, dtype=dtype, device="meta"), OTHER_STAGE)
 
 
 def is_tied_replica(tensor: Tensor) -> bool:
@@ -192,29 +181,10 @@ def is_tied_replica(tensor: Tensor) -> bool:
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Mark `tensor` (an optimizer's state, for example) as located where `other` is, and return it."""
     placement = placement_of(other)
-    return tensor if placement is None else _place(tensor, placement)
+    return tensor if placement is None else place(tensor, placement)
 
 
-def _placement(view: StageView, name: str) -> StagePlacement:
-    replica = name in view.tied_replicas
-    return StagePlacement(
-        is_tied_replica=replica,
-        has_tied_replica=replica or name in view.tied_originals,
-        is_first_rank=view.is_first_rank,
-    )
-
-
-def _place(tensor: Tensor, placement: StagePlacement) -> Tensor:
+def place(tensor: Tensor, placement: StagePlacement) -> Tensor:
+    """Mark `tensor` with its placement, and return it."""
     tensor._expertmesh_stage_placement = placement  # type: ignore[attr-defined]
     return tensor
-
-
-def full_state(view: StageView, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict of the full model of a stage, each tensor marked with its placement.
-
-    Args:
-        own: The stage's state dict, with its parameters as they are.
-    """
-    full = dict(view.meta_model.state_dict(keep_vars=True))
-    held = {id(full[name]): _place(tensor, _placement(view, name)) for name, tensor in own.items()}
-    return {name: held.get(id(meta), _place(meta, _OTHER_STAGE)) for name, meta in full.items()}

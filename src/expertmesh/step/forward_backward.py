@@ -19,9 +19,8 @@ from expertmesh.config.errors import InputError
 from expertmesh.parallel.layers import Layers, layers_of
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import sequence_share
-from expertmesh.state.model_view import ModelView
+from expertmesh.state.model_view import ModelView, mesh_of
 from expertmesh.state.other_code import refuse_media_on_some_ranks
-from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.shards import placement_of
 from expertmesh.step.base_model import model_inputs
 from expertmesh.step.by_layer import Round, layers_held

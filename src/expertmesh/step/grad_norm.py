@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from expertmesh.compat import norms_of_all, scale_all_
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.sharded_model import mesh_of
+from expertmesh.state.model_view import ModelView, mesh_of
 from expertmesh.state.shards import is_tied_replica
 
 

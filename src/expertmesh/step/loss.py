@@ -27,9 +27,9 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
+from expertmesh.state.model_view import mesh_of
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
-from expertmesh.state.sharded_model import mesh_of
 from expertmesh.step.base_model import base_name, head_of, model_inputs, run_base
 from expertmesh.step.objective import IGNORED, CrossEntropy, Objective, Term
 from expertmesh.step.router_losses import active_router_losses

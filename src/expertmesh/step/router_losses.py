@@ -22,7 +22,7 @@ from expertmesh.experts.balance import attached_balance
 from expertmesh.experts.router_loss import chosen_pairs, probability_sums, squared_logsumexp
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
-from expertmesh.state.sharded_model import mesh_of, sharded
+from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.step.base_model import real_tokens_here, run_base
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from expertmesh.compat import parameter_slots
 from expertmesh.config.errors import InputError
+from expertmesh.state.model_view import sharded
 from expertmesh.state.patching import exchanged
-from expertmesh.state.sharded_model import sharded
 from expertmesh.step.base_model import head_of
 
 # Parameters of a head with one row per word; an adapter's A has none.

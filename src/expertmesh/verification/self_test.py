@@ -22,8 +22,8 @@ from expertmesh.config.errors import InputError
 from expertmesh.io.boxes import slices
 from expertmesh.parallel.layers import layers_of
 from expertmesh.parallel.pipeline import pipeline_of
-from expertmesh.state.model_view import stage_names
-from expertmesh.state.shards import as_stored, local_box, local_tensor
+from expertmesh.state.model_view import as_stored, stage_names
+from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import Job
 from expertmesh.verification.layers import CHECKS

@@ -32,8 +32,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_file
 from expertmesh.io.safetensors_writer import FilesLayout, create_index, sync
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.sharded_model import sharded
+from expertmesh.state.model_view import ModelView, sharded
 from expertmesh.weights.meta_model import CONFIG_FILE, GENERATION_FILE, class_of, family_of, json_files
 
 _TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"

@@ -34,8 +34,7 @@ from expertmesh.io.local_copy import MODEL_FILES, model_patterns
 from expertmesh.io.model_config import blamed, read_model_json, refuse_impossible
 from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.urls import is_url
-from expertmesh.state.model_view import ModelView, tied_names
-from expertmesh.state.sharded_model import attach
+from expertmesh.state.model_view import ModelView, attach, tied_names
 from expertmesh.weights.first_values import refuse_from_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
 from expertmesh.weights.quantised.published import refuse_unsupported

@@ -20,8 +20,7 @@ from expertmesh.anatomy import dense_linears, describe
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.sharded_model import Source
+from expertmesh.state.model_view import ModelView, Source
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.quantised.encode import Rounding, encode
 from expertmesh.weights.quantised.layouts import FORMATS, multiple_of, settings_of, stored_matrix

@@ -19,8 +19,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_writer import lay_out
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.sharded_model import Source
+from expertmesh.state.model_view import ModelView, Source
 from expertmesh.weights.companions import Tokenizer, write_companions
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import plan_save

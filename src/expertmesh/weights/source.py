@@ -14,8 +14,7 @@ from transformers.core_model_loading import WeightTransform
 from expertmesh.compat import set_weight_conversions
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
-from expertmesh.state.model_view import ModelView
-from expertmesh.state.sharded_model import Source, attach
+from expertmesh.state.model_view import ModelView, Source, attach
 from expertmesh.weights.mapping import LoadPlan, plan_save
 from expertmesh.weights.quantised.published import plain_dtype
 

@@ -11,7 +11,7 @@ from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, LocalDis
 from expertmesh.experts.dispatchers import deepep
 from expertmesh.experts.dispatchers.by_library import LibraryDispatcher
 from expertmesh.experts.dispatchers.hierarchical import HierarchicalDispatcher
-from expertmesh.state.sharded_model import module_state
+from expertmesh.state.model_view import module_state
 
 
 def open_dispatchers(name: str, specs: Sequence[ExpertsSpec], mesh: Mesh, triton: bool) -> dict[str, Dispatcher]:

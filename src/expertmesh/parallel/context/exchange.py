@@ -30,8 +30,8 @@ from expertmesh.distributed.collectives import all_gather, all_to_all_even
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.source_code import registry_call
 from expertmesh.parallel.context.plan import PREFIX, ContextPlan, backend_of, registered
+from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.patching import register_function
-from expertmesh.state.sharded_model import attach_to_module, module_state
 
 # Tensors for full rows, passed to the backend unchanged (sample boundaries of a packed batch, for flash attention).
 _WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}

@@ -16,8 +16,8 @@ from expertmesh.io.boxes import Box, extents, full_box, intersect
 from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.codes import Code, Factor, has_exponents
+from expertmesh.state.model_view import sharded
 from expertmesh.state.packed_format import PackedFormat, joined
-from expertmesh.state.sharded_model import sharded
 from expertmesh.weights.lazy import LazyTensor, rounded_units
 from expertmesh.weights.mapping import LoadPlan
 from expertmesh.weights.quantised.tensor import QuantisedTensor
