@@ -28,8 +28,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.export.merge import merge
 from expertmesh.state import packed_format
-from expertmesh.state.host_memory import HostCopies
-from expertmesh.state.packed import PackedTensor
+from expertmesh.state.packed import HostCopies, PackedTensor
 from expertmesh.state.packed_format import Sections, quantised_format
 from expertmesh.state.shards import local_tensor
 from tests.adapters import test_dropout

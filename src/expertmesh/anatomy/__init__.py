@@ -1,10 +1,10 @@
 """What a Hugging Face MoE model is made of: blocks, routed experts, routers. No code per model family."""
 
-from expertmesh.anatomy.block_kinds import alike, settings
 from expertmesh.anatomy.structure import (
     HIDDEN_OF_KEYS,
     Anatomy,
     ExpertsSpec,
+    alike,
     alike_as_one,
     carries_state,
     decoder_blocks,
@@ -15,6 +15,7 @@ from expertmesh.anatomy.structure import (
     is_classifier,
     is_inside,
     packable_linears,
+    settings,
 )
 
 __all__ = [

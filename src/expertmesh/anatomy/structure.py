@@ -6,12 +6,14 @@ and flags (gated, transposed, biased, ...). Experts of the same maths without th
 shapes and the arguments of their forward. So are mixtures without any such module, whose router sorts rows for two
 stacks of matrices. introspection/experts_proof.py proves that the maths is the same. Everything here works on models on
 meta, and refuses by name what it does not recognise: nothing is sharded on a guess.
+
+Blocks are also grouped by kind (`alike`, `settings`), so that one of each can be run for its group.
 """
 
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Literal
@@ -406,3 +408,39 @@ def _why_no_experts(model: nn.Module) -> str:
                 "they are called with the tokens, the experts chosen for each and their weights; it is not supported"
             )
     return "no routed experts found; only Mixture-of-Experts models with transformers' experts interface can be trained"
+
+
+_TELLS_APART = ("layer_type", "attention_type", "sliding_window")
+_NUMBERS = ("layer", "idx", "index")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def alike(
+    model: nn.Module, blocks: Sequence[str], kind: Callable[[str], Hashable] = lambda name: ()
+) -> list[list[str]]:
+    """Group the names `blocks` by kind, as `kind` tells it beside `block_kind`; groups are in the order of their first
+    block.
+    """
+    groups: dict[Hashable, list[str]] = {}
+    for name in blocks:
+        groups.setdefault((block_kind(model.get_submodule(name)), kind(name)), []).append(name)
+    return list(groups.values())
+
+
+def block_kind(block: nn.Module) -> Hashable:
+    """Return a value that is equal for blocks of equal cost."""
+    told = [str(getattr(part, what, "")) for part in (block, *block.children()) for what in _TELLS_APART]
+    shapes = [(name, parameter.shape, parameter.requires_grad) for name, parameter in block.named_parameters()]
+    return type(block).__name__, tuple(told), tuple(shapes)
+
+
+def settings(block: nn.Module) -> Hashable:
+    """Return all plain settings of a block's modules except the layer number: equal for blocks whose code does the
+    same.
+    """
+    return tuple(
+        (name, type(part).__name__, key, value)
+        for name, part in block.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, _PLAIN) and not (type(value) is int and any(word in key for word in _NUMBERS))
+    )

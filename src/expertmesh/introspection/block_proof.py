@@ -14,8 +14,13 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import experts_spec
-from expertmesh.anatomy.expert_module import ExpertModuleSpec, expert_module_spec, small_sizes
-from expertmesh.anatomy.small_copy import relative_error, small_copy
+from expertmesh.anatomy.expert_module import (
+    ExpertModuleSpec,
+    expert_module_spec,
+    relative_error,
+    small_copy,
+    small_sizes,
+)
 from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, experts_spec
-from expertmesh.anatomy.small_copy import relative_error, small_copy
+from expertmesh.anatomy.expert_module import relative_error, small_copy
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy.small_copy import relative_error
+from expertmesh.anatomy.expert_module import relative_error
 from expertmesh.compat import attention_of, set_attention
 
 _HIDDEN, _ROWS, _LENGTH = 8, 2, 5

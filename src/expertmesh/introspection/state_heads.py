@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy.small_copy import relative_error
+from expertmesh.anatomy.expert_module import relative_error
 from expertmesh.compat import buffer_slots, parameter_slots
 from expertmesh.introspection.heads_proof import TOLERANCE
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, is_inside
-from expertmesh.anatomy.small_copy import relative_error, small_copy
+from expertmesh.anatomy.expert_module import relative_error, small_copy
 from expertmesh.compat import tree_leaves, tree_map_only
 from expertmesh.introspection.heads_proof import TOLERANCE
 from expertmesh.introspection.known_families import own_class, proof_key, refusal_by_proof

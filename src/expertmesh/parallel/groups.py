@@ -20,9 +20,8 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
 from expertmesh.parallel.tensor_plan import TensorPlan
-from expertmesh.state.host_memory import HostCopies
 from expertmesh.state.model_view import attach, is_adapter, sharded
-from expertmesh.state.packed import PackedTensor
+from expertmesh.state.packed import HostCopies, PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantised_format
 
 View = Literal["dense", "dense_tp", "expert"]
