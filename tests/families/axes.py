@@ -11,7 +11,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout as Ranks
-from expertmesh.parallel.context.plan import context_plan
+from expertmesh.parallel.context import context_plan
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import tensor_plan

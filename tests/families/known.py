@@ -31,7 +31,7 @@ from expertmesh.introspection.experts_proof import confirm_experts
 from expertmesh.introspection.gradients import without_gradient
 from expertmesh.introspection.known_families import Answers, recording
 from expertmesh.introspection.source_code import attributes_read, registry_call
-from expertmesh.parallel.context.plan import context_plan
+from expertmesh.parallel.context import context_plan
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.state.model_view import meta_copy

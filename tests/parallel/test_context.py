@@ -21,8 +21,7 @@ from transformers import modeling_flash_attention_utils as flash
 
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.parallel import sequence
-from expertmesh.parallel.context import exchange as context
+from expertmesh.parallel import context, sequence
 from expertmesh.step import loss
 from tests.adapters.reference import (
     TARGETS,

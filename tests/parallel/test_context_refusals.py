@@ -13,7 +13,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import source_code, state_heads
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.known_families import class_key, recording
-from expertmesh.parallel.context.plan import ContextPlan, context_plan
+from expertmesh.parallel.context import ContextPlan, context_plan
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.catalogue import families

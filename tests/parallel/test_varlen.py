@@ -18,9 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.experts.token_counts import PackedSamples
-from expertmesh.parallel import compiling
-from expertmesh.parallel.packing import by_samples as packing
-from expertmesh.parallel.packing import varlen
+from expertmesh.parallel import compiling, packing
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.tiny import tiny_config as family_config
 from tests.support.models import tiny_config, tiny_model
@@ -66,7 +64,7 @@ def _gradients(family: str, axes: dict[str, int], by_samples: bool, mode: Any) -
     accelerated = mock.patch.object(
         packing, "varlen_refusal", lambda m, a, d, t: given(m, a, "cuda", torch.bfloat16) if by_samples else "told so"
     )
-    with accelerated, mock.patch.object(varlen, "varlen_attn", _reference):
+    with accelerated, mock.patch.object(packing, "varlen_attn", _reference):
         em.parallelize(model, em.init_mesh(em.ParallelConfig(**axes)), activation_checkpointing=mode)
         ids = torch.arange(48).view(2, 24) * 7 % 89
         lengths = ((11, 1, 12), (5, 19))
@@ -110,15 +108,15 @@ def _compiled_and_dense(planted: bool) -> tuple[float, list[int]]:
     distances, graphs, initial = [0.0], [], tiny_model("qwen3_moe", num_hidden_layers=1)
     mesh = em.init_mesh(em.ParallelConfig(ep=1))
     dense = em.parallelize(copy.deepcopy(initial), mesh)
-    given, varlen_samples = packing.varlen_refusal, varlen.running_samples
+    given, varlen_samples = packing.varlen_refusal, packing.running_samples
     accelerated = mock.patch.object(packing, "varlen_refusal", lambda m, a, *_: given(m, a, "cuda", torch.bfloat16))
     traced = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
     with accelerated, traced, mock.patch.object(compiling, "_probe"):
         compiled = em.parallelize(copy.deepcopy(initial), mesh, compile=True)
     if planted:  # compiled code keeps the boundaries of its first rows
-        varlen.running_samples = cache(varlen_samples)
-        mock.patch.object(compiling, "running_samples", varlen.running_samples).start()
-    mock.patch.object(varlen, "varlen_attn", _reference).start()
+        packing.running_samples = cache(varlen_samples)
+        mock.patch.object(compiling, "running_samples", packing.running_samples).start()
+    mock.patch.object(packing, "varlen_attn", _reference).start()
     for lengths in ((24,), (11, 1, 12), (5, 19), (2, 3, 4, 5, 10), (23, 1)):
         ids = torch.arange(24)[None] * 7 % 89
         packed = {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
@@ -163,30 +161,32 @@ REFUSED = [
 @pytest.mark.parametrize(("family", "model_class", "why"), REFUSED)
 def test_what_the_kernel_cannot_do_keeps_the_dense_mask(family: str, model_class: str, why: str) -> None:
     model = build_meta_model(family_config(model_class, family), torch.bfloat16)
-    assert varlen.varlen_refusal(model, describe(model), "cuda", torch.bfloat16) == why
+    assert packing.varlen_refusal(model, describe(model), "cuda", torch.bfloat16) == why
 
 
 def test_other_devices_and_dtypes_keep_the_dense_mask() -> None:
     model = build_meta_model(tiny_config("qwen3_moe"), torch.bfloat16)
     anatomy = describe(model)
-    assert varlen.varlen_refusal(model, anatomy, "cuda", torch.bfloat16) is None
-    assert varlen.packed_attention_line(model, anatomy, CUDA, torch.bfloat16) == "by samples, without masks"
-    assert varlen.varlen_refusal(model, anatomy, "cuda", torch.float32) == "flash attention does not compute in float32"
-    cpu = varlen.varlen_refusal(model, anatomy, "cpu", torch.bfloat16)
+    assert packing.varlen_refusal(model, anatomy, "cuda", torch.bfloat16) is None
+    assert packing.packed_attention_line(model, anatomy, CUDA, torch.bfloat16) == "by samples, without masks"
+    assert (
+        packing.varlen_refusal(model, anatomy, "cuda", torch.float32) == "flash attention does not compute in float32"
+    )
+    cpu = packing.varlen_refusal(model, anatomy, "cpu", torch.bfloat16)
     assert cpu == "on cpu torch has no variable-length attention"
-    with mock.patch.object(varlen, "varlen_attn", None):
-        assert "before 2.11" in str(varlen.varlen_refusal(model, anatomy, "cuda", torch.bfloat16))
+    with mock.patch.object(packing, "varlen_attn", None):
+        assert "before 2.11" in str(packing.varlen_refusal(model, anatomy, "cuda", torch.bfloat16))
 
 
 def test_torchs_operation_takes_what_it_is_given() -> None:
     with FakeTensorMode():
         query = torch.empty(2, 4, 24, 16, dtype=torch.bfloat16, requires_grad=True)
         key = torch.empty(2, 2, 24, 16, dtype=torch.bfloat16)
-        token = varlen.packed_samples.set(PackedSamples([(0, 11), (11, 24), (24, 48)]))
+        token = packing.packed_samples.set(PackedSamples([(0, 11), (11, 24), (24, 48)]))
         try:
-            out, _ = varlen.attention(torch.nn.Module(), query, key, key, None, scaling=0.25, sliding_window=8)
+            out, _ = packing.attention(torch.nn.Module(), query, key, key, None, scaling=0.25, sliding_window=8)
         finally:
-            varlen.packed_samples.reset(token)
+            packing.packed_samples.reset(token)
         assert out.shape == (2, 24, 4, 16)
         out.sum().backward()
         assert query.grad is not None

@@ -221,7 +221,7 @@ def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[s
     if variant.get("packed"):
         micro["attention_mask"] = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=CUDA)
     borders = [(0, 20), (20, LENGTH)] if variant.get("samples") else None
-    packed = patch("expertmesh.parallel.packing.by_samples._borders", lambda _: borders)
+    packed = patch("expertmesh.parallel.packing._borders", lambda _: borders)
     with stand_ins(router, LENGTH, mesh.layout), packed:
         waits, counts = 0, dispatch.to_host
 

@@ -9,7 +9,7 @@ import torch
 from expertmesh.introspection import known_families
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.source_code import _masks_see_positions
-from expertmesh.parallel.packing import by_samples
+from expertmesh.parallel import packing as packed_rows
 from tests.families import packing
 from tests.families.packing import check_packing, packing_of
 from tests.families.tiny import random_model
@@ -64,7 +64,7 @@ FAMILIES = [GPT_OSS, QWEN3_5, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4, ZAYA, INKLING
 @pytest.mark.parametrize(("model_class", "family"), FAMILIES)
 def test_packed_samples_train_as_samples_apart(model_class: str, family: str) -> None:
     assert packing_of(model_class, family) is None
-    as_the_family_has_it = mock.patch.object(by_samples, "_borders", return_value=None)
+    as_the_family_has_it = mock.patch.object(packed_rows, "_borders", return_value=None)
     with as_the_family_has_it, pytest.raises(AssertionError, match="see each other"):
         packing_of(model_class, family)
 
@@ -77,7 +77,7 @@ def test_what_is_proven_on_the_spot_is_run_apart_as_well() -> None:
 @pytest.mark.slow_cases(r"Inkling2.*", why="another family stays")
 @pytest.mark.parametrize(("model_class", "family"), [ZAYA, INKLING2])
 def test_a_border_that_is_off_by_one_is_seen(model_class: str, family: str) -> None:
-    own = by_samples._borders
+    own = packed_rows._borders
 
     def one_later(position_BS: torch.Tensor | None) -> Any:
         borders = own(position_BS)
@@ -87,7 +87,11 @@ def test_a_border_that_is_off_by_one_is_seen(model_class: str, family: str) -> N
         return [(start, end + 1), (end + 1, last), *others]
 
     lengths = mock.patch.object(packing, "_LENGTHS", (((11, 14, 14), (39,)), ((20, 19),)))
-    with lengths, mock.patch.object(by_samples, "_borders", one_later), pytest.raises(AssertionError, match="see each"):
+    with (
+        lengths,
+        mock.patch.object(packed_rows, "_borders", one_later),
+        pytest.raises(AssertionError, match="see each"),
+    ):
         packing_of(model_class, family)
 
 

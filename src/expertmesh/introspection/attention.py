@@ -1,6 +1,6 @@
 """Find the modules of a decoder block that mix positions, from the model's code and configuration on meta.
 
-Attention that goes through transformers' registry (`ALL_ATTENTION_FUNCTIONS`) is known: parallel/context/exchange.py
+Attention that goes through transformers' registry (`ALL_ATTENTION_FUNCTIONS`) is known: parallel/context.py
 replaces its function. Other code that looks along the sequence (state spaces, linear attention, convolutions, attention
 outside of the registry, positions numbered by the module itself) is found here, so that cp and packing can handle it or
 refuse it by name. Nothing here reads weights or communicates.

@@ -27,9 +27,9 @@ from expertmesh.experts.install import install
 from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.checkpointing import recompute_blocks
 from expertmesh.parallel.compiling import compile_parts
-from expertmesh.parallel.context.exchange import split_attention
+from expertmesh.parallel.context import split_attention
 from expertmesh.parallel.groups import Group, link_copies, pack_experts, pack_linears, view_of
-from expertmesh.parallel.packing.by_samples import separate_samples
+from expertmesh.parallel.packing import separate_samples
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan

@@ -19,7 +19,7 @@ from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.attention import recurrent_mixers
-from expertmesh.parallel.packing.varlen import running_samples, traceable
+from expertmesh.parallel.packing import running_samples, traceable
 from expertmesh.state.model_view import stage_names
 from expertmesh.state.patching import replace_forward
 

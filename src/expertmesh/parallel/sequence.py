@@ -26,7 +26,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.attention import decoder_of
 from expertmesh.introspection.source_code import takes_masks
-from expertmesh.parallel.packing.by_samples import kinds_of_masks, masks_of
+from expertmesh.parallel.packing import kinds_of_masks, masks_of
 from expertmesh.state.model_view import sharded
 
 Batch = Mapping[str, torch.Tensor]

@@ -30,7 +30,7 @@ from expertmesh.parallel.checkpointing import (
     checkpointing_mode,
 )
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
-from expertmesh.parallel.context.plan import ContextPlan, context_plan
+from expertmesh.parallel.context import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, packed_formats, plan_expert_dims, plan_frozen, plan_groups
 from expertmesh.parallel.pipeline import Cut, find_decoder, plan_cut
 from expertmesh.parallel.refusals import (

@@ -12,7 +12,7 @@ from typing import Any
 from expertmesh.anatomy import decoder_blocks
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.parallel.context.plan import ContextPlan
+from expertmesh.parallel.context import ContextPlan
 from expertmesh.parallel.layers import refuse_by_layer
 from expertmesh.parallel.shard_plan import KeptInFp32, ShardPlan, plan_axes
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks

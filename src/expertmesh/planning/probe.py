@@ -25,13 +25,13 @@ from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import PackedSamples, packed_samples
 from expertmesh.introspection.attention import decoder_of
 from expertmesh.introspection.stage_probe import EvenCounts, forwards_of_experts
-from expertmesh.parallel.packing import varlen
+from expertmesh.parallel import packing
 from expertmesh.planning.model_figures import BlockFigures
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.patching import forwards_replaced
 from expertmesh.step.base_model import base_name
 
-# What keeps samples of packed rows apart: an explicit mask, or attention that knows them (parallel/packing/varlen.py).
+# What keeps samples of packed rows apart: an explicit mask, or attention that knows them (parallel/packing.py).
 Packed = Literal["no", "by masks", "by samples"]
 
 
@@ -100,7 +100,7 @@ def probe(
 
 def kept_apart(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtype) -> Packed:
     """Return how `train` separates the samples of packed rows; "no" if transformers does, which costs nothing."""
-    if varlen.varlen_refusal(model, anatomy, device_type, dtype) is None:
+    if packing.varlen_refusal(model, anatomy, device_type, dtype) is None:
         return "by samples"
     return "no" if attention_of(model.config) == "flash_attention_2" else "by masks"
 
@@ -153,19 +153,19 @@ class _Attention(TorchFunctionMode):
 
         def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
             self._value_size = value.shape[-1]
-            return varlen.attention(module, query, key, value, *args, **options)
+            return packing.attention(module, query, key, value, *args, **options)
 
         config: Any = decoder.config
         own, (rows, length) = attention_of(config), shape
         borders = [(start, start + length) for start in range(0, rows * length, length)]
-        varlen.attend_by_samples(decoder)
-        ALL_ATTENTION_FUNCTIONS[varlen.NAME] = attention
+        packing.attend_by_samples(decoder)
+        ALL_ATTENTION_FUNCTIONS[packing.NAME] = attention
         outer = packed_samples.set(PackedSamples(borders))
         try:
             yield
         finally:
             packed_samples.reset(outer)
-            del ALL_ATTENTION_FUNCTIONS[varlen.NAME]  # ours alone: what is registered stays
+            del ALL_ATTENTION_FUNCTIONS[packing.NAME]  # ours alone: what is registered stays
             set_attention(config, own)
 
 

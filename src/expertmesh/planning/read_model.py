@@ -36,7 +36,7 @@ from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.weights.meta_model import kept_in_fp32
 
 if TYPE_CHECKING:
-    from expertmesh.parallel.context.plan import ContextPlan
+    from expertmesh.parallel.context import ContextPlan
 
 
 def figures_of(

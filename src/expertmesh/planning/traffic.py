@@ -324,7 +324,7 @@ def _of_sequence(
         yield Transfer("cp", "all_gather", there, there * rows_whole, layout.cp)
         yield Transfer("cp", "reduce_scatter", back, back * rows_whole, layout.cp)
     elif (queries := block.figures.heads) and layout.cp > 1:
-        # Keys and values go together with the queries, repeated as far as a rank's queries need (context/exchange.py).
+        # Keys and values go together with the queries, repeated as far as a rank's queries need (parallel/context.py).
         groups = queries // model.key_value_heads
         keys = model.key_value_heads * groups // gcd(queries // (layout.cp * layout.tp), groups)
         exchanged = (block.figures.queries + keys * block.figures.keys) * rows / (layout.cp * layout.tp)

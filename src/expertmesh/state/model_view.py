@@ -113,7 +113,7 @@ class ModuleState:
     tensor_part: Any = None
     """Its part in tensor parallelism: parallel/tensor.py."""
     context_attention: Any = None
-    """Its attention under context parallelism: parallel/context/exchange.py."""
+    """Its attention under context parallelism: parallel/context.py."""
 
 
 def sharded(model: nn.Module) -> ShardedModel:

@@ -20,7 +20,7 @@ from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks
 from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib, plural
-from expertmesh.parallel.packing.varlen import packed_attention_line
+from expertmesh.parallel.packing import packed_attention_line
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.state.model_view import is_adapter
