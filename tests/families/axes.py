@@ -12,8 +12,8 @@ from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout as Ranks
 from expertmesh.parallel.context import context_plan
-from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.sequence import refuse_blocks
+from expertmesh.parallel.stages import plan_cut
 from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.proof import Layout, Run

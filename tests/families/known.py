@@ -32,7 +32,7 @@ from expertmesh.introspection.gradients import without_gradient
 from expertmesh.introspection.known_families import Answers, recording
 from expertmesh.introspection.source_code import attributes_read, registry_call
 from expertmesh.parallel.context import context_plan
-from expertmesh.parallel.pipeline import plan_cut
+from expertmesh.parallel.stages import plan_cut
 from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.state.model_view import meta_copy
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32

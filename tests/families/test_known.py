@@ -14,8 +14,8 @@ from expertmesh.anatomy import describe
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import known_families, source_code
 from expertmesh.introspection.known_families import class_key, proof_key
-from expertmesh.parallel import pipeline
-from expertmesh.parallel.pipeline import Cut, plan_cut
+from expertmesh.parallel import stages
+from expertmesh.parallel.stages import Cut, plan_cut
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.known import answers_of
 from tests.families.test_families import CORE, FAMILIES, commit_count
@@ -38,7 +38,7 @@ def _model() -> Any:
 
 @contextmanager
 def _no_proof() -> Iterator[None]:
-    with mock.patch.object(pipeline, "probe", side_effect=AssertionError("proven on the spot")):
+    with mock.patch.object(stages, "probe", side_effect=AssertionError("proven on the spot")):
         yield
 
 

@@ -11,9 +11,8 @@ from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.stage_probe import probe
 from expertmesh.model import plan_model
-from expertmesh.parallel.pipeline import plan_cut, stages_of
 from expertmesh.parallel.shard_plan import ShardOptions
-from expertmesh.parallel.stages import balanced
+from expertmesh.parallel.stages import balanced, plan_cut, stages_of
 from expertmesh.state.model_view import meta_copy
 from expertmesh.step.pipeline_schedule import interleaves, same_shape
 from expertmesh.training.reporting.plan_lines import bubble_fraction

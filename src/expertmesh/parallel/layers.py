@@ -2,7 +2,7 @@
 
 A layer is a pipeline stage that this rank holds with all the others: one block, or several where a block reads more of
 an earlier one than its hidden state. The embedding and what else runs before the blocks belongs to the first layer, the
-final norm and the head to the last. While one layer runs, placeholders stand for all other modules (pipeline.py).
+final norm and the head to the last. While one layer runs, placeholders stand for all other modules (stages.py).
 step/by_layer.py runs the layers; nothing here communicates.
 """
 
@@ -20,9 +20,9 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.stage_probe import CannotCut
-from expertmesh.parallel.pipeline import Cut, Pipeline, parts_by_stage, rehearse_each
-from expertmesh.parallel.placeholders import idle, idle_around
+from expertmesh.parallel.pipeline import Pipeline
 from expertmesh.parallel.shard_plan import ShardPlan
+from expertmesh.parallel.stages import Cut, idle, idle_around, parts_by_stage, rehearse_each
 from expertmesh.state.model_view import attach, mesh_of, sharded
 
 

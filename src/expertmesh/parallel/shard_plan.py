@@ -32,7 +32,6 @@ from expertmesh.parallel.checkpointing import (
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, packed_formats, plan_expert_dims, plan_frozen, plan_groups
-from expertmesh.parallel.pipeline import Cut, find_decoder, plan_cut
 from expertmesh.parallel.refusals import (
     choose_dispatch,
     refuse_axes,
@@ -41,6 +40,7 @@ from expertmesh.parallel.refusals import (
     refuse_model,
     shared_beside_rows,
 )
+from expertmesh.parallel.stages import Cut, find_decoder, plan_cut
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.model_view import ModelView
 

@@ -6,7 +6,7 @@ unsharded. Here only the layer that runs has unsharded parameters and gradients,
 What is kept is what autograd keeps of every micro-batch: with full activation checkpointing the input of each block,
 without any all activations.
 
-The first layer runs in the model's own forward, with placeholders for everything else (parallel/pipeline.py). These
+The first layer runs in the model's own forward, with placeholders for everything else (parallel/stages.py). These
 record what the model calls every other block with, so the other layers are calls of their blocks alone: masks and
 rotary tables are computed once a micro-batch and shared. What is behind the blocks is the model's forward again.
 The graph is cut at each layer's input; its backward starts from the gradient of its output. FSDP2's public switches do
@@ -29,8 +29,8 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.layers import Layers
 from expertmesh.parallel.pipeline import running
-from expertmesh.parallel.placeholders import BlockCall
 from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.parallel.stages import BlockCall
 from expertmesh.state.other_code import media_in
 from expertmesh.state.patching import replaced
 from expertmesh.step.base_model import model_inputs, run_base

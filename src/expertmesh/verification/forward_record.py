@@ -23,8 +23,8 @@ from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.pairs import sorted_choice
 from expertmesh.parallel.pipeline import pipeline_of
-from expertmesh.parallel.placeholders import Placeholder
 from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.parallel.stages import Placeholder
 from expertmesh.step.loss import head_logits
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
 from expertmesh.verification.compare import gather
