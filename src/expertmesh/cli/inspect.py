@@ -27,9 +27,8 @@ from expertmesh.introspection.stage_probe import EvenCounts
 from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weight_files, read_index
 from expertmesh.io.terminal import plural
 from expertmesh.model import ModelOptions, build_model, plan_model
-from expertmesh.parallel.groups import quantised_formats
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.parallel.shard_plan import ShardOptions
+from expertmesh.parallel.shard_plan import ShardOptions, quantised_formats
 from expertmesh.weights.meta_model import kept_in_fp32, read_model_config
 from expertmesh.weights.quantised.published import method_of, plain_dtype, published_tensors, quantisation
 

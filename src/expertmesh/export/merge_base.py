@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.base import read_base
 from expertmesh.adapters.peft_config import read_config
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE
+from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.export.merge_check import base_hash
 from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles
-from expertmesh.parallel.groups import attach_formats
-from expertmesh.state.model_view import ModelView
+from expertmesh.parallel.shard_plan import quantised_formats
+from expertmesh.state.model_view import ModelView, attach
 from expertmesh.weights.companions import TOKENIZER_FILES, CopiedFiles, matching_paths
 from expertmesh.weights.mapping import LoadPlan
 from expertmesh.weights.meta_model import (
@@ -67,7 +68,7 @@ def trained_base(adapter: Path, model: PreTrainedModel, load: LoadPlan) -> tuple
     path = adapter / BASE_FILE
     frozen = read_base(path).frozen if path.exists() else None
     if frozen is not None:
-        attach_formats(model, frozen)
+        attach(model, frozen_formats=quantised_formats(model, describe(model), frozen))
     return kept_plan(model, load), frozen
 
 

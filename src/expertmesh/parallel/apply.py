@@ -4,12 +4,13 @@
 
 Every parameter becomes a DTensor with one global identity, so no tool can mistake the experts of one rank for all
 experts. It works on a model on meta (the usual way: `load_model` then fills the shards) and on a model in memory. All
-reductions are sums: the loss is divided by the target tokens of the full step.
+reductions are sums: the loss is divided by the target tokens of the full step. Frozen weights that stay packed are
+quantised here, linear layers before tp cuts them, experts after ep has left this rank its part.
 """
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -28,14 +29,15 @@ from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.checkpointing import recompute_blocks
 from expertmesh.parallel.compiling import compile_parts
 from expertmesh.parallel.context import split_attention
-from expertmesh.parallel.groups import Group, link_copies, pack_experts, pack_linears, view_of
 from expertmesh.parallel.packing import separate_samples
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import split_blocks
-from expertmesh.parallel.shard_plan import ShardPlan
+from expertmesh.parallel.shard_plan import Group, ShardPlan, view_of
 from expertmesh.parallel.tensor import split_parts
 from expertmesh.state.model_view import attach
 from expertmesh.state.other_code import guard
+from expertmesh.state.packed import HostCopies, PackedTensor
+from expertmesh.state.packed_format import PackedFormat
 
 
 def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
@@ -69,11 +71,10 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         shared=plan.shared_beside,
         dtype=compute,
     )
-    # Linear layers are quantised before tp cuts them, experts after ep has left this rank its part.
     packed = {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)}
-    pack_linears(model, packed, mesh.device)
+    _pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh)
-    pack_experts(model, packed, on_host=plan.layout.offload == "experts")
+    _pack_experts(model, packed, on_host=plan.layout.offload == "experts")
     # Before split_parts, whose mixins go in front of BySamples and check for it.
     separate_samples(model, plan.anatomy, mesh.device, compute)
     split_parts(model, tensor.parts, context.whole, mesh)
@@ -85,7 +86,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     # With more efsdp ranks, FSDP2 gathers experts and prefetches them itself.
     if mesh.layout.efsdp == 1:
         pipeline = pipeline_of(model)
-        link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
+        _link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
     attach(model, mesh=mesh, shard_plan=plan, frozen_formats=plan.packed)
     split_blocks(model, plan.anatomy, mesh, context.gathers)
     split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
@@ -254,3 +255,61 @@ def _digest(tensor: torch.Tensor) -> str:
     # Bytes, not values: NaN and signed zeros are compared too, and numpy has no bfloat16.
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+
+
+def _pack_linears(model: nn.Module, formats: Mapping[str, PackedFormat], device: torch.device) -> None:
+    """Replace the parameters in `formats` whose units are rows by packed tensors on `device`.
+
+    Values are quantised before tp splits them; nothing is computed on meta.
+    """
+    for name, kind in formats.items():
+        if kind.by_rows:
+            whole = model.get_parameter(name).detach()
+            packed = PackedTensor.of(whole, kind, whole.dtype)
+            _replace(model, name, packed if packed.is_meta else packed.to(device))
+
+
+def _pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat], on_host: bool) -> None:
+    """Replace the local experts in `formats` by packed tensors, after ep has split them.
+
+    Values are quantised expert by expert; nothing is computed on meta.
+
+    Args:
+        on_host: True stores the packed tensors in host memory.
+    """
+    for name, kind in formats.items():
+        if not kind.by_rows:
+            whole = model.get_parameter(name).data
+            assert isinstance(whole, DTensor)
+            with torch.no_grad():
+                packed = PackedTensor.of(whole.to_local(), kind, whole.dtype, HostCopies() if on_host else None)
+                own = DTensor.from_local(packed, whole.device_mesh, whole.placements, run_check=False)
+            _replace(model, name, own)
+
+
+def _link_copies(model: nn.Module, anatomy: Anatomy, stage_starts: Callable[[str], bool]) -> None:
+    """Link the host copies of consecutive layers, so that experts are copied from host memory one layer ahead.
+
+    This is for experts that FSDP2 does not prefetch: a group of one rank gathers nothing.
+
+    Args:
+        anatomy: the anatomy of this rank's blocks.
+        stage_starts: returns whether a block is the first of a pipeline stage; it is not linked to the block before.
+    """
+    before: dict[str, HostCopies] = {}
+    for block in anatomy.blocks:
+        before = {} if stage_starts(block) else before
+        for spec in anatomy.experts:
+            if is_inside(spec.name, block):
+                for role, leaf in (("up", spec.up), ("down", spec.down)):
+                    whole: Any = model.get_submodule(spec.name).get_parameter(leaf)
+                    local = whole.to_local() if isinstance(whole, DTensor) else whole
+                    if isinstance(local, PackedTensor) and local.host is not None:
+                        if (previous := before.get(role)) is not None:
+                            previous.following, local.host.preceding = local.host, previous
+                        before[role] = local.host
+
+
+def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))

@@ -209,3 +209,19 @@ def _refuse_mixed_dtypes(
                 f"first: model.to({expected})",
                 key="precision.mixed-dtypes",
             )
+
+
+def plan_expert_dims(model: nn.Module, anatomy: Anatomy, layout: Layout) -> dict[str, int]:
+    """Return the dim that efsdp shards, by expert parameter, adapters included.
+
+    Raises:
+        InputError: efsdp or ep divides no dim of a parameter.
+    """
+    dims: dict[str, int] = {}
+    for spec in anatomy.experts:
+        dims |= dict.fromkeys((f"{spec.name}.{name}" for name in spec.parameters), expert_shard_dim(spec, layout))
+        for holder in spec.holders:
+            for name, parameter in model.get_submodule(holder).named_parameters(recurse=False):
+                if is_adapter(name):
+                    dims[f"{holder}.{name}"] = adapter_shard_dim(name, parameter, layout)
+    return dims

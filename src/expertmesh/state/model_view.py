@@ -85,7 +85,7 @@ class ShardedModel:
     lora_base: Any = None
     """Hash of the frozen weights: `adapters.base.base_of`."""
     frozen_formats: Any = None
-    """Formats of the weights that stay packed, by parameter, or None: `parallel.groups.plan_frozen`."""
+    """Formats of the weights that stay packed, by parameter, or None: `parallel.shard_plan.plan_frozen`."""
     averages_gradients: bool = False
     """True if gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
     source: Source = field(default_factory=Source)
