@@ -17,7 +17,7 @@ from expertmesh.adapters.plan import adapt, plan_adapters, plan_lines
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
 from expertmesh.introspection import known_families
-from expertmesh.introspection.gradients import without_gradient
+from expertmesh.introspection.stage_probe import without_gradient
 from expertmesh.parallel.refusals import refuse_model
 from tests.families.tiny import random_model
 from tests.support.errors import refused

@@ -17,7 +17,7 @@ import expertmesh as em
 from benchmarks.probes import count_collectives
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection.state_heads import Share
+from expertmesh.introspection.heads_proof import Share
 from expertmesh.parallel import sequence, tensor
 from expertmesh.planning import traffic
 from expertmesh.planning.model_figures import ModelFigures

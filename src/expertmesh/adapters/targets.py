@@ -18,7 +18,7 @@ from expertmesh.config.base import is_named
 from expertmesh.config.errors import InputError, SecurityError
 from expertmesh.data.encoding.sandbox import LimitExceeded, Sandbox
 from expertmesh.experts.module_list import FusedExperts
-from expertmesh.introspection.gradients import without_gradient
+from expertmesh.introspection.stage_probe import without_gradient
 
 GROUPS = ("attention", "experts", "shared_experts", "dense_mlp", "router", "lm_head")
 ALL_LINEAR = "all-linear"

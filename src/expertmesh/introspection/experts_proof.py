@@ -5,23 +5,29 @@ is copied at a tiny size, in fp64, and run twice on random tokens: by the module
 rank. Outputs and all gradients must agree, or the model is refused by name. The proof needs no weights and does not
 communicate.
 
+Shared experts that a model's code runs after the routed ones, on the same tokens, are found here too
+(`shared_behind_routed`): each Mixture-of-Experts module runs once on meta, with its calls recorded.
+
     E experts, H hidden, I intermediate, T tokens, K top-k
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, experts_spec
 from expertmesh.anatomy.expert_module import relative_error, small_copy
+from expertmesh.compat import storage_key
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
 from expertmesh.experts.layer import ExpertLayer, sorted_forward
 from expertmesh.experts.lora_state import drop_adapters
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
+from expertmesh.state.patching import forwards_replaced
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 10, 6, 7, 2
 TOLERANCE = 1e-9
@@ -115,3 +121,48 @@ def _run(call: Callable[..., torch.Tensor], small: nn.Module, inputs: list[torch
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+_POSITIONS = 4
+
+
+def shared_behind_routed(model: nn.Module, anatomy: Anatomy) -> dict[str, str]:
+    """Return the shared expert that runs after the routed ones, by experts module of a `model` on meta.
+
+    Experts modules with none or several such shared experts are left out.
+    """
+    found: dict[str, str] = {}
+    for spec in anatomy.experts:
+        parent = spec.name.rpartition(".")[0]
+        shared = [name for name in anatomy.shared_experts if name.rpartition(".")[0] == parent]
+        behind = [name for name in shared if _runs_behind(model, parent, spec.name, name, spec.hidden_size)]
+        if len(behind) == 1:
+            found[spec.name] = behind[0]
+    return found
+
+
+def _runs_behind(model: nn.Module, parent: str, experts: str, shared: str, hidden_size: int) -> bool:
+    """Return whether a shared expert is called once, after the routed experts, on their input, and keeps its shape."""
+    calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def recorded(name: str, own: Callable[..., torch.Tensor], hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append((name, hidden, out := own(hidden, *rest)))
+        return out
+
+    modules = {name: model.get_submodule(name) for name in (experts, shared)}
+    own = {experts: lambda hidden, *_: torch.zeros_like(hidden), shared: modules[shared].forward}
+    forwards = {module: partial(recorded, name, own[name]) for name, module in modules.items()}
+    dtype = next(modules[shared].parameters()).dtype
+    try:
+        with forwards_replaced(forwards), torch.no_grad():
+            model.get_submodule(parent)(torch.empty(1, _POSITIONS, hidden_size, dtype=dtype, device="meta"))
+    except Exception:  # code that needs other arguments, or values; its order is then not changed
+        return False
+    if [name for name, *_ in calls] != [experts, shared]:
+        return False
+    (_, routed, _), (_, given, out) = calls
+    same = (
+        storage_key(routed.untyped_storage()) == storage_key(given.untyped_storage())
+        and routed.numel() == given.numel()
+    )
+    return same and out.shape == given.shape

@@ -36,15 +36,14 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.collectives import all_gather, all_to_all_even
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.introspection.attention import mixes_streams
+from expertmesh.introspection.attention import TokenProof, mixes_streams
+from expertmesh.introspection.heads_proof import Share, StateHeads, state_heads
 from expertmesh.introspection.source_code import (
     RegistryCall,
     along_the_sequence,
     attributes_read,
     registry_call,
 )
-from expertmesh.introspection.state_heads import Share, StateHeads, state_heads
-from expertmesh.introspection.token_proof import TokenProof
 from expertmesh.parallel.tensor_plan import TensorPart, mixers, part_by_heads, said_of
 from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.patching import register_function

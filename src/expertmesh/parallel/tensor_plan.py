@@ -22,10 +22,9 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.compat import child_slots, parameter_slots
 from expertmesh.config.errors import InputError
-from expertmesh.introspection.heads_proof import why_not_split
+from expertmesh.introspection.heads_proof import Share, why_not_split
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.source_code import counts_heads
-from expertmesh.introspection.state_heads import Share
 from expertmesh.state.model_view import is_adapter, sharded
 
 # A module of a block whose forward takes one of these arguments mixes positions.
@@ -72,7 +71,7 @@ class TensorPart:
     why_whole: str = ""
     """The reason why every rank computes the full module, for the printed plan."""
     shares: Mapping[str, Share] = field(default_factory=dict)
-    """Under cp, the tensors that are cut while the module runs (introspection/state_heads.py)."""
+    """Under cp, the tensors that are cut while the module runs (introspection/heads_proof.py)."""
     counts: tuple[str, ...] = ()
     """Under cp, the attributes with a number of heads, divided while the module runs."""
 
