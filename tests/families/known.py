@@ -28,8 +28,7 @@ from expertmesh.introspection import known_families
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.compute_dtype import plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts
-from expertmesh.introspection.known_families import Answers, recording
-from expertmesh.introspection.source_code import attributes_read, registry_call
+from expertmesh.introspection.known_families import Answers, attributes_read, recording, registry_call
 from expertmesh.introspection.stage_probe import without_gradient
 from expertmesh.parallel.context import context_plan
 from expertmesh.parallel.stages import plan_cut

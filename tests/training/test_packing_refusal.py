@@ -8,7 +8,7 @@ import torch
 
 from expertmesh.introspection import known_families
 from expertmesh.introspection.attention import packing_refusal
-from expertmesh.introspection.source_code import _masks_see_positions
+from expertmesh.introspection.known_families import _masks_see_positions
 from expertmesh.parallel import packing as packed_rows
 from tests.families import packing
 from tests.families.packing import check_packing, packing_of

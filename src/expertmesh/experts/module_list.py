@@ -5,7 +5,7 @@ after the block has called its experts is it known which rows each gets, and all
 So the block runs twice: the first run records the input of each expert and returns zeros; then one call computes all
 rows where their experts are; the second run gets the results. The block itself applies the routing weights, so a token
 is sent once for each of its experts. A small copy of each kind of block proves, before any weight is read, that this is
-the block's own result, with its gradients (introspection/block_proof.py).
+the block's own result, with its gradients (weights/module_list.py).
 
     E experts, H hidden, I intermediate, P rows given to experts
 """

@@ -26,11 +26,13 @@ from expertmesh.anatomy import HIDDEN_OF_KEYS, Anatomy, carries_state, decoder_b
 from expertmesh.anatomy.expert_module import relative_error, small_copy
 from expertmesh.compat import attention_of, tree_leaves, tree_map_only
 from expertmesh.introspection.heads_proof import TOLERANCE
-from expertmesh.introspection.known_families import own_class, proof_key, refusal_by_proof
-from expertmesh.introspection.source_code import (
+from expertmesh.introspection.known_families import (
     along_the_sequence,
     mask_refusal,
     only_multiplies,
+    own_class,
+    proof_key,
+    refusal_by_proof,
     registry_call,
     takes_masks,
     takes_text_positions,

@@ -38,7 +38,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.attention import TokenProof, mixes_streams
 from expertmesh.introspection.heads_proof import Share, StateHeads, state_heads
-from expertmesh.introspection.source_code import (
+from expertmesh.introspection.known_families import (
     RegistryCall,
     along_the_sequence,
     attributes_read,

@@ -44,7 +44,7 @@ from expertmesh.introspection.attention import (
     needs_masks,
     recurrent_mixers,
 )
-from expertmesh.introspection.source_code import registry_call
+from expertmesh.introspection.known_families import registry_call
 from expertmesh.parallel.context import backend_of
 from expertmesh.state.patching import mix_in, register_function
 
