@@ -12,7 +12,7 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection import known_families
+from expertmesh.introspection import attention, known_families
 from expertmesh.introspection.known_families import class_key, proof_key
 from expertmesh.parallel import stages
 from expertmesh.parallel.stages import Cut, plan_cut
@@ -54,9 +54,9 @@ def test_what_is_asked_again_is_answered_as_in_the_table(number: int) -> None:
 @needs_the_table
 def test_a_known_family_is_neither_run_nor_read() -> None:
     model = _model()
-    with _no_proof(), mock.patch.object(known_families, "_tree", side_effect=AssertionError("source was read")):
+    with _no_proof(), mock.patch.object(attention, "_tree", side_effect=AssertionError("source was read")):
         known = _cut(model)
-        assert known_families.registry_call(model.model.layers[0].self_attn) is not None
+        assert attention.registry_call(model.model.layers[0].self_attn) is not None
     with mock.patch.object(known_families, "_table", return_value={}):
         assert _cut(model) == known
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection import heads_proof, known_families
+from expertmesh.introspection import attention, heads_proof
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.known_families import class_key, recording
 from expertmesh.parallel.context import ContextPlan, context_plan
@@ -153,9 +153,9 @@ def test_an_attention_outside_the_blocks_is_refused_by_name() -> None:
 
 def test_eager_functions_are_read_for_what_they_take_from_their_module() -> None:
     model: Any = build_meta_model(tiny_config("gpt_oss"), torch.float32)
-    call = known_families.registry_call(model.model.layers[0].self_attn)
+    call = attention.registry_call(model.model.layers[0].self_attn)
     assert call is not None
-    assert known_families.attributes_read(call.global_of(call.default)) == ["num_key_value_groups", "sinks", "training"]
+    assert attention.attributes_read(call.global_of(call.default)) == ["num_key_value_groups", "sinks", "training"]
     assert "s_aux" in call.keywords
 
 

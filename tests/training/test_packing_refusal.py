@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from expertmesh.introspection import known_families
-from expertmesh.introspection.attention import packing_refusal
-from expertmesh.introspection.known_families import _masks_see_positions
+from expertmesh.introspection.attention import _masks_see_positions, packing_refusal
 from expertmesh.parallel import packing as packed_rows
 from tests.families import packing
 from tests.families.packing import check_packing, packing_of

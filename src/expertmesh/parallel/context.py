@@ -36,14 +36,15 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.collectives import all_gather, all_to_all_even
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.introspection.attention import TokenProof, mixes_streams
-from expertmesh.introspection.heads_proof import Share, StateHeads, state_heads
-from expertmesh.introspection.known_families import (
+from expertmesh.introspection.attention import (
     RegistryCall,
+    TokenProof,
     along_the_sequence,
     attributes_read,
+    mixes_streams,
     registry_call,
 )
+from expertmesh.introspection.heads_proof import Share, StateHeads, state_heads
 from expertmesh.parallel.tensor_plan import TensorPart, mixers, part_by_heads, said_of
 from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.patching import register_function

@@ -43,8 +43,8 @@ from expertmesh.introspection.attention import (
     mask_kinds,
     needs_masks,
     recurrent_mixers,
+    registry_call,
 )
-from expertmesh.introspection.known_families import registry_call
 from expertmesh.parallel.context import backend_of
 from expertmesh.state.patching import mix_in, register_function
 

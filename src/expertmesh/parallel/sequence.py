@@ -24,8 +24,7 @@ from expertmesh.compat import tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.introspection.attention import decoder_of
-from expertmesh.introspection.known_families import takes_masks
+from expertmesh.introspection.attention import decoder_of, takes_masks
 from expertmesh.parallel.packing import kinds_of_masks, masks_of
 from expertmesh.state.model_view import sharded
 

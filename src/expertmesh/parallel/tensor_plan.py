@@ -22,8 +22,9 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.compat import child_slots, parameter_slots
 from expertmesh.config.errors import InputError
+from expertmesh.introspection.attention import counts_heads
 from expertmesh.introspection.heads_proof import Share, why_not_split
-from expertmesh.introspection.known_families import counts_heads, proof_key, refusal_by_proof
+from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.state.model_view import is_adapter, sharded
 
 # A module of a block whose forward takes one of these arguments mixes positions.
