@@ -52,7 +52,7 @@ def ask(config: PreTrainedConfig) -> None:
         lambda: ask_compute(model, anatomy, kept),
         lambda: tensor_plan(model, anatomy, 2, kept),
         lambda: context_plan(model, anatomy, Layout(cp=2)),
-        lambda: plan_cut(model, anatomy, Layout(pp=2)),
+        lambda: plan_cut(meta_copy(model), anatomy, Layout(pp=2)),
         lambda: packing_refusal(model),
         lambda: without_gradient(model, anatomy),
         lambda: ask_adapted(config),
@@ -72,8 +72,8 @@ def ask_adapted(config: PreTrainedConfig) -> None:
 
 
 def ask_compute(model: PreTrainedModel, anatomy: Anatomy, kept: Callable[[str], bool]) -> None:
-    casts = plan_compute(model, anatomy, torch.bfloat16, kept)
-    with_wide_routers(model, anatomy, torch.bfloat16, casts, meta_copy(model))
+    casts = plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
+    with_wide_routers(meta_copy(model), anatomy, torch.bfloat16, casts)
 
 
 def ask_eager(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.compute_dtype import plan_compute
 from expertmesh.parallel.refusals import refuse_model
+from expertmesh.state.model_view import meta_copy
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.axes import AXES, refusal_of, run_of
 from tests.families.bf16 import bf16_ratio
@@ -64,7 +65,7 @@ def _lora(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout
 def _refused_in_bf16(config: PreTrainedConfig) -> bool:
     model = build_meta_model(config, torch.float32)
     try:
-        plan_compute(model, describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
+        plan_compute(meta_copy(model), describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
     except InputError:
         return True
     return False

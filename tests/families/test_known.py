@@ -16,6 +16,7 @@ from expertmesh.introspection import attention, known_families
 from expertmesh.introspection.known_families import class_key, proof_key
 from expertmesh.parallel import stages
 from expertmesh.parallel.stages import Cut, plan_cut
+from expertmesh.state.model_view import meta_copy
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.known import answers_of
 from tests.families.test_families import CORE, FAMILIES, commit_count
@@ -29,7 +30,7 @@ needs_the_table = pytest.mark.skipif(
 
 
 def _cut(model: Any) -> Cut:
-    return plan_cut(model, describe(model), Layout(pp=2))
+    return plan_cut(meta_copy(model), describe(model), Layout(pp=2))
 
 
 def _model() -> Any:

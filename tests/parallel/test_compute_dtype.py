@@ -69,14 +69,14 @@ def test_a_parameter_that_is_reduced_twice_or_cast_is_seen(tmp_path: Path) -> No
 
 def test_buffers_that_a_family_cannot_multiply_with_are_cast_while_their_module_runs() -> None:
     model = build_meta_model(tiny_config("MiniMaxForCausalLM", "minimax"), torch.float32)
-    plan = plan_compute(model, describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
+    plan = plan_compute(meta_copy(model), describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
     assert plan.buffers == ("model.layers.1.self_attn",)
     model = build_meta_model(tiny_config("MiniMaxForCausalLM", "minimax", num_hidden_layers=6), torch.float32)
-    plan = plan_compute(model, describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
+    plan = plan_compute(meta_copy(model), describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
     assert plan.buffers == tuple(f"model.layers.{n}.self_attn" for n in (1, 3, 5))  # one of them was run
     model = build_meta_model(tiny_config("MiniMaxForCausalLM", "minimax"), torch.bfloat16)
     adapt(model, em.LoraConfig(targets=("experts", "attention")), torch.float32, None)
-    plan = plan_compute(model, describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
+    plan = plan_compute(meta_copy(model), describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
     assert plan.buffers == ()  # of a base in bf16 they are bf16
 
 
@@ -84,12 +84,12 @@ def test_a_product_of_two_dtypes_is_seen_without_values() -> None:
     """JetMoE's attention hands on what its router's dtype makes of it; on meta that may be multiplied all the same."""
     model = build_meta_model(tiny_config("JetMoeForCausalLM", "jetmoe"), torch.float32)
     anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
-    casts = plan_compute(model, anatomy, torch.bfloat16, kept)
+    casts = plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
     with mock.patch.object(known_families, "_table", return_value={}):
-        wide = with_wide_routers(model, anatomy, torch.bfloat16, casts, meta_copy(model))
+        wide = with_wide_routers(meta_copy(model), anatomy, torch.bfloat16, casts)
         assert wide == casts
         mixtral = build_meta_model(tiny_config("MixtralForCausalLM", "mixtral"), torch.float32)
-        wide = with_wide_routers(mixtral, describe(mixtral), torch.bfloat16, casts, meta_copy(mixtral))
+        wide = with_wide_routers(meta_copy(mixtral), describe(mixtral), torch.bfloat16, casts)
     assert wide.routers == tuple(f"model.layers.{layer}.mlp.gate" for layer in (0, 1))
 
 
@@ -100,9 +100,9 @@ def test_a_proof_is_run_once_in_a_process_and_a_refusal_each_time() -> None:
     run = mock.patch.object(compute_dtype, "_run", side_effect=[no, no, None])
     with mock.patch.object(known_families, "_table", return_value={}), run as proofs:
         with refused("precision.compute-unsupported"):
-            plan_compute(mixtral, anatomy, torch.bfloat16, kept)
+            plan_compute(meta_copy(mixtral), anatomy, torch.bfloat16, kept)
         for _ in range(3):
-            plan_compute(mixtral, anatomy, torch.bfloat16, kept)
+            plan_compute(meta_copy(mixtral), anatomy, torch.bfloat16, kept)
     assert proofs.call_count == 3  # two of the refusal, which is asked again for what to cast
 
 
@@ -121,11 +121,11 @@ def test_a_parameter_in_fp32_that_is_read_behind_its_modules_back_is_refused() -
     model = tiny_model("ernie4_5_moe")
     kept = kept_in_fp32(model, torch.bfloat16)
     anatomy = describe(model)
-    plan_compute(model, anatomy, torch.bfloat16, kept)
+    plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
     block: Any = model.get_submodule("model.layers.0.mlp")
     block.forward = _scaled_by_the_router.__get__(block)
     with refused("precision.compute-unsupported", naming="model.layers.0.mlp.gate in model.layers.0.mlp"):
-        plan_compute(model, anatomy, torch.bfloat16, kept)
+        plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
 
 
 def _scaled_by_the_router(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_run_without_values_is_not_refused_for_it() -> No
     model = tiny_model("qwen3_moe")
     block: Any = model.get_submodule("model.layers.0.mlp")
     block.forward = _raise.__get__(block)
-    plan_compute(model, describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
+    plan_compute(meta_copy(model), describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
 
 
 def _raise(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def test_stages_go_round_the_ranks() -> None:
 
 def test_each_end_of_the_decoder_is_on_its_stage() -> None:
     model = tiny_model("deepseek_v3", num_hidden_layers=3, tie_word_embeddings=True)
-    plan = plan_cut(model, describe(model), Layout(pp=2))
+    plan = plan_cut(meta_copy(model), describe(model), Layout(pp=2))
     assert {name: set(ranks) for name, ranks in plan.parts.items()} == {
         "model.embed_tokens": {0},
         **{f"model.layers.{n}": {stage} for stage, numbers in enumerate(plan.stages) for n in numbers},
@@ -81,7 +81,7 @@ CARRIED: dict[tuple[str, str], dict[str, Any]] = {
 def test_a_family_whose_every_block_reads_more_than_the_hidden_state_is_refused_by_name(kind: tuple[str, str]) -> None:
     model = _meta(kind, **CARRIED[kind])
     with refused("layout.pp-carries-more-than-hidden-state", naming="beside the hidden state"):
-        plan_cut(model, describe(model), Layout(pp=2))
+        plan_cut(meta_copy(model), describe(model), Layout(pp=2))
 
 
 def _meta(kind: tuple[str, str], **changes: Any) -> Any:
@@ -102,10 +102,10 @@ def test_blocks_that_read_what_one_has_chosen_are_on_its_stage(kind: tuple[str, 
     full, shared = "full", "shared"
     types = [full, shared, full, shared, shared, full]
     model = _meta(kind, num_hidden_layers=6, indexer_types=types, mlp_layer_types=None, layer_types=None)
-    starts = {numbers.start for numbers in plan_cut(model, describe(model), Layout(pp=3)).stages}
+    starts = {numbers.start for numbers in plan_cut(meta_copy(model), describe(model), Layout(pp=3)).stages}
     assert starts == {0, *TOGETHER[kind][1]}
     with refused("layout.pp-carries-more-than-hidden-state", naming="only before block 2, 5: model.layers.1 reads"):
-        plan_cut(model, describe(model), Layout(pp=4))
+        plan_cut(meta_copy(model), describe(model), Layout(pp=4))
 
 
 class _KeepsAside(nn.Module):
@@ -156,7 +156,7 @@ def test_a_forward_that_needs_a_module_of_another_stage_is_refused_before_it_run
     model: Any = tiny_model("qwen3_moe")
     model.model.rotary_emb = _AskingRotary(model.model)
     with refused("layout.pp-needs-other-stage", naming="AttributeError"):
-        plan_cut(model, describe(model), Layout(pp=2))
+        plan_cut(meta_copy(model), describe(model), Layout(pp=2))
 
 
 def test_a_stage_of_which_only_frozen_routers_would_train_is_refused() -> None:

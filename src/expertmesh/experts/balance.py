@@ -20,11 +20,10 @@ from expertmesh.anatomy import Anatomy
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
 from expertmesh.experts.layer import layer_of
-from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.router_loss import aux_loss_refusal, router_logits_refusal
 from expertmesh.io.boxes import full_box, slices
-from expertmesh.state.model_view import mesh_of, sharded, stage_names
+from expertmesh.state.model_view import is_adapter, mesh_of, sharded, stage_names
 from expertmesh.state.shards import local_box, local_tensor
 
 _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores for the choice alone, in every family
@@ -141,7 +140,7 @@ def _biases(model: nn.Module, anatomy: Anatomy, rate: float) -> Iterator[tuple[s
             f"({' or '.join(_BIAS_NAMES)}, one number per expert); set moe.bias_update_rate to 0.0",
             key="moe.no-router-bias",
         )
-    if adapter_state(model) is not None:
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise InputError(
             f"{asked}, but an adapter does not hold the biases; set moe.bias_update_rate to 0.0 with lora",
             key="moe.router-bias-with-lora",

@@ -22,10 +22,9 @@ from torch.utils.module_tracker import ModuleTracker
 from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_inside, settings
 from expertmesh.compat import buffer_slots, tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
-from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, handed_on, stand_ins_for_experts
-from expertmesh.state.model_view import is_adapter, meta_copy
+from expertmesh.state.model_view import is_adapter
 from expertmesh.state.patching import exchanged, replace_forward
 
 
@@ -87,29 +86,24 @@ class _Refused:
 
 
 def plan_compute(
-    model: nn.Module,
-    anatomy: Anatomy,
-    compute: torch.dtype,
-    kept_in_fp32: Callable[[str], bool],
-    meta_model: nn.Module | None = None,
+    meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, kept_in_fp32: Callable[[str], bool]
 ) -> Casts:
-    """Plan how `model` computes in `compute` with the casts of FSDP2.
+    """Plan how a model computes in `compute` with the casts of FSDP2.
 
     It is called if a trained parameter has another dtype. It reads no weights. A model that cannot run without values
     is not refused, as nothing is known about it.
 
     Args:
+        meta_model: the meta copy of the model; its state is restored.
         kept_in_fp32: returns by name whether the family computes with a parameter in fp32.
-        meta_model: the meta copy of the model, if there is one; its state is restored. `model` is not changed.
 
     Raises:
         InputError: the model does not run in `compute`; names the module.
 
     Collectives: none.
     """
-    casts = Casts(uncast_modules(model, anatomy, kept_in_fp32))
-    meta_model = meta_copy(model) if meta_model is None else meta_model
-    if _is_proven(model, anatomy, compute, casts, meta_model):
+    casts = Casts(uncast_modules(meta_model, anatomy, kept_in_fp32))
+    if _is_proven(meta_model, anatomy, compute, casts):
         return casts
     # Each run that fails names one module; widen its group or cast its buffers, and try again.
     while refused := _run(meta_model, anatomy, compute, casts):
@@ -117,14 +111,14 @@ def plan_compute(
         if reader and reader not in casts.kept and not _has_group(reader, anatomy):
             for each in _in_blocks_alike(reader, _alike(meta_model, anatomy, casts)):
                 casts = replace(casts, kept=_gathered_with(each, casts.kept))
-        elif reader is None and module not in casts.buffers and _can_cast(model, module, kept_in_fp32):
+        elif reader is None and module not in casts.buffers and _can_cast(meta_model, module, kept_in_fp32):
             casts = replace(
                 casts, buffers=(*casts.buffers, *_in_blocks_alike(module, _alike(meta_model, anatomy, casts)))
             )
         else:
             dtype = str(compute).removeprefix("torch.")
             raise InputError(
-                f"precision.compute {dtype}: {model.config.model_type} {refused.reason}",  # type: ignore[union-attr]
+                f"precision.compute {dtype}: {meta_model.config.model_type} {refused.reason}",  # type: ignore[union-attr]
                 key="precision.compute-unsupported",
             )
     return casts
@@ -152,9 +146,7 @@ def _in_blocks_alike(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
     return [name]
 
 
-def with_wide_routers(
-    model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, meta_model: nn.Module
-) -> Casts:
+def with_wide_routers(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) -> Casts:
     """Add fp32 routers to `casts`; return `casts` unchanged if the family's code does not run with them.
 
     Routers that the family itself keeps in fp32 are left to its code.
@@ -165,9 +157,11 @@ def with_wide_routers(
         if not _has_group(name, anatomy)
         and not any(name == kept or is_inside(name, kept) or is_inside(kept, name) for kept in casts.kept)
     ]
-    own = {name: tuple(leaf for leaf, _ in model.get_submodule(name).named_parameters(prefix=name)) for name in free}
+    own = {
+        name: tuple(leaf for leaf, _ in meta_model.get_submodule(name).named_parameters(prefix=name)) for name in free
+    }
     wide = replace(casts, kept={**casts.kept, **own}, routers=tuple(free))
-    return wide if free and _is_proven(model, anatomy, compute, wide, meta_model) else casts
+    return wide if free and _is_proven(meta_model, anatomy, compute, wide) else casts
 
 
 def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -175,13 +169,14 @@ def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, kwargs))
 
 
-def _is_proven(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, meta_model: nn.Module) -> bool:
+def _is_proven(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) -> bool:
     """Return whether a model runs with `casts`, from the table of known families or by a run on meta."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [*meta_model.named_parameters(), *meta_model.named_buffers()]
     dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
     kinds = {re.sub(r"\.\d+", "", name) for name in casts.kept}
+    adapted = any(is_adapter(name) for name, _ in tensors)
     others = ["routers in fp32"] * bool(casts.routers)
-    key = proof_key(model, compute, sorted(dtypes), sorted(kinds), adapter_state(model) is not None, *others)
+    key = proof_key(meta_model, compute, sorted(dtypes), sorted(kinds), adapted, *others)
 
     def prove() -> str | None:
         refused = _run(meta_model, anatomy, compute, casts)

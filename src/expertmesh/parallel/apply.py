@@ -10,7 +10,8 @@ quantised here, linear layers before tp cuts them, experts after ep has left thi
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -25,12 +26,13 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
+from expertmesh.experts.lora_state import AdapterState, adapter_state
 from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.checkpointing import recompute_blocks
 from expertmesh.parallel.compiling import compile_parts
 from expertmesh.parallel.context import split_attention
 from expertmesh.parallel.packing import separate_samples
-from expertmesh.parallel.pipeline import cut, pipeline_of
+from expertmesh.parallel.pipeline import cut
 from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import Group, ShardPlan, view_of
 from expertmesh.parallel.tensor import split_parts
@@ -40,26 +42,53 @@ from expertmesh.state.packed import HostCopies, PackedTensor
 from expertmesh.state.packed_format import PackedFormat
 
 
-def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+    """Shard `model` in place as `plan` says, and set up its recomputation and compilation.
+
+    Args:
+        model: the unsharded model, on meta or in memory.
+        plan: the shard plan, made for the layout of `mesh`.
+
+    Raises:
+        IntegrityError: a model in memory differs between ranks.
+
+    Collectives: every rank calls it; a model in memory issues one all-gather of a checksum per tensor of its state.
+    """
+    # A model on meta has no values to compare.
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        _check_equal_on_every_rank(model)
+    adapters = adapter_state(model)
+    _shard(model, plan, mesh, adapters)
+    recompute_blocks(model, plan.options.activation_checkpointing, plan.anatomy, plan.checkpointed, adapters)
+    if plan.options.compile:
+        # A compiler may be absent on one node only; then all ranks must raise, or the others hang.
+        with raise_on_all_ranks("trying torch.compile"):
+            compile_parts(model, plan.compiled, mesh.device)
+    # Last, because it guards the modules as they are after sharding.
+    guard(model)
+
+
+def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, adapters: AdapterState | None) -> None:
     """Shard `model` in place over `mesh` as `plan` says.
 
     Args:
         model: on meta or in memory; of a model in memory each rank keeps its local slices.
         plan: the plan of this model for the layout of `mesh`.
+        adapters: the state that its adapters share.
 
     Collectives: every rank calls it; no weights are sent.
     """
     assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
     for name in plan.frozen:
         model.get_submodule(name).requires_grad_(False)
-    anatomy, compute = plan.anatomy, getattr(torch, plan.options.precision.compute)
+    anatomy, compute, held = plan.anatomy, plan.dtypes[1], _Held.of(plan, mesh)
     # The view makes its meta copy at the first use, and modules of FSDP2 cannot be copied.
     meta_model = plan.view.meta
     if plan.cut is not None:
         # The meta copy answers for the other stages, so the same routers are frozen there.
         for name in plan.frozen:
             meta_model.get_submodule(name).requires_grad_(False)
-        anatomy = cut(model, plan.cut, anatomy, mesh, compute, plan.uncast, meta_model)
+        anatomy = cut(model, plan, plan.cut, mesh, adapters)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
     install(
         model,
@@ -71,42 +100,49 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         shared=plan.shared_beside,
         dtype=compute,
     )
-    packed = {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)}
+    packed = {name: kind for name, kind in plan.packed.items() if held.has(name)}
     _pack_linears(model, packed, mesh.device)
-    _split_parameters(model, plan, mesh)
+    _split_parameters(model, plan, mesh, held)
     _pack_experts(model, packed, on_host=plan.layout.offload == "experts")
     # Before split_parts, whose mixins go in front of BySamples and check for it.
     separate_samples(model, plan.anatomy, mesh.device, compute)
     split_parts(model, tensor.parts, context.whole, mesh)
-    buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))
+    buffers, routers = (list(filter(held.has, names)) for names in (plan.cast_buffers, plan.wide_routers))
     cast_in_forward(model, buffers, routers, compute)
-    _shard_groups(model, plan, mesh)
+    _shard_groups(model, plan, mesh, held)
     model.register_forward_hook(_reshard_without_backward)
-    _prefetch(model, anatomy, [part.name for part in tensor.parts if part.is_split])
+    _prefetch(model, anatomy, [part.name for part in tensor.parts if part.is_split], held.starts)
     # With more efsdp ranks, FSDP2 gathers experts and prefetches them itself.
     if mesh.layout.efsdp == 1:
-        pipeline = pipeline_of(model)
-        _link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
+        _link_copies(model, anatomy, held.starts)
     attach(model, mesh=mesh, shard_plan=plan, frozen_formats=plan.packed)
     split_blocks(model, plan.anatomy, mesh, context.gathers)
     split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
 
 
-def _is_here(name: str, plan: ShardPlan, mesh: Mesh) -> bool:
-    """Return whether this rank's pipeline stages hold a module or parameter."""
-    gone = plan.cut.gone(mesh.coordinate("pp")) if plan.cut is not None else []
-    return not any(name == part or is_inside(name, part) for part in gone)
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The part of a model that this rank's pipeline stages hold: all of it without pp."""
+
+    gone: Sequence[str] = ()
+    """The parts that only other pp ranks hold."""
+    starts: Collection[str] = ()
+    """The first block of each stage, before which another stage runs."""
+
+    @classmethod
+    def of(cls, plan: ShardPlan, mesh: Mesh) -> "_Held":
+        return cls() if plan.cut is None else cls(plan.cut.gone(mesh.coordinate("pp")), plan.cut.starts)
+
+    def has(self, name: str) -> bool:
+        """Return whether a module or parameter is held."""
+        return not any(name == part or is_inside(name, part) for part in self.gone)
 
 
-def _all_here(names: Sequence[str], plan: ShardPlan, mesh: Mesh) -> list[str]:
-    return [name for name in names if _is_here(name, plan, mesh)]
-
-
-def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
     """Replace each parameter that ep or tp splits, adapters included, by a DTensor of this rank's slice."""
     axes = {"ep": mesh.expert, "tp": mesh.dense_tp_mesh}
     for name, split in plan.splits.items():
-        if not _is_here(name, plan, mesh):
+        if not held.has(name):
             continue
         parent, _, leaf = name.rpartition(".")
         module, axis = model.get_submodule(parent), axes[split.axis][split.axis]
@@ -120,11 +156,11 @@ def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))
 
 
-def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
     """Call `fully_shard` for each group of this rank's stages, in the order of the plan."""
     views = {"dense": mesh.dense_shard, "dense_tp": mesh.dense_tp_shard, "expert": mesh.expert_shard}
     for group in plan.groups:
-        if not all(_is_here(name, plan, mesh) for name in group.modules):
+        if not all(map(held.has, group.modules)):
             continue
         modules = [model.get_submodule(name) for name in group.modules]
         dims = {model.get_parameter(name): dim for name, dim in group.dims.items()}
@@ -172,7 +208,7 @@ def _reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:
         cast(FSDPModule, model).reshard()
 
 
-def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str]) -> None:
+def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str], starts: Collection[str]) -> None:
     """Make FSDP2 gather the next block while this one computes, in forward and in backward."""
     # The host wait in dispatch defeats FSDP2's implicit prefetch, so it is set explicitly.
     units = []
@@ -186,9 +222,8 @@ def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str]) ->
     for module in model.modules():
         if isinstance(module, FSDPModule) and module is not model:
             module.set_modules_to_backward_prefetch([module])
-    pipeline = pipeline_of(model)
     for number, (unit, following) in enumerate(itertools.pairwise(units)):
-        if pipeline is not None and pipeline.stage_starts(anatomy.blocks[number + 1]):
+        if anatomy.blocks[number + 1] in starts:
             continue  # what runs next is another stage
         unit[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(list(unit))
@@ -201,31 +236,6 @@ def _sum_gradients(module: nn.Module) -> None:
     unit = cast(FSDPModule, module)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-
-
-def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
-    """Shard `model` in place as `plan` says, and set up its recomputation and compilation.
-
-    Args:
-        model: the unsharded model, on meta or in memory.
-        plan: the shard plan, made for the layout of `mesh`.
-
-    Raises:
-        IntegrityError: a model in memory differs between ranks.
-
-    Collectives: every rank calls it; a model in memory issues one all-gather of a checksum per tensor of its state.
-    """
-    # A model on meta has no values to compare.
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        _check_equal_on_every_rank(model)
-    shard(model, plan, mesh)
-    recompute_blocks(model, plan.options.activation_checkpointing, plan.anatomy, plan.checkpointed)
-    if plan.options.compile:
-        # A compiler may be absent on one node only; then all ranks must raise, or the others hang.
-        with raise_on_all_ranks("trying torch.compile"):
-            compile_parts(model, plan.compiled, mesh.device)
-    # Last, because it guards the modules as they are after sharding.
-    guard(model)
 
 
 def _check_equal_on_every_rank(model: nn.Module) -> None:
@@ -287,18 +297,18 @@ def _pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat], on_host
             _replace(model, name, own)
 
 
-def _link_copies(model: nn.Module, anatomy: Anatomy, stage_starts: Callable[[str], bool]) -> None:
+def _link_copies(model: nn.Module, anatomy: Anatomy, starts: Collection[str]) -> None:
     """Link the host copies of consecutive layers, so that experts are copied from host memory one layer ahead.
 
     This is for experts that FSDP2 does not prefetch: a group of one rank gathers nothing.
 
     Args:
         anatomy: the anatomy of this rank's blocks.
-        stage_starts: returns whether a block is the first of a pipeline stage; it is not linked to the block before.
+        starts: the blocks that begin a pipeline stage; they are not linked to the block before.
     """
     before: dict[str, HostCopies] = {}
     for block in anatomy.blocks:
-        before = {} if stage_starts(block) else before
+        before = {} if block in starts else before
         for spec in anatomy.experts:
             if is_inside(spec.name, block):
                 for role, leaf in (("up", spec.up), ("down", spec.down)):

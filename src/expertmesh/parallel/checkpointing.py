@@ -15,7 +15,7 @@ from expertmesh.anatomy import Anatomy
 from expertmesh.compat import checkpointing_takes_value, enable_checkpointing
 from expertmesh.config.errors import InputError
 from expertmesh.experts.activation_checkpointing import block_contexts
-from expertmesh.experts.lora_state import adapter_state
+from expertmesh.experts.lora_state import AdapterState
 from expertmesh.state.model_view import stage_names
 
 CheckpointingMode = Literal["none", "selective", "full"]
@@ -54,21 +54,27 @@ def checkpointed_blocks(
     return tuple(anatomy.blocks[number] for number in checkpointed_layers(layers, len(anatomy.blocks)))
 
 
-def recompute_blocks(model: nn.Module, mode: CheckpointingMode, anatomy: Anatomy, blocks: Sequence[str]) -> None:
+def recompute_blocks(
+    model: nn.Module,
+    mode: CheckpointingMode,
+    anatomy: Anatomy,
+    blocks: Sequence[str],
+    adapters: AdapterState | None,
+) -> None:
     """Enable recomputation of `blocks`, the result of `checkpointed_blocks`.
 
     Args:
         anatomy: the anatomy of the full model, not of one pipeline stage.
+        adapters: the state that the adapters share.
 
     Collectives: every rank calls it with equal arguments and it issues none, but a block that is recomputed in full
     repeats its dispatch in backward, which is collective.
     """
     if mode == "none":
         return
-    state = adapter_state(model)
     # The second run needs the state of the adapters only to draw the same dropout masks.
-    adapters = state if state is not None and state.dropout > 0.0 else None
-    context_fn = partial(block_contexts, selective=mode == "selective", adapters=adapters)
+    drops = adapters if adapters is not None and adapters.dropout > 0.0 else None
+    context_fn = partial(block_contexts, selective=mode == "selective", adapters=drops)
     enable_checkpointing(model, {"use_reentrant": False, "context_fn": context_fn})
     for name in stage_names(model, anatomy.blocks):  # blocks of a tower are on the first pipeline stage alone
         if name not in blocks:

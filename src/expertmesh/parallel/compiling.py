@@ -17,7 +17,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, carries_state
 from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
-from expertmesh.experts.lora_state import adapter_state
+from expertmesh.experts.lora_state import AdapterState
 from expertmesh.introspection.attention import recurrent_mixers
 from expertmesh.parallel.packing import running_samples, traceable
 from expertmesh.state.model_view import stage_names
@@ -51,7 +51,7 @@ def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) 
         replace_forward(part, partial(_forward, part, name, device, compiled[kind]))
 
 
-def refuse_compile(model: nn.Module, frozen: str | None) -> None:
+def refuse_compile(adapters: AdapterState | None, frozen: str | None) -> None:
     """Raise `InputError` for settings that `train.compile` is not proven for; `frozen` is `precision.frozen`."""
     if frozen is not None:
         raise InputError(
@@ -59,10 +59,9 @@ def refuse_compile(model: nn.Module, frozen: str | None) -> None:
             "in compiled code; set precision.frozen to null or train.compile to false",
             key="train.compile-with-frozen",
         )
-    state = adapter_state(model)
-    if state is not None and state.dropout > 0.0:
+    if adapters is not None and adapters.dropout > 0.0:
         raise InputError(
-            f"train.compile: lora.dropout is {state.dropout}, whose masks depend on each token's number, which "
+            f"train.compile: lora.dropout is {adapters.dropout}, whose masks depend on each token's number, which "
             "compiled code would take for a constant; set lora.dropout to 0 or train.compile to false",
             key="train.compile-with-dropout",
         )

@@ -8,7 +8,7 @@ result. Modules before the blocks (embedding) are on the first stage, modules af
 last; a weight that is tied between the two is on both.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,8 @@ from expertmesh.anatomy import Anatomy, is_inside
 from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.lora_state import adapter_state
+from expertmesh.experts.lora_state import AdapterState
+from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.parallel.stages import Cut, Leaving, Placeholder, idle, put_placeholders, stages_of
 from expertmesh.state.model_view import ModelView, StageView, attach, sharded
 from expertmesh.state.patching import exchanged
@@ -54,10 +55,6 @@ class Pipeline:
         """The numbers of this rank's blocks."""
         return [block for stage in self.own_stages for block in self.stages[stage]]
 
-    def stage_starts(self, block: str) -> bool:
-        """Return whether `block` is the first of a stage."""
-        return any(self.blocks[numbers.start] == block for numbers in self.stages)
-
     def is_last(self, stage: int) -> bool:
         """Return whether `stage` is the last, which holds the head."""
         return stage == len(self.stages) - 1
@@ -69,42 +66,33 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return pipeline
 
 
-def cut(
-    model: nn.Module,
-    plan: Cut,
-    anatomy: Anatomy,
-    mesh: Mesh,
-    dtype: torch.dtype,
-    uncast: Collection[str],
-    meta_model: nn.Module,
-) -> Anatomy:
+def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, mesh: Mesh, adapters: AdapterState | None) -> Anatomy:
     """Replace the parts of other pp ranks in `model` by placeholders, in place.
 
     Args:
-        dtype: the compute dtype.
-        uncast: the parameters that are used in float32.
-        meta_model: the meta copy of the full model; `ModelView` reads names and shapes of other stages from it.
+        cuts: `plan.cut`. `ModelView` reads names and shapes of other stages from the plan's meta copy.
+        adapters: the state that the adapters of the full model share.
 
     Returns:
         The anatomy of this rank's stages.
 
     Collectives: none.
     """
-    blocks = plan.blocks
+    blocks, (_, dtype, _), uncast = cuts.blocks, plan.dtypes, plan.uncast
     own_stages = stages_of(mesh.layout, mesh.coordinate("pp"))
-    pipeline = Pipeline(mesh, blocks, plan.stages, own_stages, plan.hidden, dtype)
+    pipeline = Pipeline(mesh, blocks, cuts.stages, own_stages, cuts.hidden, dtype)
     # Attach the adapter state too: no module of this stage may be adapted, and it must be found all the same.
     # The view is made before any part is replaced: it needs the tensors and ties of the full model.
-    view = _stage_view(model, plan.parts, mesh, meta_model)
-    attach(model, stage_view=view, pipeline=pipeline, lora_state=adapter_state(model))
-    gone = plan.gone(mesh.coordinate("pp"))
+    view = _stage_view(model, cuts.parts, mesh, plan.view.meta)
+    attach(model, stage_view=view, pipeline=pipeline, lora_state=adapters)
+    gone = cuts.gone(mesh.coordinate("pp"))
     put_placeholders(
-        model, gone, blocks, plan.items, lambda name: torch.float32 if name in uncast else dtype, mesh.device
+        model, gone, blocks, cuts.items, lambda name: torch.float32 if name in uncast else dtype, mesh.device
     )
     own = {number: model.get_submodule(blocks[number]) for number in pipeline.own_blocks}
-    pipeline.idle.update({number: idle(block, plan.items) for number, block in own.items()})
+    pipeline.idle.update({number: idle(block, cuts.items) for number, block in own.items()})
     model.register_forward_pre_hook(_refuse_alone)
-    return _without(anatomy, gone)
+    return _without(plan.anatomy, gone)
 
 
 @contextmanager

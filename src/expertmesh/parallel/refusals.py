@@ -16,7 +16,6 @@ from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
 from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.dispatchers import deepep
-from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts, shared_behind_routed
 from expertmesh.parallel.sequence import refuse_blocks
@@ -163,11 +162,10 @@ def refuse_axes(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
 
 
 def refuse_dtypes(
-    model: nn.Module,
+    view: ModelView,
     anatomy: Anatomy,
     precision: PrecisionConfig,
     kept_in_fp32: Callable[[str], bool],
-    view: ModelView,
     router_dtype: str,
 ) -> Casts:
     """Raise `InputError` for dtypes that a model does not have, or cannot compute in.
@@ -181,16 +179,16 @@ def refuse_dtypes(
     """
     master, compute = (getattr(torch, name) for name in (precision.params, precision.compute))
     # What adapters have frozen is in the compute dtype; of a model in memory it may be as wide as the masters.
-    wide = adapter_state(model) is None or all(parameter.dtype == master for parameter in model.parameters())
-    _refuse_mixed_dtypes(model, master, master if wide else compute, kept_in_fp32)
-    casts = Casts() if compute == master else plan_compute(model, anatomy, compute, kept_in_fp32, view.meta)
+    wide = not view.adapters or all(parameter.dtype == master for parameter in view.parameters.values())
+    _refuse_mixed_dtypes(view, master, master if wide else compute, kept_in_fp32)
+    casts = Casts() if compute == master else plan_compute(view.meta, anatomy, compute, kept_in_fp32)
     if router_dtype == "compute" or compute.itemsize > 2:
         return casts
-    return with_wide_routers(model, anatomy, compute, casts, view.meta)
+    return with_wide_routers(view.meta, anatomy, compute, casts)
 
 
 def _refuse_mixed_dtypes(
-    model: nn.Module, master: torch.dtype, base: torch.dtype, kept_in_fp32: Callable[[str], bool]
+    view: ModelView, master: torch.dtype, base: torch.dtype, kept_in_fp32: Callable[[str], bool]
 ) -> None:
     """Raise `InputError` unless trained parameters have the master dtype; otherwise a conversion would happen silently.
 
@@ -199,7 +197,7 @@ def _refuse_mixed_dtypes(
             without adapters, the master dtype.
     """
     frozen = base != master
-    for name, parameter in model.named_parameters():
+    for name, parameter in view.parameters.items():
         expected = master if is_adapter(name) or not frozen else base
         if parameter.dtype != expected and not (frozen and kept_in_fp32(name) and parameter.dtype == torch.float32):
             to_float32 = "" if master == torch.float32 else "set precision.params to float32, or "

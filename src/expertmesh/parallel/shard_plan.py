@@ -27,6 +27,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.experts.balance import Balance
 from expertmesh.experts.dispatchers import deepep
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
+from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.introspection.stage_probe import Decoder
 from expertmesh.parallel.checkpointing import (
@@ -158,7 +159,7 @@ class ShardPlan:
     @cached_property
     def decoder(self) -> Decoder:
         """The values that blocks pass on, proven on meta at the first access. Raises `CannotCut`."""
-        return find_decoder(self.view.meta, self.anatomy, decoder_blocks(self.anatomy), self.view.meta)
+        return find_decoder(self.view.meta, self.anatomy, decoder_blocks(self.anatomy))
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -215,13 +216,13 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     backends = {spec.name: choose_backend(spec, asked, compute, spec.num_experts // ep) for spec in anatomy.experts}
     expert_dims = plan_expert_dims(model, anatomy, layout)
     frozen = anatomy.routers if options.moe.router == "frozen" else ()
-    tensor, context, cut = plan_axes(model, anatomy, layout, view, kept_in_fp32=kept_in_fp32, frozen=frozen)
+    tensor, context, cut = plan_axes(view, anatomy, layout, kept_in_fp32=kept_in_fp32, frozen=frozen)
     balance = refuse_model(model, anatomy, options.moe)
     refuse_dispatch(options.moe, layout, anatomy, compute)
-    casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, view, options.moe.router_dtype)
+    casts = refuse_dtypes(view, anatomy, precision, kept_in_fp32, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:
-        refuse_compile(model, precision.frozen)
+        refuse_compile(adapter_state(model), precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
     # Under selective checkpointing a block's second run has the routed experts' result but not the shared expert's.
     overlaps = not options.compile and options.activation_checkpointing != "selective"
@@ -252,10 +253,9 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
 
 
 def plan_axes(
-    model: nn.Module,
+    view: ModelView,
     anatomy: Anatomy,
     layout: Layout,
-    view: ModelView,
     *,
     kept_in_fp32: KeptInFp32,
     frozen: Sequence[str] = (),
@@ -265,10 +265,11 @@ def plan_axes(
     Raises:
         InputError: the model does not support tp, cp or pp of this size.
     """
+    model = view.module
     refuse_axes(model, anatomy, layout)
     context = context_plan(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
-    return tensor, context, plan_cut(model, anatomy, layout, view.meta, frozen) if layout.pp > 1 else None
+    return tensor, context, plan_cut(view.meta, anatomy, layout, frozen) if layout.pp > 1 else None
 
 
 def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> ExpertTraffic | None:

@@ -27,7 +27,6 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.stage_probe import LENGTH, ROWS, CannotCut, Decoder, probe, rehearse
-from expertmesh.state.model_view import meta_copy
 
 
 def plan_stages(
@@ -144,18 +143,21 @@ class Cut:
     joined: Mapping[int, str]
     """The blocks that must be on the stage of the block before them, by number, and the reason."""
 
+    @property
+    def starts(self) -> frozenset[str]:
+        """The first block of each stage."""
+        return frozenset(self.blocks[numbers.start] for numbers in self.stages)
+
     def gone(self, pp_rank: int) -> list[str]:
         """Return the parts that one pp rank does not hold."""
         return [name for name, ranks in self.parts.items() if pp_rank not in ranks]
 
 
-def plan_cut(
-    model: nn.Module, anatomy: Anatomy, layout: Layout, meta_model: nn.Module | None = None, frozen: Sequence[str] = ()
-) -> Cut:
-    """Plan the pipeline stages of `model`, which is not changed; every rank makes the same plan.
+def plan_cut(meta_model: nn.Module, anatomy: Anatomy, layout: Layout, frozen: Sequence[str] = ()) -> Cut:
+    """Plan the pipeline stages of a model; every rank makes the same plan.
 
     Args:
-        meta_model: the meta copy of the model, if there is one; its state is restored.
+        meta_model: the meta copy of the model; its state is restored.
         frozen: names of the modules that will be frozen.
 
     Raises:
@@ -163,14 +165,17 @@ def plan_cut(
     """
     blocks = decoder_blocks(anatomy)
     refuse_few_blocks(len(blocks), layout)
-    decoder = find_decoder(model, anatomy, blocks, meta_model)
-    stages = plan_stages(model, anatomy, blocks, layout, decoder.joined)
-    parts = parts_by_stage(model, decoder, blocks, layout, stages)
+    decoder = find_decoder(meta_model, anatomy, blocks)
+    stages = plan_stages(meta_model, anatomy, blocks, layout, decoder.joined)
+    parts = parts_by_stage(meta_model, decoder, blocks, layout, stages)
     if not decoder.hands_on_hidden_alone:
-        rehearse_each(meta_copy(model) if meta_model is None else meta_model, anatomy, blocks, decoder, stages)
+        rehearse_each(meta_model, anatomy, blocks, decoder, stages)
     # Under all names: a tied weight is trained on the stage of each of its names.
-    trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
-    trained = [name for name in trained if not any(is_inside(name, module) for module in frozen)]
+    trained = [
+        name
+        for name, parameter in meta_model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and not any(is_inside(name, module) for module in frozen)
+    ]
     for rank in range(layout.pp):
         if not any(
             rank in ranks and (name == part or is_inside(name, part))
@@ -187,32 +192,31 @@ def plan_cut(
     return Cut(tuple(blocks), stages, parts, decoder.hidden, decoder.items, decoder.joined)
 
 
-def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], meta_model: nn.Module | None) -> Decoder:
+def find_decoder(meta_model: nn.Module, anatomy: Anatomy, blocks: Sequence[str]) -> Decoder:
     """Find the values that blocks pass on, and the parameters before and after them.
 
     The answer is cached by the family's code and configuration. To prove it, the model runs on meta with placeholders.
     """
 
     def prove() -> dict[str, Any]:
-        bare = meta_copy(model) if meta_model is None else meta_model
-        decoder = probe(bare, blocks, anatomy.experts)
+        decoder = probe(meta_model, blocks, anatomy.experts)
         # Replace every part at once: no stage can lack more than that.
-        everything = parts_by_stage(model, decoder, blocks, Layout(), (range(len(blocks)),))
-        with placeholders_for(bare, everything, blocks, decoder.items):
-            rehearse(bare)
+        everything = parts_by_stage(meta_model, decoder, blocks, Layout(), (range(len(blocks)),))
+        with placeholders_for(meta_model, everything, blocks, decoder.items):
+            rehearse(meta_model)
         dims = [_HIDDEN_SIZE if size == hidden_size else size for size in decoder.hidden]
         answer = {"before": sorted(decoder.before), "behind": sorted(decoder.behind), "hidden": dims}
         rare = {"unused": sorted(decoder.unused), "items": decoder.items, "joined": list(decoder.joined.items())}
         return answer | {what: value for what, value in rare.items() if value}
 
-    config: Any = model.config
+    config: Any = meta_model.config
     hidden_size: Any = getattr(config.get_text_config(), "hidden_size", None)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(meta_model.named_parameters(remove_duplicate=False))
     outside = [name for name in parameters if not any(is_inside(name, block) for block in blocks)]
     uses = Counter(map(id, parameters.values()))
     # The configuration does not show whether a block shares parameters with other modules, so the answer is not cached.
     shared = any(uses[id(parameter)] > 1 for name, parameter in parameters.items() if name not in outside)
-    key = None if shared else proof_key(model, *outside)
+    key = None if shared else proof_key(meta_model, *outside)
     # The layers that read results of others depend on the number of layers, so such an answer is not cached either.
     found = look_up(
         "stages", key, prove, keep=lambda answer: answer["hidden"] == [_HIDDEN_SIZE] and "joined" not in answer

@@ -100,6 +100,6 @@ class Feasibility:
     def _plan(self, layout: Layout) -> tuple[TensorPlan, ContextPlan] | InputError:
         """Return what tp and cp split, or why the axes of `layout` are refused."""
         try:
-            return plan_axes(self._model, self._anatomy, layout, self._view, kept_in_fp32=self._kept)[:2]
+            return plan_axes(self._view, self._anatomy, layout, kept_in_fp32=self._kept)[:2]
         except InputError as error:
             return error

@@ -14,6 +14,7 @@ from torch import Tensor
 from expertmesh.config.errors import InputError
 from expertmesh.data import Step
 from expertmesh.distributed.layout import resolve_layout
+from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.checkpointing import checkpointed_blocks, recompute_blocks
 from expertmesh.parallel.layers import layers_of
 from expertmesh.parallel.refusals import expert_shard_dim
@@ -94,7 +95,7 @@ def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
         return Check.not_run(name, f"not supported by {proof.setup.model_config.model_type}")
     anatomy = proof.setup.anatomy
     blocks = checkpointed_blocks(ModelView(job.model).full, anatomy, "full", "all")
-    recompute_blocks(job.model, "full", anatomy, blocks)
+    recompute_blocks(job.model, "full", anatomy, blocks, adapter_state(job.model))
     recomputed = _run(job, job.batches(proof.setup.steps[0]))
     disable = getattr(job.model, "activation_checkpointing_disable", None)
     (disable or job.model.gradient_checkpointing_disable)()
