@@ -35,7 +35,7 @@ from benchmarks.result import machine
 from expertmesh.anatomy import describe
 from expertmesh.experts.dispatch import AllToAllDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm
-from expertmesh.experts.kernels.probe import triton_refusal
+from expertmesh.experts.install import triton_refusal
 from expertmesh.experts.layer import layer_of
 from expertmesh.experts.lora_state import Dropout, keep_mask
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate, activation_backward

@@ -87,7 +87,7 @@ SYSTEMS: dict[str, Callable[[Shape, Mapping[str, torch.Tensor]], Experts]] = {
 
 def systems_on(device: torch.device) -> tuple[str, ...]:
     """Return those that this device runs: Triton's kernels where they have been proven."""
-    from expertmesh.experts.kernels.probe import triton_refusal
+    from expertmesh.experts.install import triton_refusal
     from expertmesh.experts.mlp_spec import Gate
 
     proven = device.type == "cuda" and triton_refusal(device, torch.bfloat16, frozenset({Gate()})) is None

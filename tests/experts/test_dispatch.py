@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expertmesh.distributed import collectives
 from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
 from expertmesh.experts import dispatch
-from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
-from expertmesh.experts.dispatchers import hierarchical
-from expertmesh.experts.dispatchers.hierarchical import HierarchicalDispatcher
+from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, HierarchicalDispatcher, LocalDispatcher
 from expertmesh.experts.pairs import LocalPairs, segments_of
 from expertmesh.planning.traffic import _of_dispatch
 from tests.support.all_gather_dispatch import AllGatherDispatcher
@@ -224,9 +222,8 @@ def _between_nodes(kind: Callable[..., Dispatcher], experts: int, top_k: int) ->
     hidden, weight = torch.randn(tokens, HIDDEN, dtype=torch.float64), torch.rand(tokens, top_k, dtype=torch.float64)
     number = torch.arange(tokens) + 1000 * rank
     with ExitStack() as patched:
-        for module in (dispatch, hierarchical):
-            patched.enter_context(mock.patch.object(module, "all_to_all", all_to_all))
-            patched.enter_context(mock.patch.object(module, "to_host", to_host))
+        patched.enter_context(mock.patch.object(dispatch, "all_to_all", all_to_all))
+        patched.enter_context(mock.patch.object(dispatch, "to_host", to_host))
         traffic = patched.enter_context(_Traffic())
         results = _through_wide(dispatcher, hidden, index, weight, rank * experts // group.size())
     rows, _, _, metadata = dispatcher.dispatch(hidden + number[:, None], index, weight)

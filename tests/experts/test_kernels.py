@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
+from expertmesh.experts import install
 from expertmesh.experts.dispatch import AllToAllDispatcher
 from expertmesh.experts.install import Kernels, choose_kernels, gate_of
-from expertmesh.experts.kernels import ops, probe
+from expertmesh.experts.kernels import ops
 from expertmesh.experts.lora_state import Dropout
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate, activate, activation_backward
 from expertmesh.experts.pairs import Segments, order_by_expert, segment_sum
@@ -173,7 +174,7 @@ def test_dispatch_and_combine_equal_torchs_bit_for_bit_on_ranks() -> None:
 @interpreted
 def test_a_device_is_proven_by_results_and_an_error_of_a_kernel_is_told() -> None:
     cpu, gates = torch.device("cpu"), frozenset({SILU, GPT_OSS})
-    refusal = probe.triton_refusal.__wrapped__
+    refusal = install.triton_refusal.__wrapped__
     assert refusal(cpu, torch.float32, gates) is None
     assert refusal(cpu, torch.bfloat16, gates) is None
     assert refusal(cpu, torch.float64, gates) == "they compute in float32, and precision.compute is float64"

@@ -22,9 +22,9 @@ import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout
+from expertmesh.experts import deepep
+from expertmesh.experts.by_library import LibraryDispatcher
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher
-from expertmesh.experts.dispatchers import deepep
-from expertmesh.experts.dispatchers.by_library import LibraryDispatcher
 from expertmesh.parallel.refusals import refuse_dispatch
 from expertmesh.training.control import Control
 from expertmesh.training.startup.prepare import Prepared
@@ -126,7 +126,7 @@ def test_results_and_gradients_equal_the_all_to_alls(routing: str, dtype: torch.
 @contextmanager
 def _taken() -> Iterator[None]:
     """On ranks without a GPU, in fp32."""
-    with _installed(torch.float32), mock.patch("expertmesh.experts.dispatchers.deepep.refusal", return_value=None):
+    with _installed(torch.float32), mock.patch("expertmesh.experts.deepep.refusal", return_value=None):
         yield
 
 
@@ -246,7 +246,7 @@ def test_a_job_whose_rows_a_library_carries_is_verified(tmp_path: Path) -> None:
         calls = sum(len(each.calls) for each in fake_deep_ep.OPENED)
         return report.status, report.failures, [each.alive for each in fake_deep_ep.OPENED], calls
 
-    with _installed(), mock.patch("expertmesh.experts.dispatchers.deepep.refusal", return_value=None):
+    with _installed(), mock.patch("expertmesh.experts.deepep.refusal", return_value=None):
         for status, failures, alive, calls in run_ranks(verified, 2):
             assert status == "pass", failures
             assert alive == [False] * 3
@@ -264,7 +264,7 @@ def _on_gpus(backend: str | None = "nccl") -> Iterator[None]:
     started = mock.patch.multiple(
         "torch.distributed", is_initialized=lambda: backend is not None, get_backend=lambda: backend
     )
-    with started, mock.patch("expertmesh.experts.dispatchers.deepep.has_gpu", return_value=True):
+    with started, mock.patch("expertmesh.experts.deepep.has_gpu", return_value=True):
         yield
 
 

@@ -31,7 +31,7 @@ from expertmesh.config import LoraConfig, MoeConfig, OptimConfig, ParallelConfig
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.experts import dispatch
 from expertmesh.experts.balance import update_router_bias
-from expertmesh.experts.dispatchers.by_library import Arrived
+from expertmesh.experts.by_library import Arrived
 from expertmesh.experts.install import Kernels, gate_of
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
@@ -203,8 +203,8 @@ class _DeepEP:
 def _deepep() -> Iterator[None]:
     """The library, as if it were here."""
     with (
-        patch("expertmesh.experts.dispatchers.deepep.refusal", lambda *_: None),
-        patch("expertmesh.experts.dispatchers.deepep.Exchange", _DeepEP),
+        patch("expertmesh.experts.deepep.refusal", lambda *_: None),
+        patch("expertmesh.experts.deepep.Exchange", _DeepEP),
     ):
         yield
 

@@ -24,6 +24,8 @@ from transformers import PreTrainedConfig
 from expertmesh.config.errors import InputError
 
 _Module = TypeVar("_Module", bound=nn.Module)
+TOLERANCE = 1e-9
+_HIDDEN, _INTERMEDIATE, _TOKENS = 16, 12, 5
 
 
 def small_copy(module: _Module, sizes: Mapping[int, int], generator: torch.Generator) -> _Module:
@@ -54,10 +56,6 @@ def relative_error(first: list[torch.Tensor], second: list[torch.Tensor]) -> flo
     """Return the worst relative difference of two lists of tensors, NaN if any is NaN."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(first, second, strict=True)]
     return float(torch.stack([(a - b).norm() / a.norm().clamp_min(1e-30) for a, b in pairs]).max())
-
-
-TOLERANCE = 1e-9
-_HIDDEN, _INTERMEDIATE, _TOKENS = 16, 12, 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,9 @@ from expertmesh.state.model_view import ModelView, is_adapter
 
 # What attention is called with beside hidden states, where keys or values have hidden states of their own.
 HIDDEN_OF_KEYS = frozenset({"key_hidden_states", "value_hidden_states"})
+_TELLS_APART = ("layer_type", "attention_type", "sliding_window")
+_NUMBERS = ("layer", "idx", "index")
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,11 +411,6 @@ def _why_no_experts(model: nn.Module) -> str:
                 "they are called with the tokens, the experts chosen for each and their weights; it is not supported"
             )
     return "no routed experts found; only Mixture-of-Experts models with transformers' experts interface can be trained"
-
-
-_TELLS_APART = ("layer_type", "attention_type", "sliding_window")
-_NUMBERS = ("layer", "idx", "index")
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def alike(

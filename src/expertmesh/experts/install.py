@@ -1,12 +1,15 @@
 """Put expert layers into a model, through transformers' public experts registry under the name "expertmesh", or in
-place of `forward` of experts that do not use it. Decide how each layer multiplies (`moe.compute`) and which kernels do
-the rest (`moe.kernels`).
+place of `forward` of experts that do not use it. Decide how each layer multiplies (`moe.compute`), which kernels do
+the rest (`moe.kernels`; Triton's must give torch's results on this device), and how each layer dispatches
+(`moe.dispatch`). A library that sends rows is opened once for a model, and closed at the end.
+
+    P pairs, I intermediate, N items, R rows, H hidden
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -19,17 +22,24 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.compat import default_apply_gate, set_experts
 from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.dispatchers.choose import open_dispatchers
+from expertmesh.experts import deepep
+from expertmesh.experts.by_library import LibraryDispatcher
+from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, HierarchicalDispatcher, LocalDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
-from expertmesh.experts.kernels.probe import triton_refusal
+from expertmesh.experts.kernels import ops
 from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of, sorted_forward
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
 from expertmesh.experts.token_counts import real_tokens
+from expertmesh.state.model_view import module_state
 from expertmesh.state.patching import register_function, replace_forward
 
 IMPLEMENTATION = "expertmesh"
 ComputeName = Literal["auto", "grouped_mm", "loop"]
 KernelsName = Literal["auto", "torch", "triton"]
+# More than one block of columns, the last of them partly used; an odd number of pairs.
+_PAIRS, _WIDTH, _ITEMS, _KEYS = 13, 1096, 100, 11
+# Items and keys that are sorted: fewer keys than a warp has threads, and more than a block has items.
+_SORTED = ((_ITEMS, 2), (200, 300), (_ITEMS, _KEYS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +229,91 @@ def _act_fn(experts: nn.Module) -> Any:
 def _gated(act_fn: Callable[[torch.Tensor], torch.Tensor], pre_P2I: torch.Tensor) -> torch.Tensor:
     gate_PI, up_PI = pre_P2I.chunk(2, dim=-1)
     return act_fn(gate_PI) * up_PI
+
+
+@cache
+def triton_refusal(device: torch.device, dtype: torch.dtype, gates: frozenset[Gate]) -> str | None:
+    """Return why the kernels are not used on `device` in `dtype`, or None. Compiles and runs them, for these
+    `gates`.
+    """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"they compute in float32, and precision.compute is {str(dtype).removeprefix('torch.')}"
+    try:
+        most = max(2 * torch.finfo(dtype).eps, 1e-5)
+        wrong = [f"{name} is {error:.1e} off" for name, error in _errors(device, dtype, gates) if not error <= most]
+    except Exception as error:  # Triton and drivers raise of all kinds; what it was is printed
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"here {', '.join(wrong)} what torch gives" if wrong else None
+
+
+def _errors(device: torch.device, dtype: torch.dtype, gates: frozenset[Gate]) -> Iterator[tuple[str, float]]:
+    """Return the relative error of each kernel's results against torch's in fp32."""
+    random = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, device=device).to(dtype)
+
+    for gate in sorted(gates, key=str):
+        # Values on both sides of the limit.
+        pre_P2I, grad_PI = normal(_PAIRS, 2 * _WIDTH) * (gate.limit or 1.0), normal(_PAIRS, _WIDTH)
+        weight_P = torch.rand(_PAIRS, generator=random, device=device)
+        leaves = (pre_P2I.float().requires_grad_(), weight_P.clone().requires_grad_())
+        with torch.enable_grad():
+            expected_PI = gate(leaves[0]) * leaves[1].unsqueeze(1)
+            expected = torch.autograd.grad(expected_PI, leaves, grad_PI.float())
+        yield "swiglu", _error(ops.swiglu(pre_P2I, weight_P, *gate.flat()), expected_PI)
+        grad_weight_P = ops.swiglu_backward_(pre_P2I, grad_PI, weight_P, *gate.flat())
+        for got, want in zip((grad_PI, pre_P2I, grad_weight_P), (expected_PI, *expected), strict=True):
+            yield "swiglu_backward", _error(got, want)
+
+    for items, keys in _SORTED:
+        key_N = torch.randint(keys, (items,), generator=random, device=device)
+        order_N = torch.argsort(key_N, stable=True)
+        got_order_N, got_place_N = ops.counting_sort(key_N, keys)
+        yield "counting_sort", _error(got_order_N, order_N)
+        yield "counting_sort", _error(got_place_N, torch.argsort(order_N))
+
+    values_NH = normal(_ITEMS, _WIDTH)
+    start_R1 = torch.searchsorted(key_N[order_N], torch.arange(_KEYS + 1, device=device))
+    expected_RH = values_NH.new_zeros(_KEYS, _WIDTH, dtype=torch.float32).index_add_(0, key_N, values_NH.float())
+    yield "segment_sum", _error(ops.segment_sum(values_NH, order_N, start_R1), expected_RH)
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    expected = expected.detach().double()
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def open_dispatchers(name: str, specs: Sequence[ExpertsSpec], mesh: Mesh, triton: bool) -> dict[str, Dispatcher]:
+    """Return the dispatchers by the name of each experts module.
+
+    Collectives: every rank calls it; none, unless a library opens its buffers.
+    """
+    if name == "deepep" and specs:
+        library = deepep.Exchange(mesh.ep_group, max(spec.hidden_size for spec in specs))
+        return {spec.name: LibraryDispatcher(spec.num_experts, mesh.layout.ep, library, triton) for spec in specs}
+    return {spec.name: _dispatcher(name, spec.num_experts, mesh, triton) for spec in specs}
+
+
+def _dispatcher(name: str, num_experts: int, mesh: Mesh, triton: bool) -> Dispatcher:
+    if mesh.layout.ep == 1:
+        return LocalDispatcher(num_experts, triton)
+    if name == "hierarchical":
+        if mesh.ep_nodes is None:
+            raise InputError(
+                f"moe.dispatch: hierarchical needs EP groups of whole nodes with the same number of ranks, which ep "
+                f"{mesh.layout.ep} has not here; set moe.dispatch to auto",
+                key="moe.dispatch-needs-nodes",
+            )
+        across, inside = (mesh.ep_nodes.get_group(axis) for axis in ("across", "inside"))
+        return HierarchicalDispatcher(num_experts, across, inside, triton)
+    return AllToAllDispatcher(num_experts, mesh.ep_group, triton)
+
+
+def close_library(model: nn.Module) -> None:
+    """Free the buffers of the library that sends rows of `model`, if there is one. Every rank calls it, at the end."""
+    for module in model.modules():
+        layer = module_state(module).expert_layer
+        if layer is not None and isinstance(layer.dispatcher, LibraryDispatcher):
+            layer.dispatcher.library.close()
+            return

@@ -33,6 +33,7 @@ _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 10, 6, 7, 2
 TOLERANCE = 1e-9
 # For mixtures that contain their routers, which may round weights to fp32; a wrong formula is off by far more.
 _WITH_ROUTER = 1e-5
+_POSITIONS = 4
 
 
 def confirm_experts(model: nn.Module, anatomy: Anatomy) -> None:
@@ -121,9 +122,6 @@ def _run(call: Callable[..., torch.Tensor], small: nn.Module, inputs: list[torch
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
-
-
-_POSITIONS = 4
 
 
 def shared_behind_routed(model: nn.Module, anatomy: Anatomy) -> dict[str, str]:

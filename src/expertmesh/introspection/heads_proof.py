@@ -28,6 +28,10 @@ from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 _HIDDEN, _ROWS, _LENGTH = 8, 2, 5
 # Softmax may be computed in fp32; heads that see each other are off by far more.
 TOLERANCE = 1e-5
+_QWEN = ({"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
+_KIMI = {"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "forget_gate", "o_norm", "o_proj"}
+_LIGHTNING = {"qkv_proj", "output_gate", "norm", "out_proj"}
+_SHORT_CONVOLUTION = {"conv", "in_proj", "out_proj"}
 
 
 def why_not_split(
@@ -138,12 +142,6 @@ def _inputs(module: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]
         }
         taken = inspect.signature(module.forward).parameters
         yield {key: value for key, value in known.items() if key in taken}
-
-
-_QWEN = ({"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
-_KIMI = {"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "forget_gate", "o_norm", "o_proj"}
-_LIGHTNING = {"qkv_proj", "output_gate", "norm", "out_proj"}
-_SHORT_CONVOLUTION = {"conv", "in_proj", "out_proj"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ PREFIX = "expertmesh_context_"
 _KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "position_ids"}
 # Attributes that a family's eager function may read of its module: equal on all ranks, or replaced in the exchange.
 _ATTRIBUTES = {"num_key_value_groups", "training", "sinks", "head_dim", "config", "scaling", "is_causal", "layer_idx"}
+# Tensors for full rows, passed to the backend unchanged (sample boundaries of a packed batch, for flash attention).
+_WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +267,6 @@ def registered(call: RegistryCall, backend: str) -> Callable[..., Any] | None:
         return None
     function: Callable[..., Any] = mapping.get_interface(backend, call.global_of(call.default))
     return function
-
-
-# Tensors for full rows, passed to the backend unchanged (sample boundaries of a packed batch, for flash attention).
-_WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 @dataclass(slots=True, eq=False)

@@ -52,6 +52,14 @@ NAME = "expertmesh_varlen"
 # The arguments that the kernel supports. A family that passes others is refused, as they would be ignored silently.
 _KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "is_causal", "position_ids"}
 _LARGEST_HEAD = 256
+Boundaries = tuple[torch.Tensor, int]
+_MASKS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    "chunked_attention": create_chunked_causal_mask,
+}
+# Sample boundaries in full rows, for kernels of packed rows; a module that runs on single samples must not get them.
+_BORDERS = ("cu_seq", "max_length", "seq_idx")
 
 
 def varlen_refusal(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtype) -> str | None:
@@ -106,7 +114,6 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return None if is_packed else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
 
-Boundaries = tuple[torch.Tensor, int]
 """cu_seqlens, int32 `[samples + 1]`, and the longest sample."""
 
 
@@ -201,14 +208,7 @@ def _head_size(module: Any) -> int:
     return int(next((size for name in names if isinstance(size := getattr(module, name, None), int)), 0))
 
 
-_MASKS = {
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
-    "chunked_attention": create_chunked_causal_mask,
-}
 assert _MASKS.keys() == MASKED_KINDS
-# Sample boundaries in full rows, for kernels of packed rows; a module that runs on single samples must not get them.
-_BORDERS = ("cu_seq", "max_length", "seq_idx")
 
 
 def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:

@@ -14,8 +14,8 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec, is_classifier, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
+from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance, balance_of
-from expertmesh.experts.dispatchers import deepep
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts, shared_behind_routed
 from expertmesh.parallel.sequence import refuse_blocks

@@ -24,8 +24,8 @@ from expertmesh.config.errors import InputError
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
 from expertmesh.distributed.layout import Layout
+from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance
-from expertmesh.experts.dispatchers import deepep
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.module_list import FusedExperts

@@ -282,7 +282,7 @@ def _of_dispatch(
     """Yield a micro-batch's all-to-alls of one block over ep, as experts/dispatch.py issues them.
 
     Forward sends counts, pairs and rows, and the rows' results; backward sends rows, weights and rows. Recomputation
-    sends no counts. If rows go to nodes first (hierarchical.py), expert ids and weights go with them.
+    sends no counts. If rows go to nodes first (experts/dispatch.py), expert ids and weights go with them.
 
     Args:
         width: Bytes of a value.

@@ -29,6 +29,11 @@ from expertmesh.compat import NoTorchFunction, runs_in_backward, wrapper_tensor
 from expertmesh.state.codes import Scratch
 from expertmesh.state.packed_format import PackedFormat, Sections, cut_columns, dequantise, quantise, scales_of
 
+aten = torch.ops.aten
+# This many elements of packed weights are dequantised together, but at least one expert: on a CPU as many as its caches
+# hold; on a GPU enough for kernels to take longer than their launches (benchmarks/RESULTS.md, "On one GPU").
+_ELEMENTS_ON_CPU, _ELEMENTS = 1 << 20, 1 << 26
+
 
 @dataclass(slots=True, eq=False)
 class HostCopies:
@@ -84,12 +89,6 @@ def in_host_memory(packed: Tensor, device: torch.device) -> Tensor:
     """Return a copy of `packed` in host memory, pinned for an accelerator so that copies to it run asynchronously."""
     own = packed.cpu()
     return own.pin_memory() if device.type == "cuda" else own
-
-
-aten = torch.ops.aten
-# This many elements of packed weights are dequantised together, but at least one expert: on a CPU as many as its caches
-# hold; on a GPU enough for kernels to take longer than their launches (benchmarks/RESULTS.md, "On one GPU").
-_ELEMENTS_ON_CPU, _ELEMENTS = 1 << 20, 1 << 26
 
 
 class PackedTensor(torch.Tensor):

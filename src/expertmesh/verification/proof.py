@@ -17,7 +17,7 @@ from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
 from expertmesh.distributed.all_ranks import from_rank_0
-from expertmesh.experts.dispatchers.choose import close_library
+from expertmesh.experts.install import close_library
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import (
     TOLERANCE,

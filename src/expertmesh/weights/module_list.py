@@ -33,6 +33,10 @@ from expertmesh.experts.layer import ExpertLayer, attach_layer
 from expertmesh.experts.module_list import FusedExperts, fuse
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 
+_ROWS, _LENGTH = 2, 9
+# Blocks may round routing weights to fp32; a wrong formula is off by far more.
+TOLERANCE = 1e-5
+
 
 def fuse_lists_of_experts(model: PreTrainedModel) -> None:
     """Fuse every list of experts in place and remember how the files hold them.
@@ -69,11 +73,6 @@ def _rules(parent: str, ups: tuple[str, ...], down: str, biased: bool) -> list[W
             sources = [f"{parent}.experts.*.{linear}.{leaf}" for linear in linears]
             rules.append(WeightConverter(sources, f"{parent}.experts.{target}{end}", operations))
     return rules
-
-
-_ROWS, _LENGTH = 2, 9
-# Blocks may round routing weights to fp32; a wrong formula is off by far more.
-TOLERANCE = 1e-5
 
 
 def fuse_module_lists(model: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """Compute experts where torch's grouped product does not: the loop of `moe.compute: loop` (per_expert.py), and Triton's
 kernels of `moe.kernels` for the memory-bound work around the products.
 
-triton_kernels.py has these kernels, ops.py makes operators of them that torch.compile and fake tensors know, probe.py
-decides whether this device runs them. The torch code beside their callers (pairs.py, mlp_spec.py) defines what they
-compute, and runs wherever they do not.
+triton_kernels.py has these kernels, ops.py makes operators of them that torch.compile and fake tensors know,
+experts/install.py decides whether this device runs them. The torch code beside their callers (pairs.py, mlp_spec.py)
+defines what they compute, and runs wherever they do not.
 """

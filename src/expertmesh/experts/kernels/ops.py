@@ -1,7 +1,7 @@
 """Wrap the kernels as operators of torch, for `torch.compile`, fake tensors and activation checkpointing.
 
-They are called inside of autograd functions, so none has a derivative. Tensors are on one device that probe.py has
-proven.
+They are called inside of autograd functions, so none has a derivative. Tensors are on one device that
+experts/install.py has proven.
 
     P pairs, I intermediate, N items, R rows, H hidden
 """

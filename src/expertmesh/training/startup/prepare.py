@@ -19,7 +19,7 @@ from expertmesh.config import Config
 from expertmesh.data import BatchLayout, EvaluationBatches, StreamBatches, TrainingBatches
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout, start_process_group
-from expertmesh.experts.dispatchers.choose import close_library
+from expertmesh.experts.install import close_library
 from expertmesh.io.terminal import print_log
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
 from expertmesh.checkpoint.state import fingerprint
-from expertmesh.experts.dispatchers.choose import close_library
+from expertmesh.experts.install import close_library
 from expertmesh.state.shards import local_tensor
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import gather

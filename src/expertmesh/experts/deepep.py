@@ -17,7 +17,7 @@ from torch.cuda import is_available as has_gpu
 
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.distributed.layout import Layout, node_crossing, nodes_of_ep
-from expertmesh.experts.dispatchers.by_library import NUMBER_COLUMNS, Arrived
+from expertmesh.experts.by_library import NUMBER_COLUMNS, Arrived
 
 # Methods of `Buffer`, and of their parameters those that are given.
 CALLS = {
