@@ -109,8 +109,7 @@ class _Job:
 
     def save_while_training(self, directory: Path, repeats: int) -> tuple[list[float], list[float]]:
         """Seconds that training stood still per save, and the steps that ran while files were being written."""
-        from expertmesh.checkpoint.companions import companions
-        from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
+        from expertmesh.checkpoint.small_files import STATE_FILE, companions, state_bytes
         from expertmesh.checkpoint.write import STATUSES, CheckpointWriter
 
         writer = CheckpointWriter(directory, keep_last=1, asynchronous=True)

@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from expertmesh.checkpoint import uploads as uploads_module
 from expertmesh.checkpoint.manifest import MANIFEST, parse_manifest
-from expertmesh.checkpoint.remote import shares as shares_module
-from expertmesh.checkpoint.remote.download import download
-from expertmesh.checkpoint.remote.local import local_checkpoint
-from expertmesh.checkpoint.remote.shares import Shares, divided
-from expertmesh.checkpoint.remote.store import RemoteCheckpoints
-from expertmesh.checkpoint.remote.upload import Uploads
+from expertmesh.checkpoint.remote import RemoteCheckpoints, download, local_checkpoint
+from expertmesh.checkpoint.uploads import Shares, Uploads, divided
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.io import storage as storage_module
-from expertmesh.io.local_copy import local_model
+from expertmesh.io.hub import local_model
 from expertmesh.io.urls import refuse_url
 from tests.checkpoint.object_store import Killed, ObjectStore
 from tests.support.errors import refused
@@ -196,7 +193,7 @@ def _ranks(root: Path, store: ObjectStore) -> tuple[list[Shares], ObjectStore]:
 def test_a_checkpoint_is_published_when_the_share_of_the_slowest_rank_has_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares_module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(uploads_module, "POLL_SECONDS", 0.01)
     store, checkpoints = ObjectStore(), [_checkpoint(tmp_path, step) for step in (1, 2, 3)]
     (first, *others), slow = _ranks(tmp_path, store)
     slow.go_on.clear()
@@ -227,8 +224,8 @@ def test_a_checkpoint_is_published_when_the_share_of_the_slowest_rank_has_arrive
 def test_a_rank_that_cannot_upload_or_is_lost_is_named_and_the_checkpoint_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares_module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(shares_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(uploads_module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(uploads_module, "SILENT_SECONDS", 0.2)
     store, checkpoint = ObjectStore(), _checkpoint(tmp_path, 1)
     (first, *_), broken = _ranks(tmp_path, store)
     remote = RemoteCheckpoints(store.storage())

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import expertmesh as em
 from expertmesh.checkpoint.manifest import read_manifest
-from expertmesh.checkpoint.publish import publish
-from expertmesh.checkpoint.write import IDLE, PUBLISHED, STATUSES, WRITING, WRITTEN, CheckpointWriter
+from expertmesh.checkpoint.write import IDLE, PUBLISHED, STATUSES, WRITING, WRITTEN, CheckpointWriter, publish
 from expertmesh.io.safetensors_writer import rename_synced
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
@@ -81,7 +80,7 @@ def _lose_a_rank_while_publishing(directory: Path) -> None:
             pass
         remove(target if under_way else path, ignore_errors=True)
 
-    with mock.patch("expertmesh.checkpoint.publish.rename_synced", renaming):
+    with mock.patch("expertmesh.checkpoint.write.rename_synced", renaming):
         writer.save(job.model, job.optimizer, 1, {})
         while writer.status() != WRITTEN:
             pass

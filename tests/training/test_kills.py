@@ -125,7 +125,7 @@ def _assert_as_if_nothing_had_happened(output: Path, whole: Path) -> None:
     assert all(re.fullmatch(r"step-\d{8}", path.name) for path in (output / "checkpoints").iterdir())
 
 
-LOOP, PART, PUBLISH = "expertmesh.training.loop", "expertmesh.checkpoint.part", "expertmesh.checkpoint.publish"
+LOOP, PART, PUBLISH = "expertmesh.training.loop", "expertmesh.checkpoint.part", "expertmesh.checkpoint.write"
 KILLS = {
     "in a step": Kill(1, "expertmesh.step.forward_backward:loss_of_batch", at=11, newest=4, or_before=2),
     "while writing a part": Kill(1, f"{PART}:_write_all", at=100, how=_after_half_of_it, newest=2),

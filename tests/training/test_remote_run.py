@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.checkpoint.remote.store import RemoteCheckpoints
+from expertmesh.checkpoint.remote import RemoteCheckpoints
 from expertmesh.config import Config
 from expertmesh.io import directory as directory_module
 from expertmesh.io import storage as storage_module

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.io.pieces import Piece
+from expertmesh.io.boxes import Piece
 from expertmesh.io.safetensors_reader import WeightFiles
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.io.boxes import Box, extents, full_box, slices, volume
-from expertmesh.io.pieces import Leaf
+from expertmesh.io.boxes import Box, Leaf, extents, full_box, slices, volume
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.reading import bytes_needed, read_box
 

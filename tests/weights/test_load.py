@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.io.pieces import Piece
+from expertmesh.io.boxes import Piece
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box

@@ -13,11 +13,17 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from expertmesh.checkpoint.companions import check_adapter_base, companions, read_layout
 from expertmesh.checkpoint.directory import clean, locate
 from expertmesh.checkpoint.read import check_fits, open_state
 from expertmesh.checkpoint.restore import restore
-from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file, state_bytes
+from expertmesh.checkpoint.small_files import (
+    STATE_FILE,
+    check_adapter_base,
+    companions,
+    read_layout,
+    read_state_file,
+    state_bytes,
+)
 from expertmesh.checkpoint.state import model_state
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config.errors import InputError

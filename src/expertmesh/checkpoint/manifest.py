@@ -17,9 +17,8 @@ from pathlib import Path
 
 from expertmesh.checkpoint.schema import AXES, KINDS, SCHEMA_VERSION, FileEntry, Manifest, tensor_file, writer_of
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
-from expertmesh.io.reading import MAX_MANIFEST_BYTES, shortened
+from expertmesh.io.reading import MAX_MANIFEST_BYTES, read_content, shortened, validated
 from expertmesh.io.safetensors_reader import DTYPES
-from expertmesh.io.versioned_json import read_content, validated
 
 MANIFEST, CONFIG_FILE = "manifest.json", "config.yaml"
 _STEP = re.compile(r"step-([0-9]{8,15})")

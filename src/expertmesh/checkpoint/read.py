@@ -21,8 +21,7 @@ from expertmesh.checkpoint.manifest import MEND, damaged, expecting, read_manife
 from expertmesh.checkpoint.schema import Manifest, is_tensor_file
 from expertmesh.checkpoint.small_files import other_content
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.io.boxes import Box, extents, full_box, volume
-from expertmesh.io.pieces import Piece
+from expertmesh.io.boxes import Box, Piece, extents, full_box, volume
 from expertmesh.io.reading import open_file, parse_json, shortened
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
 from expertmesh.weights.lazy import LazyTensor

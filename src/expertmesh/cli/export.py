@@ -8,7 +8,7 @@ start of the program.
 from pathlib import Path
 
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
-from expertmesh.checkpoint.remote.local import locate_local
+from expertmesh.checkpoint.remote import locate_local
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.export.adapter import AdapterFormat
 from expertmesh.export.checkpoint import export

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE
 from expertmesh.adapters.targets import Target
-from expertmesh.checkpoint.companions import ADAPTER
 from expertmesh.checkpoint.manifest import MANIFEST
-from expertmesh.checkpoint.remote.local import local_adapter, locate_local
+from expertmesh.checkpoint.remote import local_adapter, locate_local
+from expertmesh.checkpoint.small_files import ADAPTER
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.config.errors import InputError
 from expertmesh.export.checkpoint import export

@@ -118,7 +118,7 @@ def _check(path: str, report: str | None) -> int:
     something in it is unsafe, `InputError` when there is no checkpoint to read.
     """
     with lazy_imports():
-        from expertmesh.checkpoint.remote.local import locate_local
+        from expertmesh.checkpoint.remote import locate_local
         from expertmesh.verification.checkpoint.verify import verify
 
     checkpoint, found = locate_local(path, anew=True)

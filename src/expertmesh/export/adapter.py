@@ -35,9 +35,8 @@ from expertmesh.adapters.peft_format import (
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.save import unread_by_engines, write_adapter
 from expertmesh.adapters.targets import Target
-from expertmesh.checkpoint.companions import ADAPTER
 from expertmesh.checkpoint.read import SavedState
-from expertmesh.checkpoint.small_files import read_small
+from expertmesh.checkpoint.small_files import ADAPTER, read_small
 from expertmesh.config.errors import InputError
 from expertmesh.export.stored_model import companion_files
 from expertmesh.state.model_view import ModelView

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from expertmesh.checkpoint.companions import read_save_dtype
 from expertmesh.checkpoint.read import check_hashes, open_state
 from expertmesh.checkpoint.schema import Manifest
+from expertmesh.checkpoint.small_files import read_save_dtype
 from expertmesh.checkpoint.state import model_state
 from expertmesh.config.errors import InputError
 from expertmesh.export.adapter import AdapterFormat, export_adapter

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from expertmesh.adapters.peft_format import CONFIG_FILE
 from expertmesh.adapters.plan import adapt
-from expertmesh.checkpoint.companions import ADAPTER, HUGGINGFACE, read_layout
 from expertmesh.checkpoint.manifest import unsafe_content
 from expertmesh.checkpoint.read import SavedState, check_fits
+from expertmesh.checkpoint.small_files import ADAPTER, HUGGINGFACE, read_layout
 from expertmesh.checkpoint.state import model_state
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import SecurityError

@@ -4,6 +4,9 @@ Only regular files are opened (and links to them: the hub's cache consists of li
 writer forever, and a device has no end. A size is checked before a byte is read, and again while reading, because a
 sparse file of a terabyte takes no room on the disk. JSON is refused if it is nested deeper than any honest file, or if
 an object has a key twice.
+
+Files of expertmesh record their `schema_version` (`read_versioned`): one of a newer version is refused, and a damaged
+one is reported with the place of the damage.
 """
 
 import errno
@@ -13,9 +16,11 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 
-from expertmesh.config.errors import InputError, SecurityError
+from pydantic import BaseModel, ValidationError
+
+from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 
 MiB = 1 << 20
 # Configurations, records, templates. Those of published models have a few KiB.
@@ -32,6 +37,7 @@ MAX_METRICS_BYTES = 16384 * MiB
 # The deepest honest values are JSON schemas of tools in rows of data, about ten levels.
 MAX_DEPTH = 100
 _SHOWN = 200
+Content = TypeVar("Content", bound=BaseModel)
 
 
 def open_file(path: Path, *, key: str = "file.unsafe", mend: str = "remove it") -> int:
@@ -147,3 +153,64 @@ def rows(file: IO[bytes], path: Path | str, limit: int = MAX_ROW_BYTES) -> Itera
         if len(line) > limit:
             raise too_large(f"{path}:{number}", "the row is longer", limit)
         yield line
+
+
+def read_versioned(path: Path, kind: type[Content], version: int, *, key: str) -> Content:
+    """Return the file as `kind`.
+
+    Args:
+        key: The key of the error about a damaged file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InputError: It cannot be read, or a newer version wrote it.
+        IntegrityError: It is damaged.
+    """
+    return validated(path, kind, read_content(path, version, key=key), key=key)
+
+
+def read_content(path: Path, version: int, mend: str = "", *, key: str, limit: int = MAX_SMALL_BYTES) -> Any:
+    """Return the JSON value of a file of schema `version` or an older one.
+
+    Args:
+        mend: What to do about damage, for the message.
+        key: The key of the error about a damaged file.
+        limit: The most bytes that are read.
+
+    Raises:
+        FileNotFoundError, InputError, IntegrityError: As `read_versioned` does.
+    """
+    try:
+        content = parse_json(read_file(path, limit))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}", key="file.unreadable") from error
+    except ValueError as error:
+        raise IntegrityError(f"{path}: damaged: is not JSON ({error}){mend and f'; {mend}'}", key=key) from error
+    found = content.get("schema_version") if isinstance(content, dict) else None
+    if found is not None and type(found) is not int:  # not isinstance or ==: true and 1.0 are equal to 1
+        problem = f"{path}: damaged: schema_version is {shortened(repr(found))}, not a whole number"
+        raise IntegrityError(f"{problem}{mend and f'; {mend}'}", key=key)
+    if found is not None and found > version:
+        raise InputError(
+            f"{path}: has schema version {found}, newer than the {version} that this version of expertmesh reads; "
+            "update expertmesh",
+            key="install.too-old",
+        )
+    return content
+
+
+def validated(path: Path, kind: type[Content], content: Any, mend: str = "", *, key: str) -> Content:
+    """Return the `content` of the file as `kind`. Raises `IntegrityError`."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise IntegrityError(f"{path}: damaged: {first_problem(error)}{mend and f'; {mend}'}", key=key) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the place and the message of the first problem, in a few words."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(shortened(str(part)) for part in first["loc"])
+    return ": ".join(filter(None, (where, shortened(first["msg"]))))

@@ -19,8 +19,7 @@ from expertmesh.checkpoint.directory import CHECKPOINTS, published
 from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.config.files import config_from
-from expertmesh.io.reading import read_file, read_json, shortened
-from expertmesh.io.versioned_json import first_problem
+from expertmesh.io.reading import first_problem, read_file, read_json, shortened
 from expertmesh.report.metrics import Metrics, read_metrics
 from expertmesh.training.lock import Holder, holder
 from expertmesh.training.reporting.data_record import DATA_FILE, DataRecord

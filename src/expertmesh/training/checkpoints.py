@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from expertmesh.checkpoint.companions import companions
 from expertmesh.checkpoint.directory import CHECKPOINTS, clean
-from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
+from expertmesh.checkpoint.small_files import STATE_FILE, companions, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config import dump_config
 from expertmesh.config.errors import ExpertmeshError

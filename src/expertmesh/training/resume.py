@@ -25,8 +25,8 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.config.output import Changeable
 from expertmesh.data import StreamPosition, TokenizedDataset
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.io.reading import first_problem
 from expertmesh.io.terminal import plural
-from expertmesh.io.versioned_json import first_problem
 from expertmesh.training.optimizers.build import learning_rate_factor
 
 # What may differ from the run that is resumed: sections and keys.

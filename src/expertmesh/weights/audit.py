@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
-from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
-from expertmesh.io.pieces import Leaf, Piece
+from expertmesh.io.boxes import Box, Leaf, Piece, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.safetensors_reader import FileTensor, as_bytes
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import is_on_other_stage, local_box, local_values, owns_copy

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.compat import VIEWS_BY_SIZE, VIEWS_BY_STRIDES, pytree, wrapper_tensor
-from expertmesh.io.boxes import Box, full_box, intersect, volume
-from expertmesh.io.pieces import Leaf, Piece
+from expertmesh.io.boxes import Box, Leaf, Piece, full_box, intersect, volume
 from expertmesh.state.packed_format import PackedFormat
 
 aten = torch.ops.aten

@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 
 from expertmesh.compat import declared, set_weight_conversions, weight_conversions
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.io.pieces import Leaf
+from expertmesh.io.boxes import Leaf
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.state.model_view import ModelView
 from expertmesh.weights.first_values import FirstValues

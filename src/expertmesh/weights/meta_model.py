@@ -29,8 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from expertmesh.compat import apply_to_tensors, class_mapping, declared, mark_initialised
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.experts.module_list import FusedExperts
-from expertmesh.io.hub import hub_mend, model_at
-from expertmesh.io.local_copy import MODEL_FILES, model_patterns
+from expertmesh.io.hub import MODEL_FILES, hub_mend, model_at, model_patterns
 from expertmesh.io.model_config import blamed, read_model_json, refuse_impossible
 from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.urls import is_url

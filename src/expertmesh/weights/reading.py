@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.compat import pytree
-from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
-from expertmesh.io.pieces import Leaf, Piece
+from expertmesh.io.boxes import Box, Leaf, Piece, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.state.packed import PackedTensor, units_together
 from expertmesh.state.packed_format import cut_columns, quantise, rounded
 from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, Rounded

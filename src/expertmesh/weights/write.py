@@ -31,7 +31,7 @@ from expertmesh.weights.mapping import StateTensor
 from expertmesh.weights.reading import read_box
 
 if TYPE_CHECKING:
-    from expertmesh.io.pieces import Piece
+    from expertmesh.io.boxes import Piece
 
 _BLOCK_ELEMENTS, _COPIED_ELEMENTS = 1 << 20, 1 << 24
 

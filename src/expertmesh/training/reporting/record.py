@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.directory import io_errors
+from expertmesh.io.reading import read_versioned
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import log
-from expertmesh.io.versioned_json import read_versioned
 
 RECORD_FILE = "run.json"
 SCHEMA_VERSION: Literal[1] = 1

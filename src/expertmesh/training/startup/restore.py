@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, published, step_name
 from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST, step_of
-from expertmesh.checkpoint.remote.download import download
-from expertmesh.checkpoint.remote.store import RemoteCheckpoints
+from expertmesh.checkpoint.remote import RemoteCheckpoints, download
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import config_from

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, prune, published
-from expertmesh.checkpoint.remote.shares import Shares, open_shares
-from expertmesh.checkpoint.remote.store import Put, RemoteCheckpoints
-from expertmesh.checkpoint.remote.upload import Uploads
+from expertmesh.checkpoint.remote import Put, RemoteCheckpoints
+from expertmesh.checkpoint.uploads import Shares, Uploads, open_shares
 from expertmesh.config import Config
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import MAX_METRICS_BYTES, MAX_SMALL_BYTES, read_file

@@ -18,11 +18,19 @@ import torch
 from expertmesh.adapters.base import read_base
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from expertmesh.checkpoint.companions import ADAPTER, HUGGINGFACE, LAYOUT_FILE
 from expertmesh.checkpoint.manifest import MANIFEST, parse_manifest
 from expertmesh.checkpoint.read import Headers, SavedState
 from expertmesh.checkpoint.schema import Manifest, TensorEntry
-from expertmesh.checkpoint.small_files import RNG_FILE, STATE_FILE, read_generators, read_small, read_state_file
+from expertmesh.checkpoint.small_files import (
+    ADAPTER,
+    HUGGINGFACE,
+    LAYOUT_FILE,
+    RNG_FILE,
+    STATE_FILE,
+    read_generators,
+    read_small,
+    read_state_file,
+)
 from expertmesh.checkpoint.state import OPTIMIZER
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.export.stored_model import stored_model

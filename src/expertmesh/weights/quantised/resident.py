@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from expertmesh.anatomy import describe, packable_linears
 from expertmesh.config.errors import InputError
-from expertmesh.io.boxes import Box, extents, full_box, intersect
-from expertmesh.io.pieces import Piece
+from expertmesh.io.boxes import Box, Piece, extents, full_box, intersect
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.codes import Code, Factor, has_exponents
 from expertmesh.state.model_view import sharded

@@ -1,23 +1,40 @@
-"""List, publish, fetch and remove the checkpoints of a run in object storage.
+"""Keep a run's checkpoints in object storage: list, publish, fetch and remove them; copy what tools read.
 
 Storage has no rename. So the manifest is uploaded after all other files of a checkpoint, and removed before them: a
 directory without a manifest, or with an incomplete one, is no checkpoint, and is cleaned up. One process at a time
-publishes and removes. Nothing here communicates.
+publishes and removes. A download gets its name only after every file has the hash that its manifest says.
+
+Tools of one process take URLs beside local paths: the checkpoint or adapter at a URL is copied into the local cache.
+Only `download` communicates.
 """
 
+import hashlib
 import logging
+import time
+import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from expertmesh.checkpoint.directory import CHECKPOINTS, step_name
+import torch.distributed as dist
+
+from expertmesh.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from expertmesh.checkpoint.directory import CHECKPOINTS, locate, step_name
 from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST, damaged, parse_manifest, step_of
+from expertmesh.checkpoint.small_files import ADAPTER
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.io.directory import io_errors, require_space, temporary_directory, wait_until_seen
+from expertmesh.io.hub import cached, local_model
 from expertmesh.io.reading import parse_json
+from expertmesh.io.safetensors_writer import rename_synced, sync, write_synced
 from expertmesh.io.storage import Storage
+from expertmesh.io.terminal import gib
+from expertmesh.io.urls import is_url
 
 log = logging.getLogger(__name__)
-# A function that uploads files of a directory: all of them by this process, or by all ranks together (shares.py).
+# A function that uploads files of a directory: all of them by this process, or by all ranks together (uploads.py).
 Put = Callable[[Storage, Path, list[str]], None]
 
 
@@ -144,3 +161,98 @@ def other_object(url: str) -> IntegrityError:
 
 def _named(step: int) -> str:
     return f"{step_name(step)}/{MANIFEST}"
+
+
+def download(remote: RemoteCheckpoints, step: int, directory: Path) -> Path:
+    """Download a complete checkpoint into `directory`, which all ranks share, and return its path there.
+
+    Raises:
+        InputError, SecurityError: Storage or disk fails, or a file name is unsafe.
+        IntegrityError: A file has other content than what was written.
+
+    Collectives: every rank calls it, and downloads a part of the files; a broadcast and small all-reduces on the
+    default group. Errors are raised on all ranks.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    target, started = directory / step_name(step), time.monotonic()
+    temporary = directory / f"{target.name}.tmp-{from_rank_0(uuid.uuid4().hex)}"
+    with temporary_directory(temporary, remove=rank == 0):
+        with raise_on_all_ranks("beginning the download of a checkpoint"):
+            if rank == 0:
+                _begin(remote, step, temporary)
+        with raise_on_all_ranks("downloading a checkpoint"):
+            wait_until_seen(temporary / MANIFEST)
+            remote.fetch(step, temporary, rank=rank, ranks=ranks)
+        with raise_on_all_ranks("publishing a downloaded checkpoint"):
+            if rank == 0:
+                size = parse_manifest(temporary).total_bytes
+                with io_errors(directory, size):
+                    for path in [path for path in temporary.rglob("*") if path.is_dir()]:
+                        sync(path)
+                    rename_synced(temporary, target)
+                seconds = time.monotonic() - started
+                log.info(f"downloaded {target.name} from {remote.storage.url}: {gib(size)} in {seconds:.1f} s")
+    return target
+
+
+def _begin(remote: RemoteCheckpoints, step: int, temporary: Path) -> None:
+    """Make the temporary directory with the manifest in it. Raises `InputError` if the disk has too little room."""
+    manifest = remote.manifest(step)
+    assert manifest is not None
+    with io_errors(temporary, len(manifest)):
+        temporary.mkdir(parents=True)
+        sync(temporary.parent.parent)
+        write_synced(temporary / MANIFEST, manifest)
+    require_space(temporary, parse_manifest(temporary).total_bytes)
+
+
+def locate_local(path: str, *, anew: bool = False) -> tuple[Path, int | None]:
+    """Find the checkpoint that a user means, as `locate` does, for a path or a URL."""
+    return locate(local_checkpoint(path, anew=anew))
+
+
+def local_adapter(path: str) -> Path:
+    """Return `path`; for a URL, a local copy of what is there: an adapter, a run's adapter, or a checkpoint."""
+    if not is_url(path):
+        return Path(path)
+    there = Storage(path).sizes()
+    if MANIFEST not in there and ADAPTER_CONFIG_FILE in there:
+        return local_model(path, holds=ADAPTER_CONFIG_FILE)
+    if MANIFEST not in there and f"{ADAPTER}/{ADAPTER_CONFIG_FILE}" in there:
+        return local_model(f"{path.rstrip('/')}/{ADAPTER}", holds=ADAPTER_CONFIG_FILE)
+    return local_checkpoint(path)
+
+
+def local_checkpoint(path: str, *, anew: bool = False) -> Path:
+    """Return `path`; for a URL, a local copy of that checkpoint, or of the newest one of a run. For one process.
+
+    Args:
+        path: A local path; or the URL of a checkpoint, of a run, or of the directory of its checkpoints.
+        anew: Do not use an older copy in the cache; see `cached`.
+
+    Raises:
+        InputError: There is no complete checkpoint.
+        SecurityError: A file name is unsafe.
+        IntegrityError: A file has other content than what was written.
+    """
+    if not is_url(path):
+        return Path(path)
+    above, _, name = path.rstrip("/").rpartition("/")
+    if (step := step_of(Path(name))) is not None:
+        places = [RemoteCheckpoints(Storage(above), "")]
+    else:
+        places = [RemoteCheckpoints(Storage(path), directory) for directory in (CHECKPOINTS, "")]
+    for remote in places:
+        found = remote.newest() if step is None else step
+        if found is not None and (manifest := remote.manifest(found)) is not None:
+            content = [remote.storage.url, found, hashlib.sha256(manifest).hexdigest()]
+            copy = cached(content, "checkpoint", partial(_fill, remote, found), anew=anew)
+            return copy / step_name(found)
+    raise InputError(
+        f"{path}: holds no complete checkpoint, neither a {MANIFEST} nor {CHECKPOINTS}/step-*", key="storage.not-found"
+    )
+
+
+def _fill(remote: RemoteCheckpoints, step: int, directory: Path) -> None:
+    log.info(f"downloading {step_name(step)} from {remote.storage.url}")
+    download(remote, step, directory)
