@@ -10,8 +10,7 @@ from expertmesh.io.boxes import full_box, slices
 from expertmesh.state.codes import codes_of, values_of
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantise, quantised_format, rounded
-from expertmesh.weights.quantised.encode import Rounding, encode
-from expertmesh.weights.quantised.layouts import stored_matrix
+from expertmesh.weights.quantised.encode import Rounding, encode, stored_matrix
 
 NAMES = ("nf4", "mxfp4", "nvfp4", "float8")
 BITS = {"nf4": 4 + 32 / 64, "mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16, "float8": 8 + 32 / 128**2}

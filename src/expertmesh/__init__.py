@@ -24,7 +24,7 @@ _HOME = {
     "like_ddp": "expertmesh.state.other_code",
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
-    "load_weights": "expertmesh.checkpoint.restore",
+    "load_weights": "expertmesh.checkpoint.interface",
     "lora_from_peft": "expertmesh.adapters.from_peft",
     "parallelize": "expertmesh.model",
     "router_losses": "expertmesh.step.router_losses",
@@ -67,8 +67,7 @@ if TYPE_CHECKING:
     from expertmesh.adapters.from_peft import lora_from_peft
     from expertmesh.adapters.save import save_adapter
     from expertmesh.adapters.stream import iter_hf_weights
-    from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
-    from expertmesh.checkpoint.restore import load_weights
+    from expertmesh.checkpoint.interface import load_checkpoint, load_weights, save_checkpoint
     from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
     from expertmesh.distributed.mesh import init_mesh
     from expertmesh.experts.balance import update_router_bias

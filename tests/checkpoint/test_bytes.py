@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import expertmesh as em
-from expertmesh.checkpoint import read, restore
+from expertmesh.checkpoint import interface, read
 from expertmesh.checkpoint.state import model_state, optimizer_state
 from expertmesh.checkpoint.write import SavedCheckpoint
 from expertmesh.io.safetensors_reader import read_header
@@ -62,8 +62,8 @@ def _bytes_read(directory: Path, parallel: em.ParallelConfig) -> tuple[int, int]
         original(state, targets)
         read_bytes = state.files.bytes_read
 
-    original = restore.read_state
-    with mock.patch.object(restore, "read_state", counted):
+    original = interface.read_state
+    with mock.patch.object(interface, "read_state", counted):
         em.load_checkpoint(job.model, job.optimizer, directory)
     tensors = {**model_state(job.model), **optimizer_state(job.model, job.optimizer)}
     dist.barrier()

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from expertmesh.checkpoint.interface import read_state
 from expertmesh.checkpoint.part import HeldPart, RankPart, note_path, write_part
 from expertmesh.checkpoint.read import check_hashes, open_state
-from expertmesh.checkpoint.restore import read_state
 from expertmesh.checkpoint.small_files import read_generators, rng_state
 from expertmesh.checkpoint.write import SavedJob, publish
 from expertmesh.io.boxes import Box, extents

@@ -22,9 +22,8 @@ from expertmesh.training.reporting.weights import loaded_lines, saved_lines
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.audit import AuditReport
-from expertmesh.weights.load import LoadReport, fill
+from expertmesh.weights.load import LoadReport, UnmappedTensors, fill
 from expertmesh.weights.save import SaveReport
-from expertmesh.weights.source import UnmappedTensors
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs

@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from expertmesh.io.safetensors_reader import FileTensor, open_weight_files
-from expertmesh.weights.load import LoadReport, fill
+from expertmesh.weights.load import LoadReport, UnmappedTensors, fill, summarize_unmapped
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.save import SaveReport, save_model
-from expertmesh.weights.source import UnmappedTensors, summarize_unmapped
 from tests.support.ranks import run_ranks
 from tests.weights.tiny import deepseek_v3, random_model, shard_for_test
 

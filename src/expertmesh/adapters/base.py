@@ -14,9 +14,9 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.io.reading import parse_json, read_file
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.model_view import ModelView, attach, sharded
-from expertmesh.weights.content import content_hash
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.quantised.resident import published_formats
+from expertmesh.weights.reading import content_hash
 
 _FROZEN = (None, "float8", "nf4", "mxfp4", "nvfp4")
 

@@ -18,6 +18,7 @@ from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles
 from expertmesh.parallel.shard_plan import quantised_formats
 from expertmesh.state.model_view import ModelView, attach
 from expertmesh.weights.companions import TOKENIZER_FILES, CopiedFiles, matching_paths
+from expertmesh.weights.load import remember_files
 from expertmesh.weights.mapping import LoadPlan
 from expertmesh.weights.meta_model import (
     DATA_FILES,
@@ -28,7 +29,6 @@ from expertmesh.weights.meta_model import (
     read_model_config,
 )
 from expertmesh.weights.quantised.resident import kept_plan
-from expertmesh.weights.source import remember_files
 
 _NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE}
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"

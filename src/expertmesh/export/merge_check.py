@@ -1,6 +1,6 @@
 """What makes a merge trustworthy: which base it starts from, and whether what was written is base + adapter.
 
-The base is known by the hash of its weights in the dtypes that training had them in (weights/content.py). What was
+The base is known by the hash of its weights in the dtypes that training had them in (weights/reading.py). What was
 written is compared by another way than it was computed: read through the safetensors library, multiplied in fp64, with
 the adapter taken apart as PEFT's own code does it. Holds a block of the base, or one adapter's two matrices, at a time.
 """
@@ -25,12 +25,11 @@ from expertmesh.io.boxes import Box, blocks, extents, full_box
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView
 from expertmesh.weights.audit import LibraryFiles
-from expertmesh.weights.content import element_sum, joined_hash
 from expertmesh.weights.lazy import LazyTensor, Rounded
 from expertmesh.weights.load import differing_copies, named_source
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
 from expertmesh.weights.quantised.tensor import QuantisedTensor
-from expertmesh.weights.reading import read_box
+from expertmesh.weights.reading import element_sum, joined_hash, read_box
 
 _BLOCK_ELEMENTS = 1 << 22
 _SAMPLE_ELEMENTS = 1 << 18

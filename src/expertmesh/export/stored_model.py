@@ -18,8 +18,8 @@ from expertmesh.checkpoint.state import model_state
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import SecurityError
 from expertmesh.io.safetensors_reader import DTYPES
+from expertmesh.weights.load import remember
 from expertmesh.weights.meta_model import build_meta_model, give_dtypes, read_model_config
-from expertmesh.weights.source import remember
 
 
 def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -7,9 +7,8 @@ from pathlib import Path
 from expertmesh.adapters.save import AdapterReport
 from expertmesh.io.terminal import gib
 from expertmesh.weights.audit import AuditReport, write_audit
-from expertmesh.weights.load import LoadReport
+from expertmesh.weights.load import LoadReport, UnmappedTensors
 from expertmesh.weights.save import SaveReport
-from expertmesh.weights.source import UnmappedTensors
 
 log = logging.getLogger(__name__)
 
