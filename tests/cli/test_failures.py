@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from expertmesh.config import DistributedFailure, ExpertmeshError, InputError, IntegrityError
-from expertmesh.launcher.failures import root_cause
-from expertmesh.launcher.rank_files import RankFailure, failures_in
+from expertmesh.launcher.rank_files import RankFailure, failures_in, root_cause
 from expertmesh.launcher.torchrun import has_to_tell
 from expertmesh.training.progress import RankStatus, StopState
 

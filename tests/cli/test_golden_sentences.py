@@ -10,10 +10,9 @@ from expertmesh.cli.main import main
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.layout import resolve_layout
-from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error
 from expertmesh.launcher.launch import RunOptions, join_job
-from expertmesh.launcher.rank_files import RankFailure
+from expertmesh.launcher.rank_files import RankFailure, root_cause
 from expertmesh.training.progress import RankStatus, StopState
 from tests.config.minimal import MINIMAL
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from expertmesh.distributed.environment import Rank
-from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, read_stack, timed_out
-from expertmesh.launcher.rank_files import RankFailure
+from expertmesh.launcher.rank_files import RankFailure, root_cause
 from expertmesh.launcher.roll_call import Answer, judge
 from expertmesh.training.progress import RankStatus, StopState
 from expertmesh.training.startup.output_dir import refuse_output_dir

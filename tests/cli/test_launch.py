@@ -16,8 +16,8 @@ import torch
 
 from expertmesh.config import Config, DistributedFailure, InputError, IntegrityError
 from expertmesh.io.parent import watch_parent
-from expertmesh.launcher.failures import stopped_sentence
 from expertmesh.launcher.launch import RunOptions, _continued, _with_next_start, join_job, launch, local_ranks, run
+from expertmesh.launcher.rank_files import stopped_sentence
 from expertmesh.launcher.supervise import STOP_SIGNALS
 from expertmesh.launcher.torchrun import TorchrunAgent
 from tests.cli.jobs import CONFIG, FAKE, ForkedJob, is_alive, own_temporary, wait_until

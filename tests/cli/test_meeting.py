@@ -12,7 +12,7 @@ import pytest
 
 from expertmesh.config import DistributedFailure, InputError
 from expertmesh.distributed.environment import Node
-from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
+from expertmesh.launcher.launch import THIS_MACHINE, Meeting
 from expertmesh.launcher.supervise import StopRequests
 from tests.cli.jobs import free_port
 

@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.experts import layer as layer_module
-from expertmesh.experts.balance import balance_of
+from expertmesh.experts.balance import aux_loss_refusal, balance_of
 from expertmesh.experts.layer import layer_of
-from expertmesh.experts.router_loss import aux_loss_refusal
 from expertmesh.training.reporting.metrics import expert_load
 from expertmesh.training.run import train
 from tests.support.errors import refused, refused_on_ranks

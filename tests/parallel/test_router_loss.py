@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import expertmesh as em
 from expertmesh.anatomy import describe
+from expertmesh.experts.balance import chosen_pairs
 from expertmesh.experts.layer import layer_of
-from expertmesh.experts.router_loss import chosen_pairs
 from expertmesh.step import router_losses
 from tests.support.errors import refused
 from tests.support.models import tiny_model

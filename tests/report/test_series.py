@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from expertmesh.report.series import MAX_COLUMNS, MAX_POINTS, thin_grid, thin_line
+from expertmesh.report.plots import MAX_COLUMNS, MAX_POINTS, thin_grid, thin_line
 
 
 def test_few_rows_stay_as_they_are() -> None:

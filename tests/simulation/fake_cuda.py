@@ -36,8 +36,7 @@ from expertmesh.experts.install import Kernels, gate_of
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.read_model import figures_of
-from expertmesh.simulation.run import fake_buffers
-from expertmesh.simulation.stand_ins import stand_ins
+from expertmesh.simulation.run import fake_buffers, stand_ins
 from expertmesh.step.forward_backward import forward_backward
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.optimizers.build import build_optimizer

@@ -11,8 +11,7 @@ from expertmesh.planning.memory import peak_of
 from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, InFlight, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
-from expertmesh.simulation.axes import planned_by_axis
-from expertmesh.simulation.run import simulate
+from expertmesh.simulation.run import planned_by_axis, simulate
 from expertmesh.step.forward_backward import Order
 from tests.support.errors import refused
 

@@ -3,36 +3,46 @@
 If a launcher (torchrun, srun, Ray) has made this process one rank, it runs the job's function itself. Otherwise it
 starts N ranks on this machine, passes their output through, starts all of them again after a failure if it may, and
 ends as they do: with one error message for all of them, its exit code, and no process or file left. In a job on several
-machines (Kubeflow's pods) each machine has one such launcher, and the first of them holds the store where ranks meet.
+machines (Kubeflow's pods) each machine has one such launcher, and the first of them holds the store where ranks meet: a
+launcher holds it so that no rank's end disturbs the last messages of the others. On one machine the system chooses its
+port. On several it is at the address that all have, and none starts ranks before all are known to start equally many.
 """
 
+import contextlib
+import datetime
 import itertools
 import json
 import logging
 import os
 import signal
+import socket
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, InputError
-from expertmesh.distributed.environment import Node, Rank, find_place
+from expertmesh.distributed.environment import LOCALHOST, Node, Rank, find_place
 from expertmesh.io.terminal import lasting_output, print_log, tell
-from expertmesh.launcher.failures import newest_checkpoint, stopped_sentence
 from expertmesh.launcher.lazy_imports import lazy_imports
-from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
-from expertmesh.launcher.supervise import Job, processors, start_ranks, stop_requests
+from expertmesh.launcher.rank_files import newest_checkpoint, stopped_sentence
+from expertmesh.launcher.supervise import Job, StopRequests, processors, start_ranks, stop_requests
 from expertmesh.launcher.torchrun import TorchrunAgent, refuse_elastic, run_here
 from expertmesh.training.control import Control
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 
 log = logging.getLogger(__name__)
 
 CPU_RANKS = 2
+POLL_SECONDS = 0.1
+THIS_MACHINE = Node("expertmesh", 0, 1, None, LOCALHOST, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +260,103 @@ def _continued(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The rendezvous of a job's launchers."""
+
+    ranks: int
+    """Ranks on each machine."""
+    node: Node
+    """This machine."""
+    timeout_seconds: float
+    """The most that the other launchers are waited for."""
+
+    def places(self, port: int) -> list[Rank]:
+        """Return the places of the ranks on this machine, which meet at `port`."""
+        node, world = self.node, self.ranks * self.node.count
+        ranks = range(self.ranks * node.number, self.ranks * (node.number + 1))
+        return [
+            Rank(node.starter, rank, world, local, self.ranks, node.address, port) for local, rank in enumerate(ranks)
+        ]
+
+    def open(self, requests: StopRequests) -> "TCPStore | None":
+        """Return the store, once the launchers of all machines are there; None on a request to stop.
+
+        Raises `InputError` if this machine cannot hold it or another machine starts another number of ranks, and
+        `DistributedFailure` for a machine that does not come.
+        """
+        from torch.distributed import DistError, DistNetworkError, TCPStore  # type: ignore[attr-defined]
+
+        node, deadline = self.node, time.monotonic() + self.timeout_seconds
+        if node.number == 0:
+            try:
+                store = self._hold(node)
+            except (DistNetworkError, OSError) as error:
+                raise InputError(
+                    f"MASTER_PORT {node.port} cannot be had on this machine ({str(error).splitlines()[0]}); end what "
+                    "uses it, or set another one on every machine",
+                    key="launch.port-taken",
+                ) from error
+        elif _reached(node, deadline, requests):
+            left = datetime.timedelta(seconds=max(1.0, deadline - time.monotonic()))
+            store = TCPStore(node.address, node.port, is_master=False, wait_for_workers=False, timeout=left)
+        else:
+            return None
+        if node.count == 1:
+            return store
+        try:
+            return store if self._all_came(store, deadline, requests) else None
+        except DistError as error:
+            raise DistributedFailure(
+                f"node 0, which this machine met at {node.address}:{node.port}, has ended; its own output says why",
+                key="launch.node-missing",
+            ) from error
+
+    def _hold(self, node: Node) -> "TCPStore":
+        """Open the store, at this machine's own address if the job is on no other machine: nobody else then
+        reaches it.
+        """
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        if node.count > 1:
+            return TCPStore(LOCALHOST, node.port, is_master=True, wait_for_workers=False)
+        with socket.create_server((LOCALHOST, node.port), backlog=socket.SOMAXCONN) as listening:
+            port, descriptor = listening.getsockname()[1], listening.detach()
+        return TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+    def _all_came(self, store: "TCPStore", deadline: float, requests: StopRequests) -> bool:
+        """Compare numbers of ranks with the other launchers; return False on a request to stop before all are there."""
+        node = self.node
+        keys = [f"expertmesh/node-{number}" for number in range(node.count)]
+        store.set(keys[node.number], str(self.ranks))
+        while not store.check(keys):
+            if requests.requested or requests.forced:
+                return False
+            if time.monotonic() > deadline:
+                missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+                raise DistributedFailure(
+                    f"node {', '.join(missing)} of {node.count} did not come to {node.address}:{node.port} within "
+                    f"{self.timeout_seconds:.0f} s (distributed.first_step_timeout_seconds)",
+                    key="launch.node-missing",
+                )
+            time.sleep(POLL_SECONDS)
+        ranks = [int(store.get(key)) for key in keys]
+        read = store.add("expertmesh/read", 1)
+        # The store ends with this process: the others read it first.
+        while node.number == 0 and read < node.count and time.monotonic() < deadline:
+            if requests.requested or requests.forced:
+                return False
+            time.sleep(POLL_SECONDS)
+            read = store.add("expertmesh/read", 0)
+        if len(set(ranks)) > 1:
+            raise InputError(
+                f"the machines of this job start {', '.join(map(str, ranks))} ranks; start the same number on each "
+                "(--nproc, or PET_NPROC_PER_NODE)",
+                key="launch.local-world-sizes-differ",
+            )
+        return True
+
+
 def _attempt(arguments: list[str], job: Job, meeting: Meeting) -> int:
     """Start all ranks, with nothing left of an attempt before, and wait for them."""
     # A store for each attempt: in an old one ranks would read addresses of the dead.
@@ -258,3 +365,20 @@ def _attempt(arguments: list[str], job: Job, meeting: Meeting) -> int:
         return job.requests.exit_code
     job.ranks = start_ranks(arguments, meeting.places(store.port), job.directory)
     return job.supervise()
+
+
+def _reached(node: Node, deadline: float, requests: StopRequests) -> bool:
+    """Wait until the first machine's launcher listens; return False on a request to stop. A signal does not end torch's
+    own wait.
+    """
+    while not (requests.requested or requests.forced):
+        with contextlib.suppress(OSError), socket.create_connection((node.address, node.port), timeout=1):
+            return True
+        if time.monotonic() > deadline:
+            raise DistributedFailure(
+                f"node 0 cannot be reached at {node.address}:{node.port}; start it, or correct MASTER_ADDR and "
+                "MASTER_PORT",
+                key="launch.node-missing",
+            )
+        time.sleep(POLL_SECONDS)
+    return False

@@ -19,9 +19,8 @@ from types import FrameType
 
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError
 from expertmesh.distributed.environment import Rank
-from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, read_stack, timed_out
-from expertmesh.launcher.rank_files import SHOW_STACK, failures_in, progress_file, stack_file
+from expertmesh.launcher.rank_files import SHOW_STACK, failures_in, progress_file, root_cause, stack_file
 from expertmesh.training.control import ONE_REQUEST_SECONDS, StopReason
 from expertmesh.training.control import STOP_SIGNALS as REQUESTS
 from expertmesh.training.progress import Progress, RankStatus, StopState

@@ -24,8 +24,7 @@ from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputE
 from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.parent import watch_parent
 from expertmesh.io.terminal import printable, tell
-from expertmesh.launcher.failures import VERDICTS, stopped_sentence
-from expertmesh.launcher.rank_files import UNEXPECTED, RankFailure
+from expertmesh.launcher.rank_files import UNEXPECTED, VERDICTS, RankFailure, stopped_sentence
 from expertmesh.launcher.roll_call import open_roll_call
 from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control

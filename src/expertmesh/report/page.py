@@ -28,9 +28,17 @@ from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import duration, plural
 from expertmesh.report.metrics import WORST
-from expertmesh.report.plots import draw, draw_together, short
+from expertmesh.report.plots import (
+    MAX_POINTS,
+    draw,
+    draw_together,
+    ignoring_nan,
+    short,
+    summarize,
+    thin_grid,
+    thin_line,
+)
 from expertmesh.report.run import CONFIG_FILE, Run
-from expertmesh.report.series import MAX_POINTS, ignoring_nan, summarize, thin_grid, thin_line
 from expertmesh.training.reporting.record import Start
 from expertmesh.training.resume import flat
 

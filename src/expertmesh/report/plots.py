@@ -2,17 +2,22 @@
 
 Only texts of our own and numbers are drawn: what a user or a file says belongs into the page, where it is escaped.
 A figure is as wide as a phone's screen, so that its text stays readable there.
+
+What has more points than a picture can show is thinned out without hiding an outlier: a line keeps, of every group of
+rows, the median, the lowest and the highest value; a heat map keeps the worst of every column.
 """
 
 import io
 import json
+import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import matplotlib.style
 import numpy as np
@@ -25,9 +30,11 @@ from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter, N
 
 from expertmesh.report.metrics import WORST
 from expertmesh.report.run import Run
-from expertmesh.report.series import Line, summarize, thin_grid, thin_line
 from expertmesh.training.reporting.data_record import Bin
 
+MAX_POINTS = 600
+MAX_COLUMNS = 320
+Numbers = npt.NDArray[np.float64]
 # Drawn in place of the style sheet's colours, so that one picture suits a light page, a dark one and paper.
 INK, GRID, FIRST, SECOND, BAD = "#010203", "#020304", "#030405", "#040506", "#050607"
 COLOURS = {INK: "currentColor", GRID: "var(--grid)", FIRST: "var(--first)", SECOND: "var(--second)", BAD: "var(--bad)"}
@@ -36,6 +43,111 @@ _STYLE = Path(__file__).with_name("plots.mplstyle")
 _FEW = 60
 # Beyond this ratio of highest to typical, a line on a linear scale shows nothing but its peak.
 _LOG_RATIO = 8.0
+# At most so many cells of a heat map have a text under the pointer.
+_MOST_CELLS = 16_000
+# Of several runs in one figure; they can be distinguished on a light and on a dark page.
+_RUNS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+
+
+class Summary(NamedTuple):
+    """A summary of a column's finite values; all NaN if there are none."""
+
+    first: float
+    last: float
+    lowest: float
+    median: float
+    highest: float
+    gaps: int
+    """Number of values that are not finite."""
+
+
+def summarize(values: npt.NDArray[np.floating[Any]]) -> Summary:
+    finite = values[np.isfinite(values)]
+    gaps = len(values) - len(finite)
+    if not len(finite):
+        return Summary(math.nan, math.nan, math.nan, math.nan, math.nan, gaps)
+    first, last, median = float(finite[0]), float(finite[-1]), float(np.median(finite))
+    return Summary(first, last, float(finite.min()), median, float(finite.max()), gaps)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points of a line; each array has one value a point."""
+
+    step: Numbers
+    middle: Numbers
+    """Median of the point's rows."""
+    low: Numbers
+    """The least of them; equals `middle` if the point is one row."""
+    high: Numbers
+    """The greatest of them."""
+    smooth: Numbers | None
+    """Median over the neighbourhood of each point; None for so few points that it would say nothing."""
+    rows_per_point: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A heat map of columns of equal width in steps."""
+
+    values_LC: npt.NDArray[np.float32]
+    """NaN where no row was reported."""
+    first: float
+    """Step at which the first column begins."""
+    last: float
+    """Step at which the last column ends."""
+    rows_per_column: int
+    """Rows of the column that has most."""
+
+
+def thin_line(step: npt.NDArray[np.int64], values: Numbers) -> Line:
+    """Thin `values [S]` out to at most `MAX_POINTS`, each of equally many rows."""
+    group = max(1, -(-len(step) // MAX_POINTS))
+    groups = -(-len(step) // group)
+    # The last group is filled up with what counts for nothing.
+    padded = np.full((2, groups * group), np.nan)
+    padded[:, : len(step)] = step, values
+    steps, table = padded.reshape(2, groups, group)
+    middle = ignoring_nan(np.nanmedian, table)
+    return Line(
+        step=ignoring_nan(np.nanmean, steps),
+        middle=middle,
+        low=ignoring_nan(np.nanmin, table),
+        high=ignoring_nan(np.nanmax, table),
+        smooth=_smoothed(middle),
+        rows_per_point=group,
+    )
+
+
+def _smoothed(values: Numbers) -> Numbers | None:
+    """Return the median of each point's neighbourhood, a twentieth of all points wide; a gap stays one."""
+    half = len(values) // 40
+    if half < 1:
+        return None
+    padded = np.pad(values, half, constant_values=np.nan)
+    smooth: Numbers = ignoring_nan(np.nanmedian, np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1))
+    smooth[np.isnan(values)] = np.nan
+    return smooth
+
+
+def thin_grid(step: npt.NDArray[np.int64], values_SL: npt.NDArray[np.float32], worst: Callable[..., Any]) -> Grid:
+    """Return at most `MAX_COLUMNS` columns of equal width in steps; `worst` (`np.nanmax` or `np.nanmin`) joins rows."""
+    gap = float(np.median(np.diff(step))) if len(step) > 1 else 1.0
+    first, last = float(step[0]) - gap / 2, float(step[-1]) + gap / 2
+    columns = int(min(MAX_COLUMNS, max(1, round((last - first) / gap))))
+    place_S = np.minimum(((step - first) / (last - first) * columns).astype(np.int64), columns - 1)
+    values_LC = np.full((values_SL.shape[1], columns), np.nan, dtype=np.float32)
+    occupied, counts = np.unique(place_S, return_counts=True)
+    for column in occupied:
+        values_LC[:, column] = ignoring_nan(worst, values_SL[place_S == column], axis=0)
+    return Grid(values_LC, first, last, int(counts.max()))
+
+
+def ignoring_nan(function: Callable[..., Any], table: npt.NDArray[Any], axis: int = -1) -> Any:
+    """Call `function` without numpy's warnings about groups that have no value; here they are gaps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return function(table, axis=axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +179,6 @@ CURVES = {
     "rewards/margins": Curve("training"),
     "rewards/accuracies": Curve("training", from_zero=True),
 }
-
-
-# At most so many cells of a heat map have a text under the pointer.
-_MOST_CELLS = 16_000
-# Of several runs in one figure; they can be distinguished on a light and on a dark page.
-_RUNS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 
 class Hover(Protocol):

@@ -3,34 +3,59 @@
 The process group is PyTorch's fake one, tensors are fake, so nothing is sent and nothing allocated; a tracker counts
 what would be. Gives what the formulas of planning/ predict, by the code itself, with the time to build the job and its
 process groups.
+
+Fake tensors have no values. Where a step needs some, routing counts come from the planner's expectation (balanced
+routing), every position but the last is a target, and attention is what a fused kernel reads and saves. Groups of equal
+ranks may share one process group (cp and ep, fsdp and efsdp): what goes over it is that of all axes that send with that
+kind of collective.
 """
 
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, masking_utils
 
-from expertmesh.compat import FakeTensorMode, number_of_groups
+from expertmesh.compat import FakeTensorMode, number_of_groups, without_shape_messages
 from expertmesh.config import LoraConfig, MoeConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import explicit
-from expertmesh.distributed.mesh import init_mesh
+from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
+from expertmesh.distributed.layout import Layout, explicit
+from expertmesh.distributed.mesh import Mesh, init_mesh
+from expertmesh.experts import dispatch
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
+from expertmesh.planning.probe import FusedAttention
 from expertmesh.planning.stages import Batch, Workload
 from expertmesh.planning.trackers import CollectiveCount, UsageTracker
-from expertmesh.simulation.axes import AxisKind, sent_by_axis
-from expertmesh.simulation.stand_ins import stand_ins
+from expertmesh.planning.traffic import Transfer
 from expertmesh.state.packed import stored
+from expertmesh.state.patching import replaced
+from expertmesh.step import loss, pipeline_schedule
 from expertmesh.step.forward_backward import minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.step.objective import CrossEntropy
 from expertmesh.weights.meta_model import materialize
+
+# What each axis is used for. All-reduces over fsdp are of single numbers.
+_KINDS = {
+    "fsdp": ("all_gather", "reduce_scatter", "all_to_all"),
+    "efsdp": ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"),
+    "replicate": ("all_reduce",),
+    "ep": ("all_to_all",),
+    "tp": ("all_gather", "reduce_scatter", "all_reduce"),
+    "cp": ("all_to_all", "all_gather", "reduce_scatter"),
+    "pp": ("send",),
+}
+AxisKind = tuple[str, str]
 
 
 def counted_steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> tuple[UsageTracker, int]:
@@ -155,3 +180,93 @@ def simulate(
         )
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]:
+    """Replace inside the block what needs values: routing counts, targets, masks and attention.
+
+    Each rank of every exchange gets an equal share, the mean that `router` predicts.
+
+    Args:
+        tokens: Tokens of a micro-batch's full rows, which cp and tp ranks share.
+    """
+    own, ranks = tokens // (layout.cp * layout.tp), layout.ep
+    rows, pairs = round(own * rows_per_token(router, ranks) / ranks), own * router.top_k // ranks
+
+    def counts(_: torch.Tensor) -> list[Any]:
+        return [[rows] * ranks, [rows] * ranks, [pairs] * ranks, [pairs] * ranks]
+
+    def targets(
+        labels: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, length = cut(labels, 1).shape
+        place_N = torch.zeros(batch * (length - 1), dtype=torch.int64, device=labels.device)
+        return torch.zeros_like(place_N), place_N
+
+    owner, methods = without_shape_messages()
+    with (
+        replaced(dispatch, to_host=counts),
+        replaced(loss, _targets=targets),
+        replaced(pipeline_schedule._Stage, forward=_counted),
+        replaced(owner, **methods),
+        replaced(masking_utils, is_tracing=lambda *_: False, find_packed_sequence_indices=lambda *_: None),
+        replaced(F, scaled_dot_product_attention=_fused),
+    ):
+        yield
+
+
+def _counted(stage: Any, received: torch.Tensor, number: torch.Tensor) -> Any:
+    """Give a stage the number of its micro-batch, which a fake tensor does not hold; they come in order."""
+    stage.seen = getattr(stage, "seen", -1) + 1
+    return stage.run_stage.forward(stage.stage, stage.seen, received)
+
+
+def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return FusedAttention.apply(query, key, value, args[0] if args else kwargs.get("attn_mask"))
+
+
+def sent_by_axis(sent: Mapping[str, Mapping[str, CollectiveCount]], mesh: Mesh) -> dict[AxisKind, CollectiveCount]:
+    """Return calls and bytes by (axis or axes, kind), zero if nothing was sent.
+
+    Left out are receives, which another rank counts as sent, and kinds that no axis is used for (single numbers).
+
+    Args:
+        sent: Counts by process group's name and kind, as `UsageTracker.sent` has them.
+    """
+    found: dict[AxisKind, CollectiveCount] = {}
+    for group, axes in _axes(mesh).items():
+        for kind in dict.fromkeys(kind for axis in _KINDS if axis in axes for kind in _KINDS[axis]):
+            name = " + ".join(axis for axis in _KINDS if axis in axes and kind in _KINDS[axis])
+            count = sent.get(group, {}).get(kind, CollectiveCount())
+            entry = found.setdefault((name, kind), CollectiveCount())
+            entry.calls += count.calls
+            entry.bytes += count.bytes
+    return found
+
+
+def planned_by_axis(transfers: Iterable[Transfer], counted: Iterable[AxisKind]) -> dict[AxisKind, Transfer]:
+    """Return the planner's transfers by the keys of `counted`, the result of `sent_by_axis`.
+
+    A transfer over an axis without a key has its own name and kind as key.
+    """
+    names = list(counted)
+    found: dict[AxisKind, Transfer] = {}
+    for transfer in transfers:
+        joint = (name for name, kind in names if kind == transfer.kind)
+        key = (next((name for name in joint if transfer.axis in name.split(" + ")), transfer.axis), transfer.kind)
+        found[key] = found[key].plus(transfer) if key in found else transfer
+    return found
+
+
+def _axes(mesh: Mesh) -> dict[str, set[str]]:
+    """Return the axes of each process group by its name; groups of one rank are left out."""
+    found: dict[str, set[str]] = {}
+    for view in (mesh.dense, mesh.expert, mesh.dense_mesh, mesh.dense_tp_mesh):
+        for axis in view.mesh_dim_names or ():
+            group = view.get_group(axis)
+            # Nothing is sent over the dense view's own fsdp.
+            unused = axis == "fsdp" and view not in (mesh.dense_mesh, mesh.dense_tp_mesh)
+            if group.size() > 1 and not unused:
+                found.setdefault(str(group.group_name), set()).add(axis)
+    return found

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from expertmesh.config.errors import InputError
-from expertmesh.experts.balance import attached_balance
-from expertmesh.experts.router_loss import chosen_pairs, probability_sums, squared_logsumexp
+from expertmesh.experts.balance import attached_balance, chosen_pairs, probability_sums, squared_logsumexp
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.state.model_view import mesh_of, sharded

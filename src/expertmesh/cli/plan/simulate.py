@@ -10,8 +10,7 @@ from expertmesh.planning.memory import fullest_stage, memory_of
 from expertmesh.planning.search import Candidate
 from expertmesh.planning.stages import Batch, resident_state
 from expertmesh.planning.traffic import traffic_of
-from expertmesh.simulation.axes import planned_by_axis
-from expertmesh.simulation.run import simulate
+from expertmesh.simulation.run import planned_by_axis, simulate
 
 # More of them add nothing but buffers for what stages receive, which the formulas count, and take as long again.
 MICRO_BATCHES_PER_STAGE = 2
