@@ -1,5 +1,4 @@
-"""Compute experts where torch's grouped product does not: the loop of `moe.compute: loop` (per_expert.py), and Triton's
-kernels of `moe.kernels` for the memory-bound work around the products.
+"""Triton's kernels of `moe.kernels` for the memory-bound work around the experts' products.
 
 triton_kernels.py has these kernels, ops.py makes operators of them that torch.compile and fake tensors know,
 experts/install.py decides whether this device runs them. The torch code beside their callers (pairs.py, mlp_spec.py)
