@@ -22,7 +22,7 @@ from expertmesh.io.boxes import full_box
 from expertmesh.io.safetensors_reader import WeightFiles, as_bytes
 from expertmesh.training.resume import read_counters
 from expertmesh.verification.checkpoint import experts as verify_experts
-from expertmesh.verification.checkpoint import files as verify_files
+from expertmesh.verification.checkpoint import verify as verify_files
 from expertmesh.verification.checkpoint.verify import Verification, verify
 from expertmesh.weights.audit import HashedSlice
 from tests.checkpoint.damage import (

@@ -15,8 +15,7 @@ from transformers import DeepseekV4Config
 from expertmesh.config import DataConfig, DataSource, ModelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset, load_tokenizer
-from expertmesh.data.encoding.chat import ChatRenderer
-from expertmesh.data.encoding.encode import Encoded, Encoder
+from expertmesh.data.encoding.encode import ChatRenderer, Encoded, Encoder
 from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import Conversation, MalformedRow
 from expertmesh.data.report import DataReport

@@ -15,7 +15,7 @@ from expertmesh.cli.data import check
 from expertmesh.config import Config
 from expertmesh.config.errors import SecurityError
 from expertmesh.data.encoding import sandbox
-from expertmesh.data.encoding.chat import ChatRenderer
+from expertmesh.data.encoding.encode import ChatRenderer
 from expertmesh.data.encoding.targets import MAX_ADDED_CHARACTERS, ChatOptions, Rendered
 from expertmesh.data.formats import Conversation, MalformedRow
 from expertmesh.distributed.all_ranks import raise_on_all_ranks

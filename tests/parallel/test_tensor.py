@@ -26,7 +26,7 @@ from expertmesh.parallel import tensor
 from expertmesh.state.model_view import module_state
 from expertmesh.state.patching import exchanged
 from expertmesh.state.shards import local_box
-from expertmesh.step import vocabulary
+from expertmesh.step import loss as loss_module
 from tests.parallel.test_router_loss import MOE
 from tests.parallel.test_router_loss import expected as expected_with_router_losses
 from tests.parallel.test_router_loss import with_losses as train_with_router_losses
@@ -300,14 +300,14 @@ def test_bytes_over_tp_are_those_of_the_formula(shared_ranks: SharedRanks, check
 
 def _multiply_gradients(model: nn.Module, mesh: Mesh) -> None:
     """As when each rank of a group reports the group's loss for its own."""
-    backward = vocabulary._CrossEntropy.backward
+    backward = loss_module._CrossEntropy.backward
     mock.patch.object(
-        vocabulary._CrossEntropy, "backward", staticmethod(lambda ctx, grad: backward(ctx, grad * mesh.layout.tp))
+        loss_module._CrossEntropy, "backward", staticmethod(lambda ctx, grad: backward(ctx, grad * mesh.layout.tp))
     ).start()
 
 
 def _count_losses_twice(model: nn.Module, mesh: Mesh) -> None:
-    mock.patch.object(vocabulary.VocabularyShare, "ranks", 1).start()
+    mock.patch.object(loss_module.VocabularyShare, "ranks", 1).start()
 
 
 def _add_biases_on_every_rank(model: nn.Module, mesh: Mesh) -> None:

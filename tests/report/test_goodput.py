@@ -8,8 +8,8 @@ import pytest
 
 from expertmesh.cli.report import run as report
 from expertmesh.report.run import Goodput, read_run
-from expertmesh.training.reporting.metrics_file import MetricsFile
 from expertmesh.training.reporting.record import read_record, write_record
+from expertmesh.training.reporting.reporter import MetricsFile
 from tests.report.made_up import record, row, start, write_run
 
 # Steps of 2 s. An evaluation of 5 s and a save of 1 s after step 2, at 10 s; killed after step 4.

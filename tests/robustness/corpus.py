@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from expertmesh.checkpoint.read import open_state
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import IntegrityError
-from expertmesh.data.encoding.chat import ChatRenderer
+from expertmesh.data.encoding.encode import ChatRenderer
 from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import Conversation
 from expertmesh.data.sources import read_source

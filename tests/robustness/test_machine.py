@@ -20,8 +20,8 @@ from expertmesh.data.encoding.sandbox import Sandbox
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import write_synced
 from expertmesh.training.lock import NAME, RunLock, holder
-from expertmesh.training.reporting import metrics_file
-from expertmesh.training.reporting.metrics_file import keep_rows
+from expertmesh.training.reporting import reporter
+from expertmesh.training.reporting.reporter import keep_rows
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from tests.cli.jobs import is_alive, wait_until
 from tests.config.minimal import write
@@ -63,7 +63,7 @@ def test_what_a_power_loss_leaves_behind_metrics_is_cut_back_and_said(
     tail: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[str]()
-    monkeypatch.setattr(metrics_file.log, "info", said.append)
+    monkeypatch.setattr(reporter.log, "info", said.append)
     path, sound = tmp_path / "metrics.jsonl", b'{"step": 2}\n{"step": 3}\n'
     path.write_bytes(sound + tail)
     keep_rows(path, 3)

@@ -25,7 +25,7 @@ from expertmesh.checkpoint.write import WRITING, CheckpointWriter
 from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.data.loader import TrainingBatches
-from expertmesh.training.reporting.metrics_file import MetricsFile
+from expertmesh.training.reporting.reporter import MetricsFile
 from expertmesh.training.run import train
 from tests.checkpoint.damage import Canary, flip_a_bit, replace_file
 from tests.support.ranks import RankFailed, run_ranks

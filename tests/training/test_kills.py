@@ -166,7 +166,7 @@ def test_a_killed_run_continues_from_the_newest_checkpoint(
     _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
 
 
-METRICS, REPLACE = "expertmesh.training.reporting.metrics_file", "expertmesh.io.safetensors_writer:os.replace"
+METRICS, REPLACE = "expertmesh.training.reporting.reporter", "expertmesh.io.safetensors_writer:os.replace"
 FIRST_START = {
     "publishing the configuration": Kill(0, REPLACE, about="config.yaml"),
     "opening the metrics": Kill(0, REPLACE, about="metrics.jsonl"),

@@ -13,10 +13,9 @@ from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config import LoraConfig, OptimConfig
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.optimizers import build, matrices
-from expertmesh.training.optimizers.blocks import Blocks, Codebook
+from expertmesh.training.optimizers.blocks import Blocks, Codebook, Noise
 from expertmesh.training.optimizers.build import build_optimizer, moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
-from expertmesh.training.optimizers.rounding import Noise
 from expertmesh.training.run import train
 from expertmesh.verification.checkpoint.verify import verify
 from tests.checkpoint.damage import change_manifest

@@ -336,7 +336,7 @@ class RankMemory:
         chunks = -(-targets // chunk)
         wide = max(4, compute)
         # torch's cross-entropy makes two more in backward, after those of its input are freed; ours of a part of the
-        # vocabulary (vocabulary.py) makes them in forward.
+        # vocabulary (step/loss.py) makes them in forward.
         logits = chunk * vocabulary * (3 * wide if self.layout.tp == 1 else compute * (compute < wide) + 2 * wide)
         product = chunk * vocabulary * (compute + wide * (compute < wide)) + head * compute
         again = head * compute if chunks > 1 else 0.0

@@ -334,7 +334,7 @@ def _of_sequence(
 
 def _of_vocabulary(model: ModelFigures, layout: Layout, rows: int) -> tuple[Transfer, ...]:
     """Return the head's: tp gathers positions before it and sums their gradients; three numbers per target
-    (vocabulary.py).
+    (step/loss.py).
     """
     whole = _whole_bytes(model, layout, rows)
     targets = rows * (model.length - 1) / layout.cp

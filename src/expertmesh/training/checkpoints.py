@@ -1,7 +1,8 @@
 """Decide when a run saves a checkpoint, what it holds beside the tensors, and what is printed about it.
 
 The loop asks after each step; checkpoint/write.py writes. All ranks decide the same, from numbers that all of them
-have: the step, rank 0's clock, and the status of every writer in the step's exchange.
+have: the step, rank 0's clock, the status of every writer in the step's exchange, and evaluations, which tell the best
+checkpoint and whether training still helps.
 """
 
 import logging
@@ -14,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from expertmesh.checkpoint.directory import CHECKPOINTS, clean
+from expertmesh.checkpoint.directory import CHECKPOINTS, clean, step_name
 from expertmesh.checkpoint.small_files import STATE_FILE, companions, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
-from expertmesh.config import dump_config
+from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import gib
 from expertmesh.training.objective import reference_file
-from expertmesh.training.selection import Selection
+from expertmesh.training.resume import Best, Counters
 from expertmesh.training.startup.uploads import RunUploads, start_uploads
 from expertmesh.weights.companions import CopiedFiles, model_files, tokenizer_files
 
@@ -32,13 +33,62 @@ if TYPE_CHECKING:
     from expertmesh.training.startup.prepare import Prepared
 
 log = logging.getLogger(__name__)
-
 # When `every_minutes: auto` saves for the first time in a start, to know what a save costs.
 FIRST_SECONDS = 300.0
 # Of the time that ranks wait for each other, what an upload before a stop may take.
 _SHARE_OF_TIMEOUT = 0.8
 # From which change of the interval on it is said.
 _WORTH_A_LINE = 0.2
+
+
+@dataclass(slots=True)
+class Selection:
+    """The rules of `checkpoint.keep_best` and `train.early_stop`; their state is in `counters`."""
+
+    config: Config
+    counters: Counters
+
+    def saw(self, step: int, row: Mapping[str, Any]) -> bool:
+        """Take the figures of an evaluation; return whether to save a checkpoint because they are the best so far."""
+        stop, counters = self.config.train.early_stop, self.counters
+        if stop is not None:
+            before = counters.least
+            counters.least = _better(before, stop.figure, row[stop.figure], step, stop.min_change)
+            counters.no_better = 0 if counters.least is not before else counters.no_better + 1
+        figure = self.config.checkpoint.keep_best
+        if figure is None:
+            return False
+        best = counters.best
+        counters.best = _better(best, figure, row[figure], step)
+        return counters.best is not best
+
+    def ends(self) -> bool:
+        """Return whether the run is over."""
+        stop = self.config.train.early_stop
+        return stop is not None and self.counters.no_better >= stop.patience
+
+    def last_lines(self) -> list[str]:
+        """Return the lines for the end of the run."""
+        lines, counters, stop = [], self.counters, self.config.train.early_stop
+        if self.ends() and stop is not None and counters.least is not None:
+            lines.append(
+                f"stopped early: {stop.figure} was best ({counters.least.value:.4f}) after step {counters.least.step}, "
+                f"{counters.no_better} evaluations ago"
+            )
+        if counters.best is not None:
+            best = counters.best
+            lines.append(f"best {best.figure} {best.value:.4f}: checkpoint {step_name(best.step)}")
+        return lines
+
+
+def _better(before: Best | None, figure: str, value: float, step: int, min_change: float = 0.0) -> Best | None:
+    """Return `before`, or the new value if it is better; a NaN never is."""
+    if math.isnan(value):
+        return before
+    if before is None or before.figure != figure:
+        return Best(figure, value, step)
+    gain = before.value - value if figure.endswith("loss") else value - before.value
+    return Best(figure, value, step) if gain > min_change else before
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """A child process that runs untrusted programs under the kernel's limits of time and memory.
 
-For chat.py: a chat template is a program that came with a model. Jinja's sandbox limits what it may touch, but not the
-time and memory of one operation (`'a' * 10**12`, `10 ** 10**8`), during which no signal handler runs; the kernel's
+For encode.py: a chat template is a program that came with a model. Jinja's sandbox limits what it may touch, but not
+the time and memory of one operation (`'a' * 10**12`, `10 ** 10**8`), during which no signal handler runs; the kernel's
 timer and address-space limit always work. The child is forked, as data loaders' workers are: it has the tokenizer and
 imports nothing. It lives as long as its `Sandbox`, so that a call costs two copies of its data. Its answers are JSON,
 never a pickle. The limit on memory holds on Linux only. The child never touches a device.

@@ -1,6 +1,6 @@
 """Update parameters by AdamW, with parameters and moments stored in fewer bits than it computes with.
 
-The arithmetic is that of torch's AdamW in float32, a few rows at a time; blocks.py and rounding.py store the results.
+The arithmetic is that of torch's AdamW in float32, a few rows at a time; blocks.py stores the results.
 Every rank updates its own shards; only blocks of 8 bits that several ranks share need communication.
 """
 
@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.training.optimizers.blocks import Blocks, Plain, Stored, empty_blocks, is_quantised
-from expertmesh.training.optimizers.rounding import FACTORS, Noise
-from expertmesh.training.optimizers.shard_rows import ShardRows
+from expertmesh.training.optimizers.blocks import (
+    FACTORS,
+    Blocks,
+    Noise,
+    Plain,
+    ShardRows,
+    Stored,
+    empty_blocks,
+    is_quantised,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

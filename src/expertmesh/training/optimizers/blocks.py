@@ -4,11 +4,20 @@ A block is 256 elements of the last dim of the *whole* tensor, so that every lay
 last dim is cut, the ranks that share blocks take the largest magnitude of all of them. Codes are those of dynamic 8-bit
 quantisation (arXiv 2110.02861): 7 decades below the block's largest magnitude, more of them the larger the values.
 
-Shapes: R rows and C columns of a rank's part (shard_rows.py), B blocks of a whole row.
+Rounded to nearest, an update smaller than half a unit in the last place of bfloat16 (1/512 of a weight) is lost, every
+time; so it is rounded up or down with the probability that keeps the expectation. The direction of an element follows
+from the run's seed, the step, the tensor's name and the element's place in the whole tensor alone. So every layout
+rounds equally, and a resumed run as one that was not interrupted; no generator's state is needed.
+
+What is not element by element at once is done on rows of the last dim in passes of bounded size, so that an optimizer's
+float32 copies never take more than a few of them.
+
+Shapes: R rows (all dims but the last) and C columns (the last dim) of a rank's part, B blocks of a whole row.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -19,13 +28,95 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from expertmesh.io.boxes import extents
-from expertmesh.state.shards import local_box, shard_dim
-from expertmesh.training.optimizers.rounding import Noise
-from expertmesh.training.optimizers.shard_rows import ShardRows
+from expertmesh.io.boxes import Box, extents
+from expertmesh.state.shards import local_box, local_tensor, shard_dim
 
+_ELEMENTS_OF_A_PASS = {"cpu": 1 << 17}
+_ELEMENTS_ON_ACCELERATORS = 1 << 22
+_GOLDEN = -0x61C8864680B583EB  # splitmix64's constants as signed integers
+_FIRST, _SECOND = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+# Of the words that an element's parameter and moments are rounded by: one mixed word, times odd numbers.
+FACTORS = (0x7FEB352D, 0x2C1B3C6D, 0x297A2D39)
 BLOCK = 256
 LEAST_ELEMENTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """R rows of C columns of a tensor. A vector is one row, and so is a scalar."""
+
+    box: Box
+    """The part of the tensor that this rank holds."""
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "ShardRows":
+        return cls(local_box(tensor) or ((0, 1),), tuple(tensor.shape) or (1,), tensor.device)
+
+    @property
+    def rows(self) -> int:
+        return torch.Size(extents(self.box)[:-1]).numel()
+
+    @property
+    def columns(self) -> int:
+        return extents(self.box)[-1]
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return this rank's storage of a tensor that is sharded like this one, `[R, C]`, for writing."""
+        return local_tensor(tensor).view(self.rows, self.columns)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the same for reading; a copy where the storage has gaps."""
+        return local_tensor(tensor).reshape(self.rows, self.columns)
+
+    def passes(self) -> Iterator[slice]:
+        """Yield all rows, a few at a time: equally many for all ranks that hold columns of the same rows."""
+        most = _ELEMENTS_OF_A_PASS.get(self.device.type, _ELEMENTS_ON_ACCELERATORS)
+        count = max(1, most // max(1, self.shape[-1]))
+        for start in range(0, self.rows, count):
+            yield slice(start, min(start + count, self.rows))
+
+
+class Noise:
+    """Random bits of one parameter in one step: for each element those of its row and its column, mixed."""
+
+    def __init__(self, key: str, box: Box, shape: tuple[int, ...], device: torch.device) -> None:
+        """Prepare the part `box` of a tensor of `shape`; `key` has to differ for each tensor and step."""
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+        rows = torch.zeros(1, dtype=torch.int64, device=device)
+        for (start, stop), size in zip(box[:-1], shape[:-1], strict=True):
+            rows = (rows[:, None] * size + torch.arange(start, stop, device=device)).flatten()
+        columns = torch.arange(*box[-1], device=device)
+        self.rows_R, self.columns_C = _hash(rows * _GOLDEN + seed), _hash(columns * _GOLDEN ^ ~seed)
+        self._mixed: tuple[slice | None, Tensor] = (None, self.rows_R)
+
+    def round(self, value_RC: Tensor, rows: slice, factor: int = FACTORS[0]) -> Tensor:
+        """Round `rows` of the part, float32, to bfloat16. Values that are not finite become NaN."""
+        bits_RC = self._of(rows) * factor
+        # Magnitudes grow with their bits: what is added to those that go carries over as often as they are large.
+        bits_RC = bits_RC.bitwise_right_shift_(16).bitwise_and_(0xFFFF).add_(value_RC.view(torch.int32))
+        rounded_RC = bits_RC.bitwise_and_(-0x10000).view(torch.float32)
+        return rounded_RC.add_(value_RC - value_RC).to(torch.bfloat16)  # 0, or NaN: its bits may have overflown
+
+    def _of(self, rows: slice) -> Tensor:
+        """Return a word for each element, cached until other rows are requested."""
+        if self._mixed[0] != rows:
+            word_RC = self.rows_R[rows, None] ^ self.columns_C
+            self._mixed = rows, word_RC.bitwise_xor_((word_RC >> 16).bitwise_and_(0xFFFF))  # shifts are arithmetic
+        return self._mixed[1]
+
+
+def _hash(number: Tensor) -> Tensor:
+    """Return the upper half of splitmix64 of 64-bit integers."""
+    number = (number ^ _shifted(number, 30)) * _FIRST
+    number = (number ^ _shifted(number, 27)) * _SECOND
+    return ((number ^ _shifted(number, 31)) >> 32).to(torch.int32)
+
+
+def _shifted(number: Tensor, by: int) -> Tensor:
+    return (number >> by) & ((1 << (64 - by)) - 1)
 
 
 class Stored(Protocol):

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh.training.optimizers.adamw import AdamW
-from expertmesh.training.optimizers.blocks import Plain
+from expertmesh.training.optimizers.blocks import FACTORS, Plain, ShardRows
 from expertmesh.training.optimizers.matrices import Matrices, orthogonalise
-from expertmesh.training.optimizers.rounding import FACTORS
-from expertmesh.training.optimizers.shard_rows import ShardRows
 
 MOMENTUM = "momentum_buffer"
 _SIZE_OF_ADAMW = 0.2

@@ -3,25 +3,30 @@
 Only rank 0 writes. Numbers that are not finite are written as null, because JSON has no NaN.
 """
 
+import json
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import read_state_file
+from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.io.directory import io_errors
+from expertmesh.io.reading import MAX_METRICS_BYTES, opened, rows
+from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import bars, has_bars
 from expertmesh.training.control import Stopped
 from expertmesh.training.optimizers.build import warmup_steps
 from expertmesh.training.reporting.data_record import write_data_record
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics
-from expertmesh.training.reporting.metrics_file import MetricsFile
 from expertmesh.training.reporting.record import MoeLayer
 from expertmesh.training.reporting.start import Spent, record_start
 from expertmesh.training.reporting.trackers import Trackers, open_trackers
@@ -32,10 +37,71 @@ if TYPE_CHECKING:
     from expertmesh.training.startup.prepare import Prepared
 
 log = logging.getLogger(__name__)
-
 # Collapse: how near to ln(vocabulary) a loss is that of a guess, and from how many tokens an expert should have some.
 _NEARLY = 0.005
 _TOKENS_PER_EXPERT = 32
+
+
+def keep_rows(path: Path, done: int) -> None:
+    """Drop the rows of steps after `done` from a metrics.jsonl, and a last line that was cut short.
+
+    Raises `InputError` for a file that cannot be read or written, or has a line that is no row.
+    """
+    kept, line = [], b"\n"
+    with io_errors(path, path.stat().st_size if path.exists() else 0):
+        if done and path.exists():
+            with opened(path, MAX_METRICS_BYTES) as file:
+                for number, line in enumerate(rows(file, path), start=1):
+                    if line.endswith(b"\n") and _step_of(line, path, number) <= done:
+                        kept.append(line)
+        if not line.endswith(b"\n"):  # blocks of zeros are what a power loss leaves
+            what = "zeros" if line.strip(b"\0") == b"" else "a row that was cut short"
+            log.info(f"{path}: ended in {what}; cut back to its last whole row")
+        replace_synced(path, b"".join(kept))
+
+
+def _step_of(line: bytes, path: Path, number: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}:{number}: is no row of metrics; remove the line, or move the file away", key="run.damaged-metrics"
+        ) from error
+
+
+def last_elapsed(path: Path) -> float:
+    """Return `elapsed_seconds` of the last complete row that has one; 0 without any."""
+    elapsed = 0.0
+    if path.exists():
+        with io_errors(path, 0), opened(path, MAX_METRICS_BYTES) as file:
+            for line in rows(file, path):
+                with suppress(ValueError, KeyError, TypeError):
+                    elapsed = max(0.0, float(json.loads(line)["elapsed_seconds"]))
+    return elapsed
+
+
+class MetricsFile:
+    """The metrics.jsonl of a run that goes on after `done` steps.
+
+    `before`: the seconds that its rows covered, including those that are dropped.
+    """
+
+    def __init__(self, path: Path, done: int) -> None:
+        self.before = last_elapsed(path)
+        keep_rows(path, done)
+        self.path = path
+        self.file = path.open("ab", buffering=0)
+
+    def write(self, row: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        line = json.dumps(finite, allow_nan=False).encode() + b"\n"
+        with io_errors(self.path, len(line)):
+            while line:
+                line = line[self.file.write(line) :]
+
+    def sync(self) -> None:
+        with io_errors(self.path, 0):
+            os.fsync(self.file.fileno())
 
 
 @dataclass(slots=True)

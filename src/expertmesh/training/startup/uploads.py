@@ -1,5 +1,5 @@
 """Upload to object storage (`checkpoint.remote`) what a run saves: each checkpoint, the records as they were then, and
-in the end the result. restore.py downloads them.
+in the end the result. prepare.py downloads them.
 """
 
 import logging
