@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.experts.token_counts import PackedSamples
+from expertmesh.introspection.attention import Separation
 from expertmesh.parallel import compiling, packing
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.tiny import tiny_config as family_config
@@ -161,21 +162,21 @@ REFUSED = [
 @pytest.mark.parametrize(("family", "model_class", "why"), REFUSED)
 def test_what_the_kernel_cannot_do_keeps_the_dense_mask(family: str, model_class: str, why: str) -> None:
     model = build_meta_model(family_config(model_class, family), torch.bfloat16)
-    assert packing.varlen_refusal(model, describe(model), "cuda", torch.bfloat16) == why
+    assert packing.varlen_refusal(model, Separation.of(model, describe(model)), "cuda", torch.bfloat16) == why
 
 
 def test_other_devices_and_dtypes_keep_the_dense_mask() -> None:
     model = build_meta_model(tiny_config("qwen3_moe"), torch.bfloat16)
     anatomy = describe(model)
-    assert packing.varlen_refusal(model, anatomy, "cuda", torch.bfloat16) is None
+    found = Separation.of(model, anatomy)
+    assert packing.varlen_refusal(model, found, "cuda", torch.bfloat16) is None
     assert packing.packed_attention_line(model, anatomy, CUDA, torch.bfloat16) == "by samples, without masks"
-    assert (
-        packing.varlen_refusal(model, anatomy, "cuda", torch.float32) == "flash attention does not compute in float32"
-    )
-    cpu = packing.varlen_refusal(model, anatomy, "cpu", torch.bfloat16)
+    wide = packing.varlen_refusal(model, found, "cuda", torch.float32)
+    assert wide == "flash attention does not compute in float32"
+    cpu = packing.varlen_refusal(model, found, "cpu", torch.bfloat16)
     assert cpu == "on cpu torch has no variable-length attention"
     with mock.patch.object(packing, "varlen_attn", None):
-        assert "before 2.11" in str(packing.varlen_refusal(model, anatomy, "cuda", torch.bfloat16))
+        assert "before 2.11" in str(packing.varlen_refusal(model, found, "cuda", torch.bfloat16))
 
 
 def test_torchs_operation_takes_what_it_is_given() -> None:

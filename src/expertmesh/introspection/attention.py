@@ -177,8 +177,8 @@ def packing_refusal(model: nn.Module) -> str | None:
     """Return the reason why packed samples cannot be kept apart, or None if they can.
 
     transformers' mask functions keep attention inside samples when position ids restart, if the family's code passes
-    the position ids to them. If it does not, the decoder gets masks (`needs_masks`). Layers that carry a state along
-    the sequence run on each sample separately (`recurrent_mixers`), if they can be identified.
+    the position ids to them. If it does not, the decoder gets masks. Layers that carry a state along the sequence run
+    on each sample separately, if they can be identified.
     """
     config: Any = model.config
     anatomy = describe(model)
@@ -188,17 +188,44 @@ def packing_refusal(model: nn.Module) -> str | None:
             return (
                 f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
             )
-    decoder = decoder_of(model, anatomy)
-    if has_position_axes(model) and not takes_text_positions(type(decoder)):
+    found = Separation.of(model, anatomy)
+    if found.has_axes and not takes_text_positions(type(found.decoder)):
         return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
-    refusal = mask_refusal(decoder)
-    separates = refusal is None or needs_masks(model, anatomy) or _attends_by_samples_alone(model, anatomy)
+    refusal = mask_refusal(found.decoder)
+    attends = (name for block in decoder_blocks(anatomy) for name in attentions(model, block))
+    separates = refusal is None or found.needs_masks or all(_in_any(name, found.mixers) for name in attends)
     return None if separates else f"{config.model_type} {refusal}"
 
 
-def has_position_axes(model: nn.Module) -> bool:
-    """Return whether positions are numbered along time, height and width, as in vision-language models."""
-    return any(hasattr(module, "get_rope_index") for module in model.modules())
+@dataclass(frozen=True, slots=True)
+class Separation:
+    """What keeps the samples of packed rows apart in a model; the same before and after sharding."""
+
+    decoder: nn.Module
+    """The module that runs the decoder's blocks and builds their masks."""
+    mixers: list[str]
+    """The `recurrent_mixers`."""
+    mixers_attend: bool
+    """True if attention is among the mixers; it then needs masks of full rows."""
+    needs_masks: bool
+    """True if the decoder builds masks without position ids, but accepts masks."""
+    has_axes: bool
+    """True if positions are numbered along time, height and width, as in vision-language models."""
+
+    @classmethod
+    def of(cls, model: nn.Module, anatomy: Anatomy) -> "Separation":
+        """Find it from the model's code and configuration."""
+        decoder: Any = decoder_of(model, anatomy)
+        kinds = {kind for kind in mask_kinds(decoder.config) if not any(name in kind for name in _RECURRENT_LAYERS)}
+        takes = bool(kinds) and kinds <= MASKED_KINDS and takes_masks(decoder)
+        mixers = recurrent_mixers(model, anatomy)
+        return cls(
+            decoder,
+            mixers,
+            mixers_attend=any(_attends(model.get_submodule(name)) for name in mixers),
+            needs_masks=takes and mask_refusal(decoder) is not None,
+            has_axes=any(hasattr(module, "get_rope_index") for module in model.modules()),
+        )
 
 
 def decoder_of(model: nn.Module, anatomy: Anatomy) -> nn.Module:
@@ -210,15 +237,6 @@ def mask_kinds(config: Any) -> set[str]:
     """Return the kinds of layers, which are the keys of the masks that a decoder accepts."""
     text = config.get_text_config()
     return {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
-
-
-def needs_masks(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Return whether a decoder builds masks without position ids, but accepts masks."""
-    decoder: Any = decoder_of(model, anatomy)
-    kinds = {kind for kind in mask_kinds(decoder.config) if not any(name in kind for name in _RECURRENT_LAYERS)}
-    if not kinds or not kinds <= MASKED_KINDS or not takes_masks(decoder):
-        return False
-    return mask_refusal(decoder) is not None
 
 
 def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str]:
@@ -274,17 +292,6 @@ def _looking_along(model: nn.Module, anatomy: Anatomy) -> _Looking | None:
     return looking
 
 
-def attention_by_samples(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Return whether attention is among the `recurrent_mixers`; it then needs masks of full rows."""
-    return any(_attends(model.get_submodule(name)) for name in recurrent_mixers(model, anatomy))
-
-
-def _attends_by_samples_alone(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Return whether all attention is among the `recurrent_mixers`."""
-    mixers = recurrent_mixers(model, anatomy)
-    return all(_in_any(name, mixers) for block in decoder_blocks(anatomy) for name in attentions(model, block))
-
-
 def mixes_streams(model: Any, block: str) -> bool:
     """Return whether a block multiplies matrices over residual streams `[B, S, streams, H]`, on the last two dims.
 
@@ -320,13 +327,17 @@ def _takes_chosen_positions(module: nn.Module) -> bool:
 
     Their indices count within a sample if that block ran by samples, so this module must run so too.
     """
-    return "prev_topk_indices" in inspect.signature(own_class(type(module)).forward).parameters
+    return "prev_topk_indices" in _taken(module)
 
 
 def _takes_rows_alone(module: nn.Module) -> bool:
     """Return whether all arguments of a module's forward can be cut into samples."""
-    taken = inspect.signature(own_class(type(module)).forward).parameters
-    return taken.keys() - {"self"} <= _OF_ROWS | HIDDEN_OF_KEYS
+    return _taken(module) <= _OF_ROWS | HIDDEN_OF_KEYS
+
+
+def _taken(module: nn.Module) -> set[str]:
+    """Return the arguments of a module's own forward."""
+    return set(inspect.signature(own_class(type(module)).forward).parameters) - {"self"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +425,7 @@ def counts_heads(kind: Any) -> str | None:
 @known_by_class("masks")
 def mask_refusal(kind: Any) -> str | None:
     """Return the reason why the masks that a decoder builds may not separate packed samples, or None."""
-    source = inspect.getsource(own_class(kind))
+    source = _source(kind)
     if not _CAUSAL_MASK.search(source):
         return "builds attention masks by code of its own, which may not separate packed samples"
     if not _masks_see_positions(source):
@@ -425,12 +436,16 @@ def mask_refusal(kind: Any) -> str | None:
 @known_by_class("takes_masks")
 def takes_masks(kind: Any) -> bool:
     """Return whether a decoder accepts masks as a dict with one for each kind of layer."""
-    return _TAKES_MASKS.search(inspect.getsource(own_class(kind))) is not None
+    return _TAKES_MASKS.search(_source(kind)) is not None
 
 
 def takes_text_positions(kind: Any) -> bool:
     """Return whether a decoder with several position axes accepts `[4, B, S]` and builds masks from the first."""
-    return _TEXT_POSITIONS.search(inspect.getsource(own_class(kind))) is not None
+    return _TEXT_POSITIONS.search(_source(kind)) is not None
+
+
+def _source(kind: Any) -> str:
+    return inspect.getsource(own_class(kind))
 
 
 def _masks_see_positions(source: str) -> bool:

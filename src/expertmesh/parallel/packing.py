@@ -37,12 +37,8 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.token_counts import Borders, PackedSamples, packed_samples
 from expertmesh.introspection.attention import (
     MASKED_KINDS,
-    attention_by_samples,
-    decoder_of,
-    has_position_axes,
+    Separation,
     mask_kinds,
-    needs_masks,
-    recurrent_mixers,
     registry_call,
 )
 from expertmesh.parallel.context import backend_of
@@ -62,14 +58,14 @@ _MASKS = {
 _BORDERS = ("cu_seq", "max_length", "seq_idx")
 
 
-def varlen_refusal(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtype) -> str | None:
+def varlen_refusal(model: Any, separation: Separation, device_type: str, dtype: torch.dtype) -> str | None:
     """Return the reason to attend to packed rows of `model` with a dense mask, or None for variable-length attention.
 
     Args:
         device_type: may be a type that this torch does not know.
         dtype: the compute dtype.
     """
-    config: Any = decoder_of(model, anatomy).config
+    config: Any = separation.decoder.config
     if device_type != "cuda":
         return f"on {device_type} torch has no variable-length attention"
     if varlen_attn is None:
@@ -80,7 +76,7 @@ def varlen_refusal(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.
         return f"model.attention is {backend}"
     if not declared(model, "_supports_flash_attn"):
         return f"transformers does not run {config.model_type} with flash attention"
-    if attention_by_samples(model, anatomy):
+    if separation.mixers_attend:
         return "its attention carries state, and runs on each sample by itself"
     for module in model.modules():
         if getattr(module, "config", None) is config and (call := registry_call(module)) is not None:
@@ -95,7 +91,7 @@ def varlen_refusal(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.
 
 def packed_attention_line(model: Any, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> str:
     """Describe for the printed plan how packed rows are attended; the model may be sharded or not."""
-    reason = varlen_refusal(model, anatomy, device.type, dtype)
+    reason = varlen_refusal(model, Separation.of(model, anatomy), device.type, dtype)
     return "by samples, without masks" if reason is None else f"with a mask of all pairs: {reason}"
 
 
@@ -221,18 +217,17 @@ def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, d
 
     Collectives: none.
     """
-    mixers, asks = recurrent_mixers(model, anatomy), needs_masks(model, anatomy)
-    if by_samples := varlen_refusal(model, anatomy, device.type, dtype) is None:
-        attend_by_samples(decoder_of(model, anatomy))
-    has_axes = has_position_axes(model)
-    if not mixers and not asks and not by_samples and not has_axes:
+    found = Separation.of(model, anatomy)
+    if by_samples := varlen_refusal(model, found, device.type, dtype) is None:
+        attend_by_samples(found.decoder)
+    if not found.mixers and not found.needs_masks and not by_samples and not found.has_axes:
         return
-    model.register_forward_pre_hook(partial(_enter, has_axes), with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(partial(_enter, found.has_axes), with_kwargs=True, prepend=True)
     model.register_forward_hook(_leave, always_call=True)
-    for name in mixers:
+    for name in found.mixers:
         mix_in(model.get_submodule(name), BySamples)
-    if asks:
-        decoder_of(model, anatomy).register_forward_pre_hook(partial(_give_masks, dtype), with_kwargs=True)
+    if found.needs_masks:
+        found.decoder.register_forward_pre_hook(partial(_give_masks, dtype), with_kwargs=True)
 
 
 def _enter(has_axes: bool, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from expertmesh.compat import attention_of, set_attention, varlen_operation
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import PackedSamples, packed_samples
-from expertmesh.introspection.attention import decoder_of
+from expertmesh.introspection.attention import Separation, decoder_of
 from expertmesh.introspection.stage_probe import EvenCounts, forwards_of_experts
 from expertmesh.parallel import packing
 from expertmesh.planning.model_figures import BlockFigures
@@ -100,7 +100,7 @@ def probe(
 
 def kept_apart(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtype) -> Packed:
     """Return how `train` separates the samples of packed rows; "no" if transformers does, which costs nothing."""
-    if packing.varlen_refusal(model, anatomy, device_type, dtype) is None:
+    if packing.varlen_refusal(model, Separation.of(model, anatomy), device_type, dtype) is None:
         return "by samples"
     return "no" if attention_of(model.config) == "flash_attention_2" else "by masks"
 
