@@ -26,7 +26,6 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
-from expertmesh.experts.lora_state import AdapterState, adapter_state
 from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.checkpointing import recompute_blocks
 from expertmesh.parallel.compiling import compile_parts
@@ -40,6 +39,24 @@ from expertmesh.state.model_view import attach
 from expertmesh.state.other_code import guard
 from expertmesh.state.packed import HostCopies, PackedTensor
 from expertmesh.state.packed_format import PackedFormat
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The part of a model that this rank's pipeline stages hold: all of it without pp."""
+
+    gone: Sequence[str] = ()
+    """The parts that only other pp ranks hold."""
+    starts: Collection[str] = ()
+    """The first block of each stage, before which another stage runs."""
+
+    @classmethod
+    def of(cls, plan: ShardPlan, mesh: Mesh) -> "_Held":
+        return cls() if plan.cut is None else cls(plan.cut.gone(mesh.coordinate("pp")), plan.cut.starts)
+
+    def has(self, name: str) -> bool:
+        """Return whether a module or parameter is held."""
+        return not any(name == part or is_inside(name, part) for part in self.gone)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
@@ -57,38 +74,38 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     # A model on meta has no values to compare.
     if not any(parameter.is_meta for parameter in model.parameters()):
         _check_equal_on_every_rank(model)
-    adapters = adapter_state(model)
-    _shard(model, plan, mesh, adapters)
-    recompute_blocks(model, plan.options.activation_checkpointing, plan.anatomy, plan.checkpointed, adapters)
+    held = _Held.of(plan, mesh)
+    _shard(model, plan, mesh, held)
+    blocks = list(filter(held.has, plan.anatomy.blocks))
+    recompute_blocks(model, plan.options.activation_checkpointing, blocks, plan.checkpointed, plan.adapters)
     if plan.options.compile:
         # A compiler may be absent on one node only; then all ranks must raise, or the others hang.
         with raise_on_all_ranks("trying torch.compile"):
-            compile_parts(model, plan.compiled, mesh.device)
+            compile_parts(model, filter(held.has, plan.compiled), mesh.device)
     # Last, because it guards the modules as they are after sharding.
-    guard(model)
+    guard(model, plan.layout)
 
 
-def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, adapters: AdapterState | None) -> None:
+def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
     """Shard `model` in place over `mesh` as `plan` says.
 
     Args:
         model: on meta or in memory; of a model in memory each rank keeps its local slices.
         plan: the plan of this model for the layout of `mesh`.
-        adapters: the state that its adapters share.
 
     Collectives: every rank calls it; no weights are sent.
     """
     assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
     for name in plan.frozen:
         model.get_submodule(name).requires_grad_(False)
-    anatomy, compute, held = plan.anatomy, plan.dtypes[1], _Held.of(plan, mesh)
+    anatomy, compute = plan.anatomy, plan.dtypes[1]
     # The view makes its meta copy at the first use, and modules of FSDP2 cannot be copied.
     meta_model = plan.view.meta
     if plan.cut is not None:
         # The meta copy answers for the other stages, so the same routers are frozen there.
         for name in plan.frozen:
             meta_model.get_submodule(name).requires_grad_(False)
-        anatomy = cut(model, plan, plan.cut, mesh, adapters)
+        anatomy = cut(model, plan, plan.cut, mesh)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
     install(
         model,
@@ -118,24 +135,6 @@ def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, adapters: AdapterState
     attach(model, mesh=mesh, shard_plan=plan, frozen_formats=plan.packed)
     split_blocks(model, plan.anatomy, mesh, context.gathers)
     split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """The part of a model that this rank's pipeline stages hold: all of it without pp."""
-
-    gone: Sequence[str] = ()
-    """The parts that only other pp ranks hold."""
-    starts: Collection[str] = ()
-    """The first block of each stage, before which another stage runs."""
-
-    @classmethod
-    def of(cls, plan: ShardPlan, mesh: Mesh) -> "_Held":
-        return cls() if plan.cut is None else cls(plan.cut.gone(mesh.coordinate("pp")), plan.cut.starts)
-
-    def has(self, name: str) -> bool:
-        """Return whether a module or parameter is held."""
-        return not any(name == part or is_inside(name, part) for part in self.gone)
 
 
 def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:

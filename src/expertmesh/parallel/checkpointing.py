@@ -16,7 +16,6 @@ from expertmesh.compat import checkpointing_takes_value, enable_checkpointing
 from expertmesh.config.errors import InputError
 from expertmesh.experts.activation_checkpointing import block_contexts
 from expertmesh.experts.lora_state import AdapterState
-from expertmesh.state.model_view import stage_names
 
 CheckpointingMode = Literal["none", "selective", "full"]
 CheckpointedLayers = Literal["all"] | int | Sequence[int]
@@ -57,14 +56,14 @@ def checkpointed_blocks(
 def recompute_blocks(
     model: nn.Module,
     mode: CheckpointingMode,
-    anatomy: Anatomy,
+    here: Sequence[str],
     blocks: Sequence[str],
     adapters: AdapterState | None,
 ) -> None:
     """Enable recomputation of `blocks`, the result of `checkpointed_blocks`.
 
     Args:
-        anatomy: the anatomy of the full model, not of one pipeline stage.
+        here: the blocks of this rank's pipeline stages.
         adapters: the state that the adapters share.
 
     Collectives: every rank calls it with equal arguments and it issues none, but a block that is recomputed in full
@@ -76,7 +75,7 @@ def recompute_blocks(
     drops = adapters if adapters is not None and adapters.dropout > 0.0 else None
     context_fn = partial(block_contexts, selective=mode == "selective", adapters=drops)
     enable_checkpointing(model, {"use_reentrant": False, "context_fn": context_fn})
-    for name in stage_names(model, anatomy.blocks):  # blocks of a tower are on the first pipeline stage alone
+    for name in here:
         if name not in blocks:
             model.get_submodule(name).gradient_checkpointing = False  # type: ignore[assignment]
 

@@ -20,7 +20,6 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import AdapterState
 from expertmesh.introspection.attention import recurrent_mixers
 from expertmesh.parallel.packing import running_samples, traceable
-from expertmesh.state.model_view import stage_names
 from expertmesh.state.patching import replace_forward
 
 # Code is compiled per class, and again for other sizes, masks or dtypes. torch's own limit of 8 is for one function.
@@ -31,7 +30,7 @@ def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) 
     """Make the parts of a sharded `model` (which may be on meta) compile at their first forward.
 
     Args:
-        parts: names from `compiled_parts`, of the full model.
+        parts: names from `compiled_parts`, as far as this rank's pipeline stages have them.
 
     Raises:
         InputError: torch.compile does not work here; a function of one line is compiled to find out. A part that does
@@ -42,7 +41,7 @@ def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) 
     _probe(device)
     allow_recompiles(_VARIANTS)
     compiled: dict[type, Callable[..., Any]] = {}
-    for name in stage_names(model, list(parts)):
+    for name in parts:
         part: Any = model.get_submodule(name)
         kind = type(part)
         # One compiled function for a class, so that its instances share code.

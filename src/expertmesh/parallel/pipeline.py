@@ -20,7 +20,6 @@ from expertmesh.anatomy import Anatomy, is_inside
 from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.lora_state import AdapterState
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.parallel.stages import Cut, Leaving, Placeholder, idle, put_placeholders, stages_of
 from expertmesh.state.model_view import ModelView, StageView, attach, sharded
@@ -66,12 +65,11 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return pipeline
 
 
-def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, mesh: Mesh, adapters: AdapterState | None) -> Anatomy:
+def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, mesh: Mesh) -> Anatomy:
     """Replace the parts of other pp ranks in `model` by placeholders, in place.
 
     Args:
         cuts: `plan.cut`. `ModelView` reads names and shapes of other stages from the plan's meta copy.
-        adapters: the state that the adapters of the full model share.
 
     Returns:
         The anatomy of this rank's stages.
@@ -84,7 +82,7 @@ def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, mesh: Mesh, adapters: Adap
     # Attach the adapter state too: no module of this stage may be adapted, and it must be found all the same.
     # The view is made before any part is replaced: it needs the tensors and ties of the full model.
     view = _stage_view(model, cuts.parts, mesh, plan.view.meta)
-    attach(model, stage_view=view, pipeline=pipeline, lora_state=adapters)
+    attach(model, stage_view=view, pipeline=pipeline, lora_state=plan.adapters)
     gone = cuts.gone(mesh.coordinate("pp"))
     put_placeholders(
         model, gone, blocks, cuts.items, lambda name: torch.float32 if name in uncast else dtype, mesh.device

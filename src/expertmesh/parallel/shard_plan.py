@@ -27,7 +27,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
-from expertmesh.experts.lora_state import adapter_state
+from expertmesh.experts.lora_state import AdapterState, adapter_state
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.introspection.stage_probe import Decoder
 from expertmesh.parallel.checkpointing import (
@@ -153,6 +153,8 @@ class ShardPlan:
     """The blocks that are recomputed in backward."""
     compiled: tuple[str, ...]
     """The parts that are compiled."""
+    adapters: AdapterState | None = field(repr=False)
+    """The state that its adapters share."""
     view: ModelView = field(repr=False)
     """The meta copy of the full model."""
 
@@ -221,8 +223,9 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     refuse_dispatch(options.moe, layout, anatomy, compute)
     casts = refuse_dtypes(view, anatomy, precision, kept_in_fp32, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
+    adapters = adapter_state(model)
     if options.compile:
-        refuse_compile(adapter_state(model), precision.frozen)
+        refuse_compile(adapters, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
     # Under selective checkpointing a block's second run has the routed experts' result but not the shared expert's.
     overlaps = not options.compile and options.activation_checkpointing != "selective"
@@ -248,6 +251,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         packed=plan_frozen(model, anatomy, layout, splits, expert_dims, precision.frozen),
         checkpointed=checkpointed,
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
+        adapters=adapters,
         view=view,
     )
 

@@ -41,14 +41,13 @@ _TEXT = {"inputs_embeds", "attention_mask"}
 _STAGES: set[frozenset[int]] = set()
 
 
-def guard(model: nn.Module) -> None:
-    """Install the refusals on a model that has just been sharded. No communication."""
+def guard(model: nn.Module, layout: Layout) -> None:
+    """Install the refusals on a model that has just been sharded in `layout`. No communication."""
     mix_in(model, _OtherCode)
     model.register_forward_pre_hook(_refuse_compiled, prepend=True)
     model.register_forward_pre_hook(_refuse_labels, with_kwargs=True, prepend=True)
     model.register_forward_hook(_refuse_backward_of_loss, with_kwargs=True)
     model.register_state_dict_post_hook(_refuse_pickling)
-    layout = mesh_of(model).layout
     if layout.pp > 1:
         first = dist.get_rank() // layout.ranks_per_stage * layout.ranks_per_stage
         _STAGES.add(frozenset(range(first, first + layout.ranks_per_stage)))

@@ -18,7 +18,7 @@ from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.checkpointing import checkpointed_blocks, recompute_blocks
 from expertmesh.parallel.layers import layers_of
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.state.model_view import ModelView
+from expertmesh.state.model_view import ModelView, stage_names
 from expertmesh.step.forward_backward import Order
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
@@ -95,7 +95,8 @@ def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
         return Check.not_run(name, f"not supported by {proof.setup.model_config.model_type}")
     anatomy = proof.setup.anatomy
     blocks = checkpointed_blocks(ModelView(job.model).full, anatomy, "full", "all")
-    recompute_blocks(job.model, "full", anatomy, blocks, adapter_state(job.model))
+    here = list(stage_names(job.model, anatomy.blocks))
+    recompute_blocks(job.model, "full", here, blocks, adapter_state(job.model))
     recomputed = _run(job, job.batches(proof.setup.steps[0]))
     disable = getattr(job.model, "activation_checkpointing_disable", None)
     (disable or job.model.gradient_checkpointing_disable)()
