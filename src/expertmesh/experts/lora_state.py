@@ -77,7 +77,8 @@ def adapter_state_of(module: nn.Module) -> AdapterState | None:
 def adapter_state(model: nn.Module) -> AdapterState | None:
     """Return the state that the model's adapters share, or None for a model without adapters."""
     attached: AdapterState | None = sharded(model).lora_state
-    return attached or next((state for module in model.modules() if (state := adapter_state_of(module))), None)
+    states = (module_state(module).lora_state for module in model.modules())
+    return attached or next((state for state in states if state is not None), None)
 
 
 def drop_adapters(module: nn.Module) -> None:

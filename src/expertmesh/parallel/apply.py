@@ -105,7 +105,7 @@ def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
         # The meta copy answers for the other stages, so the same routers are frozen there.
         for name in plan.frozen:
             meta_model.get_submodule(name).requires_grad_(False)
-        anatomy = cut(model, plan, plan.cut, mesh)
+        anatomy = cut(model, plan, plan.cut, held.gone, mesh)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
     install(
         model,

@@ -65,11 +65,12 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return pipeline
 
 
-def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, mesh: Mesh) -> Anatomy:
+def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, gone: Sequence[str], mesh: Mesh) -> Anatomy:
     """Replace the parts of other pp ranks in `model` by placeholders, in place.
 
     Args:
         cuts: `plan.cut`. `ModelView` reads names and shapes of other stages from the plan's meta copy.
+        gone: the parts that this rank's stages do not hold.
 
     Returns:
         The anatomy of this rank's stages.
@@ -83,7 +84,6 @@ def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, mesh: Mesh) -> Anatomy:
     # The view is made before any part is replaced: it needs the tensors and ties of the full model.
     view = _stage_view(model, cuts.parts, mesh, plan.view.meta)
     attach(model, stage_view=view, pipeline=pipeline, lora_state=plan.adapters)
-    gone = cuts.gone(mesh.coordinate("pp"))
     put_placeholders(
         model, gone, blocks, cuts.items, lambda name: torch.float32 if name in uncast else dtype, mesh.device
     )

@@ -49,7 +49,7 @@ from expertmesh.parallel.refusals import (
 )
 from expertmesh.parallel.stages import Cut, find_decoder, plan_cut
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
-from expertmesh.state.model_view import ModelView, sharded
+from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed_format import PackedFormat, quantised_format
 
 KeptInFp32 = Callable[[str], bool]
@@ -248,7 +248,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         groups=groups,
         cast_buffers=casts.buffers,
         wide_routers=casts.routers,
-        packed=plan_frozen(model, anatomy, layout, splits, expert_dims, precision.frozen),
+        packed=plan_frozen(view, anatomy, layout, splits, expert_dims, precision.frozen),
         checkpointed=checkpointed,
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
         adapters=adapters,
@@ -290,7 +290,7 @@ def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> Expe
         InputError: experts that `precision.frozen` cannot keep packed.
     """
     anatomy, precision = describe(model), options.precision
-    spec, formats = anatomy.experts[0], packed_formats(model, anatomy, precision.frozen)
+    spec, formats = anatomy.experts[0], packed_formats(ModelView(model), anatomy, precision.frozen)
     router = top_k_router(model, spec)
     if router is None:
         return None
@@ -438,7 +438,7 @@ def _with_parameters(
 
 
 def plan_frozen(
-    model: nn.Module,
+    view: ModelView,
     anatomy: Anatomy,
     layout: Layout,
     splits: Mapping[str, Split],
@@ -462,9 +462,9 @@ def plan_frozen(
                 key="layout.offload-needs-frozen",
             )
         return {}
-    formats = packed_formats(model, anatomy, frozen)
+    formats = packed_formats(view, anatomy, frozen)
     for name, kind in formats.items():
-        parameter = model.get_parameter(name)
+        parameter = view.parameters[name]
         if parameter.requires_grad:
             raise _refused(frozen, f"{name} trains; add lora, or set precision.frozen to null")
         if kind.by_rows:
@@ -497,7 +497,7 @@ def _refuse_cut_rows(
         )
 
 
-def packed_formats(model: nn.Module, anatomy: Anatomy, frozen: str | None) -> dict[str, PackedFormat]:
+def packed_formats(view: ModelView, anatomy: Anatomy, frozen: str | None) -> dict[str, PackedFormat]:
     """Return the format of each weight that `precision.frozen` keeps packed, by name.
 
     Raises:
@@ -506,8 +506,8 @@ def packed_formats(model: nn.Module, anatomy: Anatomy, frozen: str | None) -> di
     if frozen is None:
         return {}
     if frozen != "as_published":
-        return quantised_formats(model, anatomy, frozen)
-    formats: Mapping[str, PackedFormat] | None = sharded(model).frozen_formats
+        return quantised_formats(view.module, anatomy, frozen)
+    formats: Mapping[str, PackedFormat] | None = view.attached.frozen_formats
     if formats is None:
         raise _refused("as_published", "a model in memory has no files with codes; choose nf4, mxfp4, nvfp4 or float8")
     return dict(formats)
