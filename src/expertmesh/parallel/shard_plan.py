@@ -464,7 +464,7 @@ def plan_frozen(
         return {}
     formats = packed_formats(view, anatomy, frozen)
     for name, kind in formats.items():
-        parameter = view.parameters[name]
+        parameter = view.module.get_parameter(name)
         if parameter.requires_grad:
             raise _refused(frozen, f"{name} trains; add lora, or set precision.frozen to null")
         if kind.by_rows:
