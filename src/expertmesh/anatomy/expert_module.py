@@ -67,8 +67,11 @@ class ExpertModuleSpec:
     down: str
     """Name of the down projection in the module."""
     biased: bool
+    """True if its linears have biases."""
     hidden_size: int
+    """H."""
     intermediate_size: int
+    """I."""
     between: nn.Module
     """Maps pre-activations to activations by the module's own code."""
     silu_gated: bool

@@ -39,8 +39,11 @@ class ExpertsSpec:
     name: str
     """The module's name in the model."""
     num_experts: int
+    """The number of experts, of all ranks."""
     hidden_size: int
+    """The width of a token."""
     intermediate_size: int
+    """The width of one expert's activation."""
     gated: bool
     """True if gate and up are fused in `up`."""
     transposed: bool
@@ -87,8 +90,11 @@ class Anatomy:
     blocks: tuple[str, ...]
     """Decoder blocks, those of other towers included."""
     experts: tuple[ExpertsSpec, ...]
+    """The modules with routed experts."""
     routers: tuple[str, ...]
+    """Names of the routers."""
     shared_experts: tuple[str, ...]
+    """Names of the shared experts."""
 
     @property
     def num_experts(self) -> int:

@@ -47,6 +47,7 @@ class LoadedCheckpoint:
     """The checkpoint that was loaded."""
 
     directory: Path
+    """The checkpoint that was loaded."""
     step: int
     """The number of optimizer steps after which it was saved."""
     state: dict[str, Any]

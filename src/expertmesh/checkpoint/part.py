@@ -37,6 +37,7 @@ class HeldPart:
     kind: str
     """`model` or `optimizer`."""
     name: str
+    """The tensor's name in the full model or optimizer."""
     dtype: str
     """The name that safetensors uses."""
     shape: tuple[int, ...]
@@ -56,6 +57,7 @@ class RankPart:
     """The part of a checkpoint that one rank holds."""
 
     rank: int
+    """The rank that holds it."""
     leads: bool
     """This rank is the first of its pipeline stage, and lists the stage's tensors for all of its ranks."""
     held: tuple[HeldPart, ...]
@@ -93,7 +95,9 @@ class Note:
     """A rank's summary of its part for rank 0. It grows with the number of shardings, not of tensors."""
 
     files: list[FileEntry]
+    """The files that the rank has written."""
     rng: dict[str, str]
+    """The result of `rng_state`."""
     tensors: str
     """A hash of the listing, from every rank."""
     listing: list[tuple[str, str, ListedTensor]] | None

@@ -64,9 +64,13 @@ class SavedState:
     """An opened checkpoint, which reads any box of a global tensor from the parts that hold it."""
 
     directory: Path
+    """The checkpoint."""
     manifest: Manifest
+    """Its manifest."""
     headers: Headers
+    """The headers of its tensor files."""
     files: WeightFiles
+    """The open tensor files."""
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return the elements of `box`, in the stored dtype, on the CPU."""

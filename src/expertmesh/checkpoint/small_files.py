@@ -122,6 +122,7 @@ class StateFile:
     """The content of `state.json`."""
 
     step: int
+    """The optimizer step after which it was saved."""
     state: dict[str, Any]
     """The caller's state, which loading returns."""
     optimizer: str | None

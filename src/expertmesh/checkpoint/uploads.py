@@ -48,6 +48,7 @@ class _Answer:
     beat: int = 0
     """Grows while the rank uploads."""
     done: bool = False
+    """True once its files are uploaded."""
     error: str | None = None
     """The sentence of the error that ended the upload."""
 

@@ -80,7 +80,9 @@ class SavedCheckpoint:
     """A checkpoint that was saved."""
 
     directory: Path
+    """The checkpoint."""
     step: int
+    """The optimizer step after which it was saved."""
     total_bytes: int
     """The size of all tensors."""
     bytes_written: int
@@ -98,14 +100,19 @@ class _Save:
     """A checkpoint that is being written."""
 
     temporary: Path
+    """The directory that is renamed at the end."""
     part: RankPart
+    """The part that this rank writes."""
     job: SavedJob
+    """Facts about the job for the manifest."""
     total_bytes: int
+    """The size of all tensors."""
     started: float
     """`time.monotonic()` at the start of the save."""
     paused: float
     """Seconds for which training waited so far."""
     writing: Future[None]
+    """The writing of this rank's part, on a thread."""
 
 
 class CheckpointWriter:

@@ -37,9 +37,13 @@ class Rank:
     starter: str
     """Name of the launcher."""
     rank: int
+    """The number of this rank in the job."""
     world_size: int
+    """The number of ranks in the job."""
     local_rank: int | None = None
+    """The number of this rank on its machine."""
     local_world_size: int | None = None
+    """The number of ranks on its machine."""
     address: str | None = None
     """Address of the rendezvous."""
     port: int | None = None

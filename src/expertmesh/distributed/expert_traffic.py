@@ -82,6 +82,7 @@ class ExpertTraffic:
     """The cost of moving the experts of one layer, in any layout."""
 
     router: TopKRouter
+    """Experts that a token is sent to."""
     expert: float
     """Bytes of one expert in a micro-batch's collectives: two gathers in the compute dtype, one reduction of what
     trains."""

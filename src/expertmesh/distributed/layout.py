@@ -30,11 +30,17 @@ class Layout:
     """
 
     pp: int = 1
+    """Ranks along which blocks are cut into pipeline stages."""
     replicate: int = 1
+    """Replicas of the sharded model, with rows of their own."""
     fsdp: int = 1
+    """Ranks that shard the dense parameters, with rows of their own."""
     cp: int = 1
+    """Ranks that share the positions of a row."""
     tp: int = 1
+    """Ranks that share the heads and features of a layer."""
     ep: int = 1
+    """Ranks that together hold all routed experts once."""
     pp_schedule: str = "1f1b"
     """A value of parallel.pp_schedule, resolved."""
     pp_virtual_stages: int = 1

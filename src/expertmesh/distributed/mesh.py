@@ -56,6 +56,7 @@ class Mesh:
     """
 
     layout: Layout
+    """The sizes of the axes."""
     dense: DeviceMesh
     """The dense view."""
     expert: DeviceMesh
@@ -65,6 +66,7 @@ class Mesh:
     dense_tp_mesh: DeviceMesh
     """The dense view with fsdp and cp joined to one axis, which is called fsdp: for parameters that tp splits."""
     device: torch.device
+    """The device of this rank."""
     rank: int
     """Global rank."""
     ep_nodes: DeviceMesh | None = None

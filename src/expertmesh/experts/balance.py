@@ -46,10 +46,13 @@ class Balance:
     """How one model's routing is balanced."""
 
     aux_loss_coef: float = 0.0
+    """The factor of the load-balancing loss; 0.0 for none."""
     z_loss_coef: float = 0.0
+    """The factor of the z-loss; 0.0 for none."""
     bias_update_rate: float = 0.0
     """0 for no update."""
     num_experts: int = 0
+    """E."""
     top_k: int = 0
     """Experts per token in the auxiliary loss."""
     biases: tuple[tuple[str, str], ...] = ()

@@ -71,12 +71,15 @@ class _Route:
     handle: Any
     """The library's record of the routing."""
     top_k: int
+    """K."""
     rows: int
     """Number of rows received."""
     place_P: torch.Tensor
     """Choice and row of each local pair, as row * K + k, in the order of experts; int32."""
     weight_P: torch.Tensor
+    """The routing weight of each local pair."""
     expert_end_L: torch.Tensor
+    """The end of each local expert's pairs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +87,11 @@ class LibraryDispatcher:
     """A dispatcher whose library sends the rows; pairs are sorted here."""
 
     num_experts: int
+    """E."""
     ranks: int
     """Ranks of the EP group."""
     library: Library
+    """The library's exchange, with its buffers."""
     triton: bool = False
     """True if Triton's kernels sort the pairs."""
 

@@ -72,6 +72,7 @@ class LocalDispatcher:
     """All experts are on this rank: the rows are the tokens, and nothing is sent."""
 
     num_experts: int
+    """E."""
     triton: bool = False
     """True if Triton's kernels sort the pairs."""
 
@@ -113,6 +114,7 @@ class Route:
     expert_end_L: torch.Tensor
     """End of each local expert's pairs."""
     splits: Splits
+    """Rows and pairs sent to and received from each rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +122,7 @@ class AllToAllDispatcher:
     """De-duplicated all-to-all dispatch with pre-reduced combine."""
 
     num_experts: int
+    """E."""
     group: dist.ProcessGroup
     """The EP group."""
     triton: bool = False
@@ -352,6 +355,7 @@ class HierarchicalDispatcher:
     """A dispatcher in two steps: across nodes, then inside them. The EP group's ranks are contiguous by node."""
 
     num_experts: int
+    """E."""
     across: dist.ProcessGroup
     """The ranks of the EP group with this rank's place in their nodes, in the order of nodes."""
     inside: dist.ProcessGroup

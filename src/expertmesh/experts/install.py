@@ -47,6 +47,7 @@ class Kernels:
     """The resolved `moe.kernels`."""
 
     triton: bool = False
+    """True if Triton's kernels run."""
     gates: Mapping[str, Gate] = field(default_factory=dict)
     """Gates that Triton's kernels compute, by experts module; torch computes other activations."""
     said: str = "torch"

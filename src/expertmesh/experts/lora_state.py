@@ -27,7 +27,9 @@ class Dropout:
     """The dropout of one adapter's input rows."""
 
     probability: float
+    """The probability that an element is dropped."""
     salt: int
+    """A number for the seed and the adapted module."""
     number_P: torch.Tensor
     """The token of the optimizer step of each row, int64, equal in every layout."""
 

@@ -25,9 +25,11 @@ class Gate:
     interleaved: bool = False
     """True if columns of gate and up alternate; else they are `[gate; up]`."""
     alpha: float = 1.0
+    """The factor inside the sigmoid."""
     limit: float | None = None
     """The most of gate, and of up's absolute value."""
     offset: float = 0.0
+    """The number added to up."""
 
     def __call__(self, pre_P2I: torch.Tensor) -> torch.Tensor:
         gate_PI, up_PI = (pre_P2I[:, ::2], pre_P2I[:, 1::2]) if self.interleaved else pre_P2I.chunk(2, dim=1)
@@ -93,7 +95,9 @@ class Adapters:
     """The adapters of this rank's experts; None for a projection without."""
 
     up: Adapter | None
+    """The adapter of the up projection."""
     down: Adapter | None
+    """The adapter of the down projection."""
     first_expert: int
     """Global number of this rank's first expert."""
 

@@ -130,9 +130,13 @@ class Splits:
     """Numbers of rows and pairs exchanged with each rank of the group, on the host; each list is by rank."""
 
     rows_sent: list[int]
+    """Rows sent to each rank."""
     rows_received: list[int]
+    """Rows received from each rank."""
     pairs_sent: list[int]
+    """Pairs sent to each rank."""
     pairs_received: list[int]
+    """Pairs received from each rank."""
 
 
 # Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and their totals.

@@ -112,6 +112,7 @@ class Piece:
     dest: Box
     """The box in the lazy tensor."""
     leaf: Leaf
+    """The tensor with the values."""
     source: Box
     """The box in the leaf."""
     dims: tuple[int | None, ...]

@@ -68,9 +68,13 @@ class FileTensor:
     """One tensor of one file."""
 
     name: str
+    """The tensor's name in the file."""
     dtype: torch.dtype
+    """The dtype in the file."""
     shape: tuple[int, ...]
+    """The shape in the file."""
     path: Path
+    """The file."""
     offset: int
     """The first byte of its data, counted from the start of the file."""
 

@@ -27,6 +27,7 @@ class FileLayout:
     """One file to be written."""
 
     path: Path
+    """The file."""
     header: bytes
     """The header's bytes, its length included."""
     size: int
@@ -40,6 +41,7 @@ class FilesLayout:
     """All weights files of a directory."""
 
     files: tuple[FileLayout, ...]
+    """The layout of each file."""
     index: dict[str, Any] | None
     """The content of the index file, or None for a single file."""
 

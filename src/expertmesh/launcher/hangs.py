@@ -41,10 +41,13 @@ class RankSnapshot:
     """One rank at the time when another timed out."""
 
     rank: int
+    """The rank."""
     status: RankStatus
+    """The status that it wrote last."""
     taken: float
     """`time.monotonic()` of the snapshot."""
     stopped: bool
+    """True if it was stopped (SIGSTOP)."""
     stack: tuple[str, ...]
     """Lines of its Python stack, innermost call first."""
     still_running: bool

@@ -41,8 +41,11 @@ class RankFailure:
     """How one rank ended."""
 
     rank: int
+    """The rank that failed."""
     exit_code: int
+    """Its exit code."""
     message: str
+    """The sentence for the user."""
     traceback: str
     """Empty for an `ExpertmeshError`, whose message says everything."""
     time_ns: int

@@ -45,11 +45,15 @@ class Answer:
     """A rank's answer about itself."""
 
     host: str
+    """The name of its machine."""
     step: int
+    """The optimizer step that it is in."""
     phase: str
+    """The phase that it is in."""
     since: float
     """Seconds in its phase."""
     stack: tuple[str, ...]
+    """Lines of its Python stack, innermost call first."""
     failed: bool
     """True if it has failed already."""
 

@@ -41,11 +41,13 @@ class TorchrunAgent:
     """The agent that started this rank."""
 
     rank: int
+    """The rank that it started."""
     attempt: int
     """Number of the agent's start, from 0."""
     notes: Path | None
     """A directory that is the same for all of its attempts; None if it has none."""
     world_size: int = 1
+    """The number of ranks of the job."""
     run_id: str | None = None
     """The full job's name at torchrun."""
 

@@ -385,7 +385,9 @@ class BlockCall:
     """The inputs of a block beside the hidden state (masks, rotary tables), as the model's forward gives them."""
 
     args: tuple[Any, ...]
+    """Its positional arguments after the hidden state."""
     kwargs: Mapping[str, Any]
+    """Its keyword arguments."""
     context: Context
     """The context variables of the forward: which samples are packed, which tokens are real."""
 

@@ -105,6 +105,7 @@ class Simulated:
     """The memory and traffic of one rank in an optimizer step."""
 
     world_size: int
+    """The number of ranks of the job."""
     rank: int
     """Global rank."""
     peak: int

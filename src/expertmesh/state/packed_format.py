@@ -37,6 +37,7 @@ class PackedFormat:
     name: str
     """The value of `precision.frozen`."""
     code: Code
+    """The code of one value."""
     block: tuple[int, int]
     """(rows, columns) of a block, which has one scale; the last blocks may be partial."""
     scale: torch.dtype
@@ -44,6 +45,7 @@ class PackedFormat:
     parts: tuple[int, ...]
     """The rows of each matrix that a published file stores separately, gate and up. Blocks start again in each part."""
     columns: int
+    """The columns of each matrix."""
     factor: Factor = "none"
     """The effect of each part's factor on all of its scales."""
     rounded: torch.dtype = torch.float32

@@ -52,8 +52,11 @@ class HashedSlice:
     """The slice of one expert in a tensor of its module, in the dtype of the files."""
 
     name: str
+    """The tensor's name inside the experts module."""
     dtype: str
+    """The dtype of the files, without `torch.`."""
     shape: tuple[int, ...]
+    """The shape of one expert's slice."""
 
     @classmethod
     def of(cls, experts: ExpertTensors, name: str, tensor: Tensor | LazyTensor) -> "HashedSlice":

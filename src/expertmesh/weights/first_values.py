@@ -38,7 +38,9 @@ class DrawnTensor:
     """A parameter or persistent buffer as a leaf whose values are drawn."""
 
     name: str
+    """The tensor's name in the state dict."""
     shape: tuple[int, ...]
+    """Its global shape."""
     dtype: torch.dtype
     """float32 for every floating-point tensor."""
     experts: int | None

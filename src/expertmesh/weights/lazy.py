@@ -80,7 +80,9 @@ class Reshaped:
     """A lazy tensor in another shape. First and last dims that the reshape does not change are read by range."""
 
     lazy: LazyTensor
+    """The tensor in its own shape."""
     shape: tuple[int, ...]
+    """The new shape."""
 
     @property
     def name(self) -> str:
@@ -99,7 +101,9 @@ class Rounded:
     """The values, in fp32, of a lazy tensor after quantisation to `kind`; its units are experts or rows."""
 
     lazy: LazyTensor
+    """The values before quantisation."""
     kind: PackedFormat
+    """The format of one unit."""
 
     @property
     def name(self) -> str:
@@ -134,8 +138,11 @@ class Call:
     """A function and its arguments, which contain lazy tensors."""
 
     func: Any
+    """The function."""
     args: tuple[Any, ...]
+    """Its positional arguments."""
     kwargs: dict[str, Any]
+    """Its keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,10 +150,13 @@ class Computed:
     """One output of a call that is evaluated at read time."""
 
     call: Call
+    """The call."""
     index: int
     """Number of the output."""
     shape: tuple[int, ...]
+    """The shape of the output."""
     dtype: torch.dtype
+    """The dtype of the output."""
 
     @property
     def name(self) -> str:

@@ -80,7 +80,9 @@ class UnmappedTensors:
     pattern: str
     """For example `model.layers.61.*`, or the name of a single tensor."""
     tensors: int
+    """The number of tensors."""
     bytes: int
+    """Their bytes in the files."""
 
 
 def summarize_unmapped(tensors: Sequence[FileTensor], used: Collection[str]) -> tuple[UnmappedTensors, ...]:
@@ -331,6 +333,7 @@ class ExpertTensors:
     """Parameters of one experts module that hold equal shares of dim 0 for each expert."""
 
     module: str
+    """Name of the experts module."""
     count: int
     """Number of experts."""
     names: tuple[str, ...]

@@ -62,6 +62,7 @@ class StateTensor:
     """A parameter or persistent buffer as a leaf."""
 
     name: str
+    """The tensor's name in the state dict."""
     tensor: Tensor
     """Its shape is the global one; it may be a DTensor."""
 

@@ -29,19 +29,23 @@ class QuantisedTensor:
     """
 
     name: str
+    """The tensor's name, as if the file held its values."""
     shape: tuple[int, ...]
     """`[..., out, in]`, of the values."""
     dtype: torch.dtype
     """The dtype of the values."""
     code: Code
+    """The code of one value."""
     block: tuple[int, int]
     """(rows, columns) of a block."""
     codes: FileTensor
     """Has one dim more than `shape` where the file stores the bytes of a block in a separate dim."""
     scale: FileTensor
+    """The scale of each block."""
     global_scale: FileTensor | None = None
     """One more factor of all scales, or a divisor."""
     global_divides: bool = False
+    """True if `global_scale` is a divisor."""
     zero_point: FileTensor | None = None
     """Packed along the rows."""
     stored_shape: FileTensor | None = None
