@@ -171,6 +171,7 @@ class AllToAllDispatcher:
         """
         ranks, tokens, top_k = self.group.size(), *index_TK.shape
         experts_here = self.num_experts // ranks
+        # One expert more than there are: padded routing entries, which are ordered last.
         pair_S, _ = order_by_expert(index_TK.reshape(-1), self.num_experts + 1, self.triton)
         token_S, rank_S = pair_S // top_k, index_TK.reshape(-1).index_select(0, pair_S) // experts_here
         # A cell is (rank, token). The used cells, in order, are the rows to send: each token once to each rank. Padded
@@ -197,6 +198,7 @@ class AllToAllDispatcher:
             row_in_block_S=row_in_block_S,
             arrival_P=arrival_P,
             block_start_P=block_start_D.index_select(0, source_P),
+            # int32, as torch's grouped product takes ends.
             expert_end_L=received[:, 1:].sum(0).cumsum(0).to(torch.int32),
             splits=splits,
         )
@@ -206,6 +208,7 @@ class AllToAllDispatcher:
         pairs_DL = count_pairs(index_TK, self.num_experts + 1)[:-1].view(len(rows_D), -1)
         sent = torch.cat([rows_D.unsqueeze(1), pairs_DL], dim=1)
         received = all_to_all_even(sent, self.group)
+        # Both directions' totals in one copy: the host waits for the device once.
         return received, Splits(*to_host(totals_of(sent, received)))
 
 
@@ -268,6 +271,7 @@ class _AllToAllDispatch(torch.autograd.Function):
         else:
             sent, ctx.in_flight.gradients = ctx.in_flight.gradients, None
         grad_weight_S, pairs_work, grad_rows_QH, rows_work = sent
+        # Pairs came first, so their gradients are put in place while the rows are in flight.
         wait(pairs_work)
         shape, dtype = ctx.weights
         grad_weight = grad_weight_S.new_zeros(shape.numel()).index_copy_(0, pair_S, grad_weight_S)

@@ -135,6 +135,7 @@ class _ExpertMlp(torch.autograd.Function):
             x_PH = _dropped(x_PH, dropout, pairs, None)
             low_up_Pr = product(x_PH, up_a.to(dtype).transpose(1, 2), end_L)
             pre_P2I.add_(product(low_up_Pr, up_b.to(dtype).transpose(1, 2), end_L), alpha=scalings[0])
+        # Backward gathers the inputs again; keeping them would save P * H more.
         del x_PH
         if down_a is not None:
             adapted_PI = activate(pre_P2I, weight_P, mlp)
@@ -151,6 +152,7 @@ class _ExpertMlp(torch.autograd.Function):
                 out_PH += _per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
             return segment_sum(out_PH, pairs.by_row, mlp.triton)
 
+        # Behind the boundary, so that a checkpointed block's second run can end before the down projection.
         rest.compute = compute
         number_R = None if dropout is None else dropout.number_P
         low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R)
@@ -191,6 +193,7 @@ class _ExpertMlp(torch.autograd.Function):
             act_PI = _dropped(act_PI, dropout, pairs, ctx.first_expert)
             grad_down_a = product(grad_low_Pr.t(), act_PI, end_L).to(down_a.dtype)
             grad_down_b = product(grad_out_PH.t(), low_down_Pr, end_L).mul_(down_scaling).to(down_b.dtype)
+        # The most memory of backward is in use about here: free these before the up projection needs its own.
         del act_PI, grad_act_PI, grad_out_PH
 
         if trains_up_bias:
@@ -400,6 +403,7 @@ class PerExpertMlp(torch.autograd.Function):
             return out_RH.to(dtype)
 
         rest.compute = compute
+        # All pairs' pre-activations are kept, one expert's activations at a time exist.
         ctx.save_for_backward(rows_RH, pre_PI2, weight_P, up, down, up_bias, down_bias, *pairs.tensors())
         ctx.mlp, ctx.rest = mlp, rest
         return rest.edge(rows_RH)

@@ -68,6 +68,7 @@ class ExpertLayer:
 
         Collectives: those of the dispatcher over the EP group. FSDP2 has unsharded the parameters around this call.
         """
+        # Cast before sending: fp32 hidden states would double the bytes between ranks.
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
         try:
             with span("dispatch"):
@@ -91,6 +92,7 @@ class ExpertLayer:
 
         Collectives: as `forward`. Waits for the host once more, to learn the number of these rows.
         """
+        # `nonzero` waits for the device: only there is the number of rows known.
         place_P = rows_NH.detach().count_nonzero(-1).nonzero().squeeze(1)
         tokens = len(rows_NH) // self.spec.num_experts
         rows_PH, expert_P1, real_T = rows_NH[place_P], (place_P // tokens).unsqueeze(1), real_tokens(tokens)
@@ -206,6 +208,7 @@ class SharedExpert:
         self._ahead = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        # The same memory is not enough: the model may have changed it in place since, which its version tells.
         ahead, self._ahead = self._ahead, None
         if ahead is not None and _same_values(ahead[0], hidden) and ahead[1] == _version(hidden):
             return ahead[2] if ahead[2].shape == hidden.shape else ahead[2].view(hidden.shape)
