@@ -146,11 +146,12 @@ def test_in_double_precision_nothing_is_left_but_the_last_digits(frozen: str, la
 def test_dropout_drops_the_same_in_every_layout(tmp_path: Path) -> None:
     model = tiny_model(test_dropout.FAMILY, **test_dropout.BLOCKS)
     random_adapter(model, tmp_path, *TARGETS[test_dropout.FAMILY])
-    trained = functools.partial(test_dropout._trained, tmp_path, precision=_precision("nf4"))
+    trained = functools.partial(test_dropout.with_dropout, tmp_path, precision=_precision("nf4"))
     (alone,) = run_ranks(trained, 1, 1)
     for options in ({"ep": 2, "micro_batch": 2}, {"ep": 1, "activation_checkpointing": True}):
         assert worst(run_ranks(functools.partial(trained, **options), 2)[0], alone)[0] <= TOLERANCE
-    assert worst(run_ranks(functools.partial(test_dropout._trained, tmp_path, 2), 2)[0], alone)[0] > 1e-3  # plain base
+    plain_base = functools.partial(test_dropout.with_dropout, tmp_path, 2)
+    assert worst(run_ranks(plain_base, 2)[0], alone)[0] > 1e-3
 
 
 def _held(model: nn.Module, mesh: Mesh) -> dict[bool, tuple[int, int, set[str]]]:
