@@ -5,7 +5,7 @@ Nothing here reads weights or communicates.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -178,9 +178,11 @@ def refuse_dtypes(
         The dtype policy: the parameters, buffers and router inputs that are cast or not.
     """
     master, compute = (getattr(torch, name) for name in (precision.params, precision.compute))
+    # Of the meta copy: the plan keeps its view, which would keep the parameters that sharding replaces.
+    dtypes = {name: parameter.dtype for name, parameter in view.meta.named_parameters()}
     # What adapters have frozen is in the compute dtype; of a model in memory it may be as wide as the masters.
-    wide = not view.adapters or all(parameter.dtype == master for parameter in view.parameters.values())
-    _refuse_mixed_dtypes(view, master, master if wide else compute, kept_in_fp32)
+    wide = not any(map(is_adapter, dtypes)) or set(dtypes.values()) == {master}
+    _refuse_mixed_dtypes(dtypes, master, master if wide else compute, kept_in_fp32)
     casts = Casts() if compute == master else plan_compute(view.meta, anatomy, compute, kept_in_fp32)
     if router_dtype == "compute" or compute.itemsize > 2:
         return casts
@@ -188,21 +190,22 @@ def refuse_dtypes(
 
 
 def _refuse_mixed_dtypes(
-    view: ModelView, master: torch.dtype, base: torch.dtype, kept_in_fp32: Callable[[str], bool]
+    dtypes: Mapping[str, torch.dtype], master: torch.dtype, base: torch.dtype, kept_in_fp32: Callable[[str], bool]
 ) -> None:
     """Raise `InputError` unless trained parameters have the master dtype; otherwise a conversion would happen silently.
 
     Args:
+        dtypes: the dtype of each parameter.
         base: the dtype of a base that adapters have frozen, except for parameters that the family keeps in fp32;
             without adapters, the master dtype.
     """
     frozen = base != master
-    for name, parameter in view.parameters.items():
+    for name, dtype in dtypes.items():
         expected = master if is_adapter(name) or not frozen else base
-        if parameter.dtype != expected and not (frozen and kept_in_fp32(name) and parameter.dtype == torch.float32):
+        if dtype != expected and not (frozen and kept_in_fp32(name) and dtype == torch.float32):
             to_float32 = "" if master == torch.float32 else "set precision.params to float32, or "
             raise InputError(
-                f"precision: {name} is {parameter.dtype}, not {expected}; {to_float32}give a model in memory one dtype "
+                f"precision: {name} is {dtype}, not {expected}; {to_float32}give a model in memory one dtype "
                 f"first: model.to({expected})",
                 key="precision.mixed-dtypes",
             )
