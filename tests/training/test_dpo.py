@@ -19,7 +19,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.config.objective import OBJECTIVES
 from expertmesh.data import loader
 from expertmesh.step import loss as loss_module
-from expertmesh.step.objectives.choose import OF_PAIRS, objective_of
+from expertmesh.step.objectives import OF_PAIRS, objective_of
 from expertmesh.step.objectives.dpo import Dpo
 from expertmesh.step.objectives.orpo import Orpo
 from expertmesh.step.objectives.pairs import PairObjective

@@ -1,4 +1,4 @@
-"""What a run minimises, and which other keys go with it. Imports no torch.
+"""Name what a run minimises, and refuse keys that do not go with it. Imports no torch.
 
 `OBJECTIVES` has what others ask of an objective: nobody asks for its name.
 """
@@ -20,7 +20,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a run has to know of an objective."""
+    """Facts of an objective that a run needs before it trains."""
 
     keys: tuple[str, ...] = ()
     """The keys of section objective that it takes beside its name."""

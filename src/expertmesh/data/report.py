@@ -177,11 +177,11 @@ class DataReport:
                 f"left out, no target token: {self.no_target:,}{cut} ({_listed(self.no_target_at, self.no_target)})"
             )
         for kind, count in ((kind, self.odd[kind]) for kind in ODD_ROWS if self.odd[kind]):
-            rows = f"{count:,} row{'s' * (count != 1)}"
+            rows = plural(count, "row")
             lines.append(f"{ODD_ROWS[kind]}: {rows} ({_listed(self.odd_at[kind], count)}); data.on_{kind} decides")
         if self.unwritten:
             found = sorted(self.unwritten.items(), key=lambda each: (-each[1], each[0]))
-            parts = (f"{name} in {count:,} row{'s' * (count != 1)}" for name, count in found)
+            parts = (f"{name} in {plural(count, 'row')}" for name, count in found)
             lines.append(f"left out by the chat template: {', '.join(parts)}")
         if self.left_out:
             lines.append(f"left out by data.on_*: {self.left_out:,}")

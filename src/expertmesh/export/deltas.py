@@ -1,5 +1,4 @@
-"""What an adapter of PEFT adds to its base: `scaling · B A`, box by box of the adapted weights, in fp32 or wider; and
-what it replaces.
+"""Add to a base what a PEFT adapter adds (`scaling · B A`, box by box, in fp32 or wider), and replace what it replaces.
 
 For merge.py. One expert after the other is added straight onto the weights; no product of a whole expert stack is ever
 formed. In memory are A and B of the two adapted weights that were used last. Nothing here communicates.

@@ -199,7 +199,7 @@ def packing_refusal(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Separation:
-    """What keeps the samples of packed rows apart in a model; the same before and after sharding."""
+    """The way in which a model keeps samples of packed rows apart; the same before and after sharding."""
 
     decoder: nn.Module
     """The module that runs the decoder's blocks and builds their masks."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, InputError
 from expertmesh.distributed.environment import LOCALHOST, Node, Rank, find_place
-from expertmesh.io.terminal import lasting_output, print_log, tell
+from expertmesh.io.terminal import lasting_output, plural, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.rank_files import newest_checkpoint, stopped_sentence
 from expertmesh.launcher.supervise import Job, StopRequests, processors, start_ranks, stop_requests
@@ -109,7 +109,7 @@ def _run(
             preflight(config, ranks * node.count, ranks)
         where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
         each = "each of which imports torch and transformers"
-        log.info(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
+        log.info(f"           {plural(ranks, 'rank')} on this machine{where}, {each}")
         return launch(config, ranks, function, options, deadline, node)
     except KeyboardInterrupt:  # outside of `launch`, which notes it
         tell(stopped_sentence(signal.SIGINT, None, _run_of(config, options)), error=True)
@@ -147,7 +147,7 @@ def _check_rank(options: RunOptions, place: Rank) -> None:
     if options.nproc not in (None, here):
         by = "the launcher that set RANK" if place.starter == "RANK" else place.starter
         raise InputError(
-            f"--nproc is {options.nproc}, but {by} has started {here} rank{'s' * (here > 1)} on this machine; leave "
+            f"--nproc is {options.nproc}, but {by} has started {plural(here, 'rank')} on this machine; leave "
             "--nproc out, or let one process a machine start the ranks",
             key="launch.nproc-differs",
         )

@@ -30,7 +30,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.terminal import tracked
 from expertmesh.step.forward_backward import Batch, evaluate_terms
 from expertmesh.step.objective import LogProbabilities, NextWords, Objective
-from expertmesh.step.objectives.choose import objective_of
+from expertmesh.step.objectives import objective_of
 from expertmesh.training.reporting.first_loss import first_loss_lines, first_loss_of_pairs_lines
 
 REFERENCE_FILE = "reference/log_probabilities.safetensors"

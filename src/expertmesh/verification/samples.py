@@ -18,7 +18,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import IGNORE, BatchLayout, Sample, Step, TokenizedDataset, TrainingBatches
 from expertmesh.distributed.layout import Layout
 from expertmesh.step.objective import Objective
-from expertmesh.step.objectives.choose import objective_of
+from expertmesh.step.objectives import objective_of
 
 LEAST_LENGTH = 16
 

@@ -136,7 +136,7 @@ def _print_job(console: Console, config: Config, checked: Checked, nproc: int | 
     layout = checked.layout
     axes = ", ".join(f"{axis} {layout.size(axis)}" for axis in CONFIGURED_AXES)
     reason = f" ({checked.layout_reason})" if checked.layout_reason else ""
-    console.print(f"layout of {layout.world_size} rank{'s' * (layout.world_size > 1)}: {axes}{reason}")
+    console.print(f"layout of {plural(layout.world_size, 'rank')}: {axes}{reason}")
     if layout.world_size == here:
         predicted = forecast(config, checked)
         checked = checked.in_rounds(config.train.accumulate, predicted.round)
@@ -226,12 +226,12 @@ def _print_steps(
     epochs, rows = config.train.num_epochs, "pairs" if dataset.samples_per_row == 2 else "rows"
     first, total = batches.steps_per_epoch, batches.total_steps(epochs)
     console.print(
-        f"global batch {size:,} {rows}: {first:,} step{'s' * (first != 1)} in the first epoch, "
-        f"{total:,} in {epochs:,} epoch{'s' * (epochs != 1)}"
+        f"global batch {size:,} {rows}: {plural(first, 'step')} in the first epoch, "
+        f"{total:,} in {plural(epochs, 'epoch')}"
     )
     if total < min(FEW_STEPS, config.train.max_steps or FEW_STEPS):
         console.print(
-            f"warning: {total:,} optimizer step{'s' * (total != 1)} in all teach little; lower train.global_batch_size "
+            f"warning: {plural(total, 'optimizer step')} in all teach little; lower train.global_batch_size "
             f"({size:,}) or raise train.num_epochs ({epochs:,})",
             style="yellow",
         )

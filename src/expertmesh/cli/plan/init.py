@@ -26,6 +26,7 @@ from expertmesh.config.files import config_from, make_config
 from expertmesh.config.overrides import apply_override
 from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.data import load_tokenizer
+from expertmesh.io.terminal import plural
 from expertmesh.planning.forecast import forecast
 from expertmesh.planning.hardware import Devices
 from expertmesh.planning.search import GIB, run_costs
@@ -148,7 +149,7 @@ def _comments(
     """Return the reason of each choice, by its key."""
     layout, train = checked.layout, config.train
     accumulation = train.global_batch_size // (train.micro_batch_size * layout.data_ranks)
-    ranks = f"{layout.data_ranks} data rank{'s' * (layout.data_ranks > 1)}"
+    ranks = plural(layout.data_ranks, "data rank")
     step = f"a step: micro-batch {train.micro_batch_size} × {ranks} × accumulation {accumulation}"
     if sizes.steps is not None:
         step += f"; about {sizes.steps:,} steps an epoch"

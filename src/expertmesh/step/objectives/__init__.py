@@ -1,3 +1,20 @@
-"""Hold a file for each objective of preference pairs, on the mechanism that they share (pairs.py); choose.py names
-them.
+"""Make the objective that a configuration names.
+
+Each objective of preference pairs has a file here, on the mechanism that they share (pairs.py).
 """
+
+from expertmesh.config import ObjectiveConfig
+from expertmesh.step.objective import CrossEntropy, EvaluatedCrossEntropy, Objective
+from expertmesh.step.objectives.dpo import Dpo
+from expertmesh.step.objectives.orpo import Orpo
+from expertmesh.step.objectives.pairs import PairObjective
+from expertmesh.step.objectives.simpo import Simpo
+
+OF_PAIRS: dict[str, type[PairObjective]] = {"dpo": Dpo, "simpo": Simpo, "orpo": Orpo}
+
+
+def objective_of(config: ObjectiveConfig, *, rows: int, target_tokens: int, evaluated: bool = False) -> Objective:
+    """Return the objective of a step with that many rows and targets, or of an evaluation, with its figures."""
+    if config.pairs:
+        return OF_PAIRS[config.name](count=rows, **config.factors)
+    return EvaluatedCrossEntropy(target_tokens) if evaluated else CrossEntropy(target_tokens)

@@ -113,7 +113,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
         yield f"disk       {_disk_line(checked.checkpoint_bytes, config)}"
     steps = f"{run.total_steps} optimizer steps"
     if train.max_steps is not None and train.max_steps > run.total_steps:
-        epochs = f"{train.num_epochs} epoch{'s' * (train.num_epochs > 1)}"
+        epochs = plural(train.num_epochs, "epoch")
         steps += f" in {epochs} of the data, fewer than train.max_steps {train.max_steps}"
     yield f"steps      {steps}, {config.optim.name}, {config.schedule.name} schedule"
     if forecast is not None:

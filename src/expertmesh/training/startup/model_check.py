@@ -20,6 +20,7 @@ from expertmesh.config.sections import Accumulate
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
 from expertmesh.introspection.attention import packing_refusal
+from expertmesh.io.terminal import plural
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.layers import refuse_by_layer
@@ -60,7 +61,7 @@ class Checked:
             return f"by micro-batch: {self.order_reason}"
         rounds = self.order.rounds(accumulation)
         size = -(-accumulation // rounds)
-        return f"by layer, {rounds} round{'s' * (rounds > 1)} of up to {size}: {self.order_reason}"
+        return f"by layer, {plural(rounds, 'round')} of up to {size}: {self.order_reason}"
 
     @property
     def anatomy(self) -> Anatomy:
