@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import expertmesh as em
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import LivingRanks, RankFailed, SharedRanks
+from tests.support.ranks import TURNS, LivingRanks, RankFailed, SharedRanks
 
 _STARTED_BY = os.getpid()
 
@@ -102,13 +102,12 @@ def test_a_hang_is_shown_with_its_stack_and_leaves_no_process() -> None:
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_ranks_that_die_between_two_functions_are_nobodys_failure() -> None:
-    ranks = LivingRanks([dist.get_world_size], 2)
-    assert ranks.start(0)
-    assert ranks.results() == [2, 2]
-    ranks._processes[1].kill()
-    assert not ranks.start(0)
-    assert not ranks.alive
+def test_new_ranks_take_over_before_groups_that_stay_are_too_many() -> None:
+    shared = SharedRanks()
+    ranks = [tuple(shared(os.getpid, 2)) for _ in range(TURNS + 1)]
+    shared.end()
+    assert len(set(ranks[:TURNS])) == 1
+    assert not set(ranks[0]) & set(ranks[TURNS])
 
 
 def test_shared_ranks_stay_until_one_fails(shared_ranks: SharedRanks) -> None:

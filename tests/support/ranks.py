@@ -48,6 +48,9 @@ get_checkpoint_conversion_mapping("qwen3_moe")
 LIMIT_SECONDS = 500
 # How long the others get to fail as well when a rank has.
 GRACE_SECONDS = 30
+# How many functions the same ranks run: their groups stay, each with threads and sockets, of which a process may have
+# 1,024 on many machines.
+TURNS = 16
 
 
 class RankFailed(AssertionError):
@@ -116,9 +119,7 @@ class LivingRanks:
             there.close()
 
     def start(self, order: Order) -> bool:
-        """Have every rank run what `order` says; false, without blame, if they did not survive the end of the one
-        before: gloo's teardown aborts at random after correct runs.
-        """
+        """Have every rank run what `order` says; false if they have run as many functions as ranks may."""
         message = pickle.dumps(order)  # not as a Connection pickles: it would share memory of tensors
         try:
             for connection in self._connections:
@@ -269,14 +270,17 @@ def _living_rank_main(
 ) -> None:
     _set_up(rank, scratch)
     parent = os.getppid()
+    left: list[Any] = []
     random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     for turn in itertools.count():
         while not orders.poll(1):
             if os.getppid() != parent:
                 os._exit(1)
         order = pickle.loads(orders.recv_bytes())
+        if turn == TURNS:
+            os._exit(0)
         if turn > 0:  # only now is every rank done with them
-            _forget_groups()
+            left += _leave_groups()
         torch.set_rng_state(random_states[0])
         np.random.set_state(random_states[1])
         random.setstate(random_states[2])
@@ -323,9 +327,14 @@ def _run(fn: Callable[[], Any], rank: int, world: int, scratch: str, store: str,
     return True
 
 
-def _forget_groups() -> None:
-    """End all groups, and empty DTensor's caches: equal device meshes share entries, whose groups are then gone."""
+def _leave_groups() -> list[Any]:
+    """Make torch forget all groups, and empty DTensor's caches: equal device meshes share entries, whose groups are
+    then gone. Returns the groups, to be kept for as long as this process lives.
+    """
     gc.collect()
+    # Alive, not torn down: gloo's teardown crashes at random on a thread of its own, which would end the next function.
+    groups = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
     for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         getattr(torch.distributed.tensor.debug, name, lambda: None)()
+    return groups
