@@ -38,11 +38,12 @@ def _case(
     changes: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     round: int | None = None,
+    keep_inputs: str = "device",
     **options: Any,
 ) -> tuple[int, Callable[[], Distance]]:
     expected = reference(family, dtype, **(changes or {}))
     config = em.ParallelConfig(**{"ep": 1, **parallel})
-    order = {"accumulate": "by_layer", "round": round}
+    order = {"accumulate": "by_layer", "round": round, "keep_inputs": keep_inputs}
     return world, lambda: train_sharded(expected, config, micro_batch, order=order, **options)
 
 
@@ -53,6 +54,7 @@ def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
 
 # Blocks between the first and the last are called alone, without the model around them.
 BLOCKS = {"num_hidden_layers": 4}
+ON_HOST = {"keep_inputs": "host"}
 # (family, world size, axes, options)
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "fsdp": ("qwen3_moe", 2, {}, {}),
@@ -64,9 +66,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "replicas": ("mixtral", 4, {"ep": 2, "replicate": 2}, {"round": 1}),
     "tp": ("qwen3_moe", 2, {"tp": 2}, {}),
     "cp": ("qwen3_moe", 2, {"cp": 2, "ep": 2}, {}),
+    "inputs on the host": ("qwen3_moe", 2, {"ep": 2}, {"activation_checkpointing": "full", **ON_HOST}),
+    "inputs on the host, tp, cp": ("deepseek_v3", 4, {"tp": 2, "cp": 2, "ep": 2}, {"round": 3, **ON_HOST}),
 }
 
 
+@pytest.mark.slow_cases(r"inputs on the host, tp, cp", why="ep and recomputation stay")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @one_launch(lambda layout: _case(*LAYOUTS[layout][:3], **{"changes": BLOCKS, **LAYOUTS[layout][3]}))
 def test_every_layout_equals_the_unsharded_model(launched: Launched, layout: str) -> None:
@@ -131,6 +136,30 @@ def test_each_layer_is_gathered_twice_and_reduced_once_a_round(
         assert is_sharded
 
 
+def _inputs_left_on_the_device() -> list[list[int]]:
+    """Return, for each layer after the first, the bytes of each micro-batch's input between forward and backward."""
+    model: Any = tiny_model("qwen3_moe", num_hidden_layers=4)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), activation_checkpointing="full")
+    found, backward = list[list[int]](), by_layer.Round.backward
+
+    def seen(self: by_layer.Round, *args: Any, **options: Any) -> None:
+        for forwards in self._forwards[1:]:
+            received = [forward.received for forward in forwards if forward is not None]
+            found.append([0 if each is None else each.untyped_storage().nbytes() for each in received])
+        backward(self, *args, **options)
+
+    batches = [padded(reference("qwen3_moe").rows[0][:1])] * 3
+    with mock.patch.object(by_layer.Round, "backward", seen):
+        em.forward_backward(model, batches, target_tokens=60, **BY_LAYER, **ON_HOST)
+    return found
+
+
+def test_inputs_on_the_host_leave_the_device_but_for_the_last_layers() -> None:
+    for second, third, last in run_ranks(_inputs_left_on_the_device, 2):
+        assert second == third == [0, 0, 0]
+        assert all(last)
+
+
 def _exchange_kept_inputs(model: nn.Module, mesh: Mesh) -> None:
     """Give the last layer, for each micro-batch but the first, the input of the one before, or of the token before."""
     before, call = list[torch.Tensor](), by_layer.Round._call
@@ -158,9 +187,23 @@ def _reduce_before_the_last(model: nn.Module, mesh: Mesh) -> None:
     model.get_submodule(layers.pipeline.blocks[-1]).register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("bug", [_exchange_kept_inputs, _reduce_before_the_last])
+def _exchange_inputs_on_the_host(model: nn.Module, mesh: Mesh) -> None:
+    """Bring back the input of one micro-batch as it was for the micro-batch before."""
+    put, copies = by_layer.HostInput.__init__, list[torch.Tensor]()
+
+    def exchanged(self: by_layer.HostInput, received: torch.Tensor) -> None:
+        put(self, received)
+        copies.append(self._copy)
+        same = [copy for copy in copies if copy.numel() == self._copy.numel()]
+        self._copy = same[-2] if len(same) > 1 else self._copy.roll(64)
+
+    mock.patch.object(by_layer.HostInput, "__init__", exchanged).start()
+
+
+@pytest.mark.parametrize("bug", [_exchange_kept_inputs, _reduce_before_the_last, _exchange_inputs_on_the_host])
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None]) -> None:
-    world, train = _case("qwen3_moe", 2, {}, tamper=bug)
+    on_host = {"changes": BLOCKS, **ON_HOST} if bug is _exchange_inputs_on_the_host else {}
+    world, train = _case("qwen3_moe", 2, {}, tamper=bug, **on_host)
     for distance in run_ranks(train, world):
         assert distance.gradient[0] > 1e-3, distance
 
@@ -171,6 +214,8 @@ def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh],
         ({"accumulate": "by layer"}, "set it to by_micro_batch or by_layer"),
         ({"accumulate": "by_layer", "round": 0}, "at least 1"),
         ({"round": 2}, "with accumulate by_micro_batch"),
+        ({"keep_inputs": "host"}, "host with by_layer"),
+        ({"accumulate": "by_layer", "keep_inputs": "disk"}, "keep_inputs is 'disk'"),
     ],
 )
 def test_an_order_that_does_not_exist_is_refused(order: dict[str, Any], said: str) -> None:

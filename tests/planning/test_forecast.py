@@ -145,35 +145,49 @@ def test_an_ep_that_would_fit_is_named_where_auto_does_not(tmp_path: Path) -> No
     assert "would fit" not in forecast(fixed, checked, here).line
 
 
-def test_a_round_has_as_many_micro_batches_as_fit(tmp_path: Path) -> None:
+def test_inputs_go_to_the_host_or_rounds_get_smaller_until_a_step_fits(tmp_path: Path) -> None:
     options = ("train.global_batch_size=64", "data.max_length=4096", "train.activation_checkpointing=full")
     config, kind = _config(tmp_path, *options, "parallel.ep=8", "lora={r: 8}"), hardware_table()["h200"]
     checked = _checked(config, qwen3_30b_a3b(), 8)
     assert checked.order_line(8).startswith("by layer, 1 round of up to 8: a block is gathered twice a round, not 16")
 
-    def predicted(memory: float, **train: Any) -> Forecast:
-        here = Devices("h200", 1, 8, kind.model_copy(update={"memory": memory, "headroom": 0.0}))
+    def predicted(memory: float, host_memory: float = 1e9, **train: Any) -> Forecast:
+        update = {"memory": memory, "headroom": 0.0, "host_memory": host_memory}
+        here = Devices("h200", 1, 8, kind.model_copy(update=update))
         return forecast(config.model_copy(update={"train": config.train.model_copy(update=train)}), checked, here)
 
     def needed(**train: Any) -> float:
-        found = predicted(1e12, **train).prediction
+        found = predicted(1e12, 1e12, **train).prediction
         assert found is not None
         return found.peak_memory_bytes or 0.0
 
     by_micro_batch = needed(accumulate="by_micro_batch")
     two, four, eight = (needed(accumulate="by_layer", round=size) for size in (2, 4, 8))
     assert by_micro_batch < two < four < eight
-    for memory, size, said in (
-        (eight, None, "by layer, 1 round of up to 8: a block"),
-        ((four + eight) / 2, 4, "by layer, 2 rounds of up to 4: a block is gathered twice a round, not 16"),
-        ((by_micro_batch + two) / 2, 1, "by micro-batch: by layer, two micro-batches of a round are predicted not"),
+    all_on_host = needed(accumulate="by_layer", keep_inputs="host")
+    assert all_on_host < four
+    on_host, room = Order(by_layer=True, inputs_on_host=True), 64e9
+    of_four = replace(on_host, round=4)
+    for memory, host, order, said in (
+        (eight, room, Order(by_layer=True), "by layer, 1 round of up to 8: a block"),
+        (all_on_host, room, on_host, "by layer, 1 round of up to 8, inputs in host memory: a block is gathered twice"),
+        ((four + eight) / 2, 1e9, Order(by_layer=True, round=4), "by layer, 2 rounds of up to 4: a block is gathered"),
+        (two, 1e10, of_four, "by layer, 2 rounds of up to 4, inputs in host memory: a block is gathered twice a"),
+        ((by_micro_batch + two) / 2, 1e9, Order(), "by micro-batch: by layer, two micro-batches of a round are"),
     ):
-        found = predicted(memory)
-        assert found.round == size
-        assert checked.in_rounds("auto", found.round).order_line(8).startswith(said)
+        found = predicted(memory, host)
+        assert found.order is not None
+        assert found.order[0] == order
+        assert checked.in_order(found.order).order_line(8).startswith(said)
         assert "may run out" not in found.line
-    assert checked.in_rounds("by_layer", 1).order == Order(by_layer=True, round=1)
-    assert predicted(two, accumulate="by_layer", round=8).round is None
+    for train, kept in (
+        ({"accumulate": "by_layer", "round": 8}, Order(by_layer=True, round=8)),
+        ({"accumulate": "by_layer", "keep_inputs": "device"}, Order(by_layer=True, round=1)),
+        ({"accumulate": "by_layer", "keep_inputs": "host"}, of_four),
+    ):
+        found = predicted(by_micro_batch if train.get("keep_inputs") == "device" else two, 1e10, **train)
+        assert found.order is not None
+        assert found.order[0] == kept
 
 
 @pytest.mark.parametrize("devices", ["2x8 h100", "4 cpu"])
@@ -195,4 +209,4 @@ def test_auto_is_one_rule_for_train_and_plan(devices: str, tmp_path: Path) -> No
         checked = check_model(config.model_copy(update=update), model_config, Path(), here.count, here.per_node)
         assert checked.layout == candidate.layout
         found_there = forecast(config.model_copy(update=update), checked, here)
-        assert checked.in_rounds("auto", found_there.round).order == batch.order
+        assert checked.in_order(found_there.order).order == batch.order

@@ -49,6 +49,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "by layer, adapters with dropout": (
         {"parallel": {"ep": 4}, "layers": 4, "lora": LORA, "mode": "full", "order": BY_LAYER}, 1, 11,
     ),
+    "by layer, inputs on the host": (
+        {"parallel": {"ep": 2}, "layers": 4, "mode": "full", "order": {**BY_LAYER, "keep_inputs": "host"}}, 1, 9,
+    ),
     "by layer, router losses": (
         {"parallel": {"ep": 2}, "moe": {"aux_loss_coef": 0.01}, "order": BY_LAYER}, 1, 7,
     ),
@@ -56,6 +59,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
 }  # fmt: skip
 # Which micro-batch a stage runs is told in a tensor on the host.
 OF_PIPELINES = {"aten::arange", "aten::zeros", "aten::slice", "prim::device"}
+# Each input that waits on the host has a pinned buffer there.
+OF_INPUTS = {"aten::empty", "prim::device"}
 # Where samples end is made on the host.
 OF_SAMPLES = {"aten::lift_fresh", "prim::device"}
 
@@ -89,10 +94,15 @@ def test_a_step_stays_on_the_device_and_waits_once_a_layer(name: str, steps: dic
     assert step["results"] == ["cuda"]
     # Where samples end is copied once a micro-batch, and every layer attends by it, without a mask.
     samples, layers = "samples" in variant, variant.get("layers", LAYERS)
-    assert step["copies"] == ({"aten::_to_copy": MICRO_BATCHES} if samples else {})
+    # An input goes to the host and comes back, but in the first layer, which has none, and the last.
+    on_host = "keep_inputs" in variant.get("order", {})
+    there_and_back = 2 * (layers - 2) * MICRO_BATCHES * on_host
+    copies = {"aten::_to_copy": MICRO_BATCHES * samples, "aten::copy_": there_and_back}
+    assert step["copies"] == {name: count for name, count in copies.items() if count}
     assert bool(step["by_samples"]) is samples
     assert step["by_samples"] in (0, layers * MICRO_BATCHES * (2 if variant.get("mode") == "full" else 1))
-    allowed = OF_PIPELINES if "pp" in variant["parallel"] else OF_SAMPLES if samples else set()
+    of_variant = {"pp" in variant["parallel"]: OF_PIPELINES, samples: OF_SAMPLES, on_host: OF_INPUTS}
+    allowed = of_variant.get(True, set())
     assert step["on_host"].keys() <= allowed
     assert [kind for kind in step["collectives"] if not kind.endswith(" on cuda")] == []
     # The first layer of DeepSeek-V3 is dense.

@@ -1,6 +1,7 @@
 """One rank of 64 on fake tensors holds and sends what the formulas say, by the product's own code."""
 
 import pytest
+import torch
 
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
@@ -12,6 +13,7 @@ from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, InFlight, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.run import planned_by_axis, simulate
+from expertmesh.step import by_layer
 from expertmesh.step.forward_backward import Order
 from tests.support.errors import refused
 
@@ -59,7 +61,7 @@ def _check(
     config = qwen3_30b_a3b() if shape == "qwen" else deepseek_v3()
     # By layer each block runs alone: the first, one between, and the last, which stays gathered. The first three of
     # DeepSeek-V3 have no experts.
-    fewest = 3 if batch.order.by_layer and shape == "qwen" else 4
+    fewest = 6 if batch.order.inputs_on_host else 3 if batch.order.by_layer and shape == "qwen" else 4
     config.num_hidden_layers = max(fewest, parallel.pp * parallel.pp_virtual_stages)
     model = figures_of(config, length=LENGTH, precision=PrecisionConfig(), lora=lora, packed=False)
     layout = resolve_layout(parallel, 64, model.anatomy.num_experts)
@@ -102,6 +104,34 @@ def test_simulated_rank_that_goes_by_layer_is_what_the_formulas_say(
 ) -> None:
     order = Order(by_layer=True, round=size)
     _check(shape, parallel, mode, lora, Batch(rows, 2 if size is None else 4, order), layers, 0)
+
+
+class _HostInput(by_layer.HostInput):
+    """One without its copy, which here would count as memory of the device."""
+
+    def __init__(self, received: torch.Tensor) -> None:
+        self._storage, self._device, self._is_back = received.untyped_storage(), received.device, None
+        self._size = self._storage.nbytes()
+
+    def fetch(self) -> None:
+        if self._storage.nbytes() == 0:
+            self._storage.resize_(self._size)
+
+
+@pytest.mark.slow_cases(r"3", why="one round stays")
+@pytest.mark.parametrize("size", [None, 3])
+def test_simulated_rank_with_inputs_on_the_host_is_what_the_formulas_say(
+    size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_layer, "HostInput", _HostInput)
+    order = Order(by_layer=True, round=size, inputs_on_host=True)
+    _check("qwen", ParallelConfig(ep=8, cp=2), "full", LoraConfig(), Batch(4, 6, order), "all", 0)
+
+
+def test_inputs_on_the_host_that_were_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order(by_layer=True, inputs_on_host=True)  # here the copies count
+    with pytest.raises(AssertionError):
+        _check("qwen", ParallelConfig(ep=8, cp=2), "full", LoraConfig(), Batch(4, 6, order), "all", 0)
 
 
 def test_a_last_layer_that_were_gathered_twice_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.planning.forecast import train_with_forecast
+from expertmesh.step.forward_backward import Order
 from expertmesh.training.reporting.data_record import DataRecord
 from expertmesh.training.reporting.record import Forecast, Share, Start, read_record
 from expertmesh.training.run import train
@@ -64,27 +65,28 @@ def test_a_run_leaves_its_layout_and_what_every_rank_holds(inputs: Path, tmp_pat
     assert min(predicted.step_seconds or 0, predicted.tokens_per_second or 0, predicted.peak_memory_bytes or 0) > 0
 
 
-@pytest.mark.slow_cases(r"1-.*", why="a round of two stays")
+@pytest.mark.slow_cases(r"order0-.*", why="a round of two stays")
 @pytest.mark.parametrize(
-    ("size", "accumulate", "line"),
+    ("order", "accumulate", "line"),
     [
-        (1, "by_micro_batch", "by micro-batch: by layer, two micro-batches of a round are predicted not to fit"),
-        (2, "by_layer", "by layer, 2 rounds of up to 2: a block is gathered twice a round, not 8 times a step; more"),
+        (Order(), "by_micro_batch", "by micro-batch: as predicted"),
+        (Order(True, 2, True), "by_layer", "by layer, 2 rounds of up to 2, inputs in host memory: as predicted"),
     ],
 )
-def test_every_rank_takes_the_round_that_rank_0_predicts(
-    inputs: Path, tmp_path: Path, size: int, accumulate: str, line: str
+def test_every_rank_takes_the_order_that_rank_0_predicts(
+    inputs: Path, tmp_path: Path, order: Order, accumulate: str, line: str
 ) -> None:
     overrides = ["train.activation_checkpointing=full", "train.global_batch_size=8", "train.max_steps=1"]
-    run_ranks(_train_in_rounds, 2, _config(inputs, tmp_path / "run", "parallel.ep=2", *overrides), size)
+    run_ranks(_train_in_rounds, 2, _config(inputs, tmp_path / "run", "parallel.ep=2", *overrides), order)
     found = read_record(tmp_path / "run")
     assert found is not None
     assert found.starts[0].accumulate == accumulate
     assert any(line in each for each in found.starts[0].printed)
 
 
-def _train_in_rounds(config: Config, size: int) -> None:
-    train(config, predict=lambda *_: Forecast("", round=size if dist.get_rank() == 0 else 7))
+def _train_in_rounds(config: Config, order: Order) -> None:
+    predicted = (order if dist.get_rank() == 0 else Order(by_layer=True, round=7)), "as predicted"
+    train(config, predict=lambda *_: Forecast("", order=predicted))
 
 
 def test_a_resumed_run_adds_a_start_and_one_that_begins_anew_has_no_other(

@@ -24,6 +24,7 @@ Sequences = Annotated[int, Field(ge=1, le=2**24)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon", "sgd"]
 Accumulate = Literal["auto", "by_micro_batch", "by_layer"]
+KeepInputs = Literal["auto", "device", "host"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -275,6 +276,9 @@ class TrainConfig(Section):
     is by_layer where blocks are recomputed in full and gathered (printed)."""
     round: Literal["auto"] | PositiveInt = "auto"
     """Micro-batches of a round by layer, at most; auto takes all that are predicted to fit."""
+    keep_inputs: KeepInputs = "auto"
+    """Place where blocks' inputs wait for backward, by layer. auto is host where a round is else predicted not to
+    fit."""
     compile: bool = False
     """Compile the dense parts of each block with torch.compile."""
     deterministic: bool = False
@@ -294,11 +298,12 @@ class TrainConfig(Section):
                 "train.checkpoint_layers does nothing with train.activation_checkpointing "
                 f"{self.activation_checkpointing}; set that to selective or full"
             )
-        if self.round != "auto" and self.accumulate != "by_layer":
-            refuse(
-                f"train.round is {self.round}, but does nothing with train.accumulate {self.accumulate}; set that to "
-                "by_layer, or train.round to auto"
-            )
+        for key in ("round", "keep_inputs"):
+            if (value := getattr(self, key)) != "auto" and self.accumulate != "by_layer":
+                refuse(
+                    f"train.{key} is {value}, but does nothing with train.accumulate {self.accumulate}; set that to "
+                    f"by_layer, or train.{key} to auto"
+                )
         if self.global_batch_size % self.micro_batch_size:
             refuse(
                 f"train.global_batch_size ({self.global_batch_size}) must be a multiple of "

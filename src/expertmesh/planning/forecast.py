@@ -23,7 +23,7 @@ from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
 from expertmesh.training.reporting.record import Arrangement, Forecast, Prediction
 from expertmesh.training.run import train
-from expertmesh.training.startup.model_check import Checked, checkpointing_mode
+from expertmesh.training.startup.model_check import Checked, OrderWish, checkpointing_mode
 
 
 def train_with_forecast(config: Config, control: Control | None = None) -> None:
@@ -99,9 +99,8 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
     cures, peak = partial(_cures, config, checked, devices), None
     if timed and devices.name != "cpu":  # of a processor the table has no peak, but what one reached
         peak = found.speed.peak_flops * found.speed.tokens / found.speed.model_flops
-    batch = found.workload.batch
-    rounds = None if batch.together == batch.accumulation else max(1, batch.together)
-    return Forecast("; ".join(notes), prediction, warning, cures, peak, rounds)
+    order = found.workload.batch.order, found.order_reason
+    return Forecast("; ".join(notes), prediction, warning, cures, peak, order)
 
 
 def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
@@ -139,7 +138,7 @@ def devices_here(world_size: int) -> Devices | None:
         memory = float(module.get_device_properties(module.current_device()).total_memory)
     else:
         name, memory = "cpu", host_memory() / per_node
-    hardware = table[name].model_copy(update={"memory": memory})
+    hardware = table[name].model_copy(update={"memory": memory, "host_memory": host_memory() / per_node})
     return Devices(name, -(-world_size // per_node), per_node, hardware)
 
 
@@ -184,9 +183,8 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed, device=kind)
     layers = config.train.checkpoint_layers
     size, optimizer = config.train.global_batch_size, config.optim.name
-    accumulate, rounds = config.train.accumulate, None if config.train.round == "auto" else config.train.round
-    dispatch = config.moe.dispatch
-    return Job(figures, devices, size, optimizer, layers=layers, dispatch=dispatch, accumulate=accumulate, round=rounds)
+    order, dispatch = OrderWish.of(config.train), config.moe.dispatch
+    return Job(figures, devices, size, optimizer, layers=layers, dispatch=dispatch, order=order)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

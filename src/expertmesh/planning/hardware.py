@@ -63,6 +63,8 @@ class Hardware(Section):
     """Bandwidth of one device to other nodes."""
     host_link: PositiveFloat = 25.0e9
     """Bytes per second that one device copies from its node's memory: PCIe 4.0 x16, less its protocol."""
+    host_memory: PositiveFloat = 64.0e9
+    """Bytes of its node's memory for each device. `train` takes those of its machine."""
     devices_per_node: PositiveInt = 8
     overhead: float = Field(default=3.5e9, ge=0)
     """Bytes that the driver's context and communication buffers take of each device."""

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from expertmesh.planning.blocks import BlockMemory, BlockSharding, Moment, block_memory, hidden_bytes, reduced_bytes
 from expertmesh.planning.model_figures import GroupBytes, group_bytes
-from expertmesh.planning.stages import InFlight, Piece, Workload, in_flight, resident_state
+from expertmesh.planning.stages import InFlight, Piece, Workload, in_flight, inputs_that_wait, resident_state
 
 CHUNK_TOKENS = 1024  # causal_lm_loss's own
 
@@ -28,7 +28,8 @@ class RoundMemory:
 
     def __init__(self, memory: "RankMemory", *, ready: bool) -> None:
         self.memory, self.ready = memory, ready
-        self.round, hidden = memory.batch.together, memory.hidden
+        self.batch, hidden = memory.batch, memory.hidden
+        self.round = self.batch.together
         rank = memory.workload.rank(0)
         (pieces,) = rank.chunks
         self.layers: list[list[Piece]] = [[pieces[n] for n in numbers] for numbers in memory.model.feasibility.layers]
@@ -62,12 +63,21 @@ class RoundMemory:
     def before(self, number: int, index: int) -> float:
         """Return the bytes of activations when micro-batch `index` begins its backward through layer `number`."""
         hidden, left = self.memory.hidden, self.round - index
-        kept = self.round * (sum(self.saved[:number]) + sum(self.inputs[: number + 1])) + left * self.saved[number]
+        kept = self.round * sum(self.saved[:number]) + left * self.saved[number] + self._inputs(number, index)
         kept += index * self.inputs[number]  # the gradient of its input, where it is through
         if number == len(self.layers) - 1:
             return kept + left * self.memory.outside + self.round * hidden
         # The layer behind it is freed when this one is through: its input, the gradient of that, the decoder's result.
         return kept + left * hidden * (3 if number + 2 == len(self.layers) else 2)
+
+    def _inputs(self, number: int, index: int) -> float:
+        """Return the bytes of the inputs of this layer and of those before it."""
+        if not self.batch.order.inputs_on_host:
+            return self.round * sum(self.inputs[: number + 1])
+        # Those of the last layer stay. Of the others all are back whose backward has begun, and the next one.
+        is_last, is_end = number == len(self.layers) - 1, index == self.round - 1
+        following = self.inputs[number - 1] if is_end and number > 1 else 0.0
+        return self.inputs[number] * (self.round if is_last else min(index + 2, self.round)) + following
 
     def _saved(self, number: int) -> float:
         """Return what a layer saves of a micro-batch, its input left out."""
@@ -259,6 +269,11 @@ def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
 def peak_of(workload: Workload, stage: int) -> float:
     """Return the peak of one pp rank, without what the device takes for itself."""
     return RankMemory(workload).peak(stage)[0]
+
+
+def inputs_on_host(workload: Workload) -> float:
+    """Return the bytes of blocks' inputs in host memory (train.keep_inputs) when forward of a round is through."""
+    return RankMemory(workload).hidden * inputs_that_wait(workload) * workload.batch.together
 
 
 def fullest_stage(workload: Workload) -> int:

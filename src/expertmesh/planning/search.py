@@ -5,7 +5,7 @@ All arithmetic; 16,384 devices take seconds. The code that trains decides what i
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from math import sqrt
@@ -13,18 +13,18 @@ from typing import Literal, get_args
 
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.config.sections import Accumulate, OptimizerName
+from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import Layout, divisors, explicit, least_moved, nodes_of_ep, resolve_layout
 from expertmesh.experts import deepep
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.planning.hardware import Devices
-from expertmesh.planning.memory import Memory, memory_of
+from expertmesh.planning.memory import Memory, inputs_on_host, memory_of
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.speed import Speed, speed_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, pipeline_rank, resident_state
 from expertmesh.step.forward_backward import Order
-from expertmesh.training.startup.model_check import choose_order, in_rounds
+from expertmesh.training.startup.model_check import OrderWish, choose_order, order_that_fits
 
 Goal = Literal["speed", "memory"]
 # Sizes of usual cards in GiB, and bytes that CUDA takes of one without NCCL.
@@ -53,10 +53,7 @@ class Job:
     """parallel.offload."""
     dispatch: str = "auto"
     """moe.dispatch."""
-    accumulate: Accumulate = "auto"
-    """train.accumulate."""
-    round: int | None = None
-    """train.round; None for auto."""
+    order: OrderWish = field(default_factory=OrderWish)
 
     @property
     def budget(self) -> float:
@@ -71,6 +68,8 @@ class Candidate:
     workload: Workload
     memory: Memory
     speed: Speed
+    order_reason: str
+    """The reason for the order of its micro-batches, in words."""
 
     @property
     def layout(self) -> Layout:
@@ -190,31 +189,18 @@ def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) ->
 
     def fits(order: Order) -> bool:
         in_order = replace(workload, batch=replace(batch, order=order))
-        return memory_of(in_order, overhead=overhead).total <= job.budget
+        if memory_of(in_order, overhead=overhead).total > job.budget:
+            return False
+        # Half of it for inputs: the rest is for what ranks hold of their data, checkpoints and experts.
+        return not order.inputs_on_host or inputs_on_host(in_order) <= job.devices.hardware.host_memory / 2
 
-    chosen = choose_order(
-        job.accumulate,
-        job.round,
-        layout,
-        batch.accumulation,
-        recomputes_all=mode == "full" and job.layers == "all",
-        refuse=partial(job.model.feasibility.refuse_by_layer, layout),
-    )
-    if chosen[0].by_layer and chosen[0].round is None and batch.accumulation > 1:
-        chosen = in_rounds(job.accumulate, chosen, _round_that_fits(batch.accumulation, fits))
-    workload = replace(workload, batch=replace(batch, order=chosen[0]))
-    return Candidate(workload, memory_of(workload, overhead=overhead), speed_of(workload, job.devices))
-
-
-def _round_that_fits(accumulation: int, fits: Callable[[Order], bool]) -> int | None:
-    """Return the most of a step's micro-batches with which a round by layer fits, at least 1; None for all."""
-    if fits(Order(by_layer=True)):
-        return None
-    # In several rounds a larger one needs more. Rounds are of nearly equal size, so not every size makes a difference.
-    sizes = sorted({-(-accumulation // rounds) for rounds in range(2, accumulation)})
-    if not sizes or not fits(Order(by_layer=True, round=sizes[0])):
-        return 1
-    return next(size for size in reversed(sizes) if fits(Order(by_layer=True, round=size)))
+    recomputes_all = mode == "full" and job.layers == "all"
+    refuse = partial(job.model.feasibility.refuse_by_layer, layout)
+    chosen = choose_order(job.order, layout, batch.accumulation, recomputes_all=recomputes_all, refuse=refuse)
+    may_use_host = recomputes_all and not on_cpu
+    order, why = order_that_fits(job.order, chosen, batch.accumulation, fits, may_use_host=may_use_host)
+    workload = replace(workload, batch=replace(batch, order=order))
+    return Candidate(workload, memory_of(workload, overhead=overhead), speed_of(workload, job.devices), why)
 
 
 def modes(model: ModelFigures) -> tuple[CheckpointingMode, ...]:
@@ -303,7 +289,7 @@ def _refusal(job: Job, layout: Layout) -> str | None:
         for block, _ in pipeline_rank(model).blocks:
             if block.experts is not None:
                 expert_shard_dim(block.experts.spec, layout)
-        if job.accumulate == "by_layer":
+        if job.order.accumulate == "by_layer":
             model.feasibility.refuse_by_layer(layout)
     except InputError as error:
         return str(error)

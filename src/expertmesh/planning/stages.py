@@ -135,6 +135,11 @@ class Workload:
         return _distinct(self.model, layout.pp, layout.pp_virtual_stages, self.mode, self.layers)
 
 
+def inputs_that_wait(workload: Workload) -> int:
+    """Return the layers whose inputs wait in host memory: all but the first, which has none, and the last."""
+    return max(0, len(workload.model.feasibility.layers) - 2) if workload.batch.order.inputs_on_host else 0
+
+
 def runs_shared_beside(layout: Layout, ep_nodes: int) -> bool:
     """Return whether shared experts run while rows are in flight, if a family lets them (`parallel.refusals`).
 

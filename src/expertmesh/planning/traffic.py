@@ -14,9 +14,16 @@ from typing import Literal
 from expertmesh.distributed.expert_traffic import RoutedTokens, rows_per_token
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
-from expertmesh.planning.memory import CHUNK_TOKENS
+from expertmesh.planning.memory import CHUNK_TOKENS, RankMemory
 from expertmesh.planning.model_figures import Block, Experts, ModelFigures, group_bytes
-from expertmesh.planning.stages import PipelineRank, Workload, parts_of_last_dim, prefetches_in_vain, runs_shared_beside
+from expertmesh.planning.stages import (
+    PipelineRank,
+    Workload,
+    inputs_that_wait,
+    parts_of_last_dim,
+    prefetches_in_vain,
+    runs_shared_beside,
+)
 from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
 
 # The ranks of an EP group with the same place in their nodes.
@@ -118,10 +125,10 @@ def _stride(transfer: Transfer, layout: Layout) -> int:
 
 
 def host_copies(workload: Workload, stage: int) -> Transfer:
-    """Return the copies of packed experts from host memory in a step of one rank of pp rank `stage`.
+    """Return the copies between device and host memory in a step of one rank of pp rank `stage`.
 
-    Experts are copied before forward and again before backward, where they do not stay; nothing without
-    parallel.offload.
+    With parallel.offload packed experts are copied before forward and again before backward, where they do not stay;
+    with train.keep_inputs: host the inputs of layers in both directions.
     """
     copies = size = 0.0
     stay = stays_gathered(workload)
@@ -132,7 +139,9 @@ def host_copies(workload: Workload, stage: int) -> Transfer:
             copies += uses
             size += uses * packed * block.experts.spec.num_experts / workload.layout.ep / workload.layout.efsdp
     passes = workload.batch.passes if workload.layout.offload == "experts" else 0
-    return Transfer("host", "send", passes * copies, passes * size, 1, True)
+    inputs = 2 * inputs_that_wait(workload) * workload.batch.accumulation
+    moved = passes * size + inputs * RankMemory(workload).hidden
+    return Transfer("host", "send", passes * copies + inputs, moved, 1, True)
 
 
 def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:

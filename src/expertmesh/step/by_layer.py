@@ -4,7 +4,7 @@ FSDP2 gathers a layer twice for the round, once in forward and once in backward,
 micro-batch it does so for each of them; without reduction until the last one, it keeps the gradients of the whole model
 unsharded. Here only the layer that runs has unsharded parameters and gradients, and the next one is gathered meanwhile.
 What is kept is what autograd keeps of every micro-batch: with full activation checkpointing the input of each block,
-without any all activations.
+which may wait in host memory (`HostInput`); without any all activations.
 
 The first layer runs in the model's own forward, with placeholders for everything else (parallel/stages.py). These
 record what the model calls every other block with, so the other layers are calls of their blocks alone: masks and
@@ -18,7 +18,7 @@ the rest.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -39,6 +39,61 @@ from expertmesh.step.pipeline_schedule import StageOutput
 Batch = Mapping[str, torch.Tensor]
 
 
+class HostInput:
+    """The input of a layer in host memory, from its forward until its backward (train.keep_inputs: host).
+
+    The storage is freed and allocated again; the tensor stays, and with it every reference of autograd's graph and of
+    recomputation. On a GPU both copies run on a side stream, to and from pinned memory.
+    """
+
+    def __init__(self, received: torch.Tensor) -> None:
+        """Start the copy of `received`, and of all else in its storage, to host memory."""
+        self._storage, self._device = received.untyped_storage(), received.device
+        self._copy = torch.empty(self._storage.nbytes(), dtype=torch.uint8, pin_memory=received.is_cuda)
+        self._is_back: torch.cuda.Event | None = None
+        self._run(lambda: self._copy.copy_(self._bytes(), non_blocking=True))
+
+    def free(self) -> None:
+        """Free the storage, once the forward that reads it has been issued."""
+        if self._device.type == "cuda":
+            # The allocator must not reuse it before the side stream has read it.
+            self._bytes().record_stream(_side_stream(self._device))
+        self._storage.resize_(0)
+
+    def fetch(self) -> None:
+        """Allocate the storage again, and start the copy back; nothing if that has begun."""
+        if self._storage.nbytes() == 0:
+            self._storage.resize_(self._copy.numel())
+            # Through a tensor of its own: autograd would refuse an input that changes after its forward.
+            self._run(lambda: self._bytes().copy_(self._copy, non_blocking=True))
+            if self._device.type == "cuda":
+                self._is_back = _side_stream(self._device).record_event()
+
+    def wait(self) -> None:
+        """Make the current stream wait for the copy back, which starts here at the latest."""
+        self.fetch()
+        if self._is_back is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._is_back)
+
+    def _bytes(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._storage)
+
+    def _run(self, copy: Callable[[], object]) -> None:
+        """Issue a copy behind all that the current stream has been given, without keeping that waiting."""
+        if self._device.type != "cuda":
+            copy()
+            return
+        stream = _side_stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            copy()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 @dataclass(slots=True)
 class _Forward:
     """The forward of one micro-batch through one layer, as its backward needs it."""
@@ -49,6 +104,8 @@ class _Forward:
     """The output of the layer; None of the last layer."""
     output: StageOutput | None
     """The results of the model's forward; None where a block was called alone."""
+    on_host: HostInput | None = None
+    """The place of `received` between forward and backward; None for the device."""
 
 
 @dataclass(slots=True)
@@ -64,13 +121,25 @@ class _Calls:
 class Round:
     """The micro-batches of a round, on their way through the layers: `forward`, then `backward`, in `layers_held`."""
 
-    def __init__(self, model: nn.Module, layers: Layers, batches: Sequence[Batch], *, router_logits: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Layers,
+        batches: Sequence[Batch],
+        *,
+        router_logits: bool,
+        inputs_on_host: bool = False,
+    ) -> None:
         """Take the M `batches` of this rank, as `causal_lm_loss` takes them; all ranks have equally many.
+
+        Args:
+            inputs_on_host: Keep the inputs of all layers but the first and the last in host memory until backward.
 
         Raises:
             InputError: a batch has images or other media.
         """
         self._model, self._layers, self._router_logits = model, layers, router_logits
+        self._inputs_on_host = inputs_on_host
         self._root = cast(FSDPModule, model)  # every sharded model is one
         share = sequence_share(model)
         self.batches = [padded(batch, share) for batch in batches]
@@ -90,7 +159,9 @@ class Round:
         last = self._layers.count - 1
         received: list[torch.Tensor | None] = [None] * len(self.batches)
         for layer in range(self._layers.count):
-            forwards = [self._forward_of(layer, number, x) for number, x in enumerate(received)]
+            # Backward begins with the last layer, whose inputs would come back at once.
+            run = self._forward_to_host if self._inputs_on_host and 0 < layer < last else self._forward_of
+            forwards = [run(layer, number, x) for number, x in enumerate(received)]
             if layer < last:
                 for unit in self._layers.units[layer]:
                     if unit is not self._root:  # the root holds the head
@@ -126,9 +197,28 @@ class Round:
                     self._reduce_after_this(self._layers.units[0 if layer == first else layer : layer + 1], all_reduce)
                     self._root.set_is_last_backward(layer == first)
                 following = self._forwards[layer + 1][number] if forward.hidden is not None else None
+                if forward.on_host is not None:
+                    forward.on_host.wait()
+                if (next_input := self._next_on_host(layer, number)) is not None:
+                    next_input.fetch()  # while this one runs
                 self._backward_of(forward, following, term)
                 if following is not None:
                     self._forwards[layer + 1][number] = None
+
+    def _forward_to_host(self, layer: int, number: int, received: torch.Tensor | None) -> _Forward:
+        assert received is not None
+        on_host = HostInput(received)
+        forward = self._forward_of(layer, number, received)
+        if forward.hidden is not None and forward.hidden.requires_grad:  # else it has no backward
+            on_host.free()
+            forward.on_host = on_host
+        return forward
+
+    def _next_on_host(self, layer: int, number: int) -> HostInput | None:
+        """Return the input that backward needs after that of micro-batch `number` in `layer`."""
+        layer, number = (layer, number + 1) if number + 1 < len(self.batches) else (layer - 1, 0)
+        forward = self._forwards[layer][number] if layer > 0 else None
+        return None if forward is None else forward.on_host
 
     def _forward_of(self, layer: int, number: int, received: torch.Tensor | None) -> _Forward:
         pipeline = self._layers.pipeline

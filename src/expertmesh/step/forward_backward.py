@@ -57,6 +57,7 @@ def forward_backward(
     chunk_tokens: int = 1024,
     accumulate: Literal["by_micro_batch", "by_layer"] = "by_micro_batch",
     round: int | None = None,
+    keep_inputs: Literal["device", "host"] = "device",
 ) -> StepLosses:
     """Add the gradients of one optimizer step to those of the model, with the router losses that `moe` asks for.
 
@@ -72,13 +73,14 @@ def forward_backward(
         accumulate: The order, as the key of `train` (docs/training.md): each micro-batch through the model, or all of
             a round through one block after the other.
         round: How many micro-batches go through the blocks together by layer; None for all.
+        keep_inputs: Where the inputs of blocks wait for their backward by layer.
 
     Returns:
         This rank's shares of the losses.
 
     Raises:
         InputError: The step has no target or no micro-batch, only some ranks give images, or the model cannot be
-            trained by layer; `accumulate` or `round` has a wrong value.
+            trained by layer; `accumulate`, `round` or `keep_inputs` has a wrong value.
 
     Collectives: every rank calls it once per step; those of forward and backward, with pp also sends and receives
     between stages.
@@ -88,7 +90,7 @@ def forward_backward(
             f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
             key="data.no-targets",
         )
-    order = _order_of(accumulate, round)
+    order = _order_of(accumulate, round, keep_inputs)
     refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in micro_batches])
     return minimise(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens, order)
 
@@ -101,24 +103,25 @@ class Order:
     """True if all micro-batches of a round go through one block before the next one."""
     round: int | None = None
     """Micro-batches of a round at most, if `by_layer`; None for all."""
+    inputs_on_host: bool = False
+    """True if the inputs of blocks wait in host memory for their backward, if `by_layer`."""
 
     def rounds(self, micro_batches: int) -> int:
         """Return the number of rounds of a step by layer."""
         return 1 if self.round is None else -(-micro_batches // self.round)
 
 
-def _order_of(accumulate: str, round: int | None) -> Order:
-    if accumulate not in ("by_micro_batch", "by_layer"):
-        raise InputError(
-            f"forward_backward: accumulate is {accumulate!r}; set it to by_micro_batch or by_layer",
-            key="config.wrong-value",
-        )
-    if round is not None and (accumulate != "by_layer" or round < 1):
-        raise InputError(
-            f"forward_backward: round is {round} with accumulate {accumulate}; give at least 1 with by_layer, or None",
-            key="config.wrong-value",
-        )
-    return Order(by_layer=accumulate == "by_layer", round=round)
+def _order_of(accumulate: str, round: int | None, keep_inputs: str) -> Order:
+    by_layer = accumulate == "by_layer"
+    if not by_layer and accumulate != "by_micro_batch":
+        wrong = f"accumulate is {accumulate!r}; set it to by_micro_batch or by_layer"
+    elif round is not None and (not by_layer or round < 1):
+        wrong = f"round is {round} with accumulate {accumulate}; give at least 1 with by_layer, or None"
+    elif keep_inputs != "device" and (not by_layer or keep_inputs != "host"):
+        wrong = f"keep_inputs is {keep_inputs!r} with accumulate {accumulate}; give device, or host with by_layer"
+    else:
+        return Order(by_layer, round, inputs_on_host=keep_inputs == "host")
+    raise InputError(f"forward_backward: {wrong}", key="config.wrong-value")
 
 
 def minimise(
@@ -235,7 +238,7 @@ def _by_layer(
     with router_loss.collecting():
         asked = active_router_losses(model) is not None
         for batches in rounds:
-            run = Round(model, layers, batches, router_logits=asked)
+            run = Round(model, layers, batches, router_logits=asked, inputs_on_host=order.inputs_on_host)
             term = _term_of_stage(model, run.batches, objective, sums, router_loss if asked else None, chunk_tokens)
             with layers_held(model, layers):
                 run.forward()

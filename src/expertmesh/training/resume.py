@@ -39,6 +39,7 @@ _FREE_KEYS = (
     "train.checkpoint_layers",
     "train.accumulate",
     "train.round",
+    "train.keep_inputs",
     "train.compile",
     "train.deterministic",
     "train.eval_every_steps",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.config import Config, ParallelConfig
-from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.distributed.all_ranks import from_rank_0, object_from_rank_0, raise_on_all_ranks
 from expertmesh.io.terminal import plural
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
@@ -81,8 +81,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
         with raise_on_all_ranks("predicting a step"):
             wait_until_held(Path(config.output_dir))
             forecast = predict(config, checked) if is_main and predict is not None else None
-        size = from_rank_0("" if forecast is None or forecast.round is None else str(forecast.round))
-        checked = checked.in_rounds(config.train.accumulate, int(size) if size else None)
+        checked = checked.in_order(object_from_rank_0(None if forecast is None else forecast.order))
         run = prepare(config, control, checked)
         if is_main:
             print_plan(run, forecast)

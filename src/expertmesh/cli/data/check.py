@@ -139,7 +139,7 @@ def _print_job(console: Console, config: Config, checked: Checked, nproc: int | 
     console.print(f"layout of {plural(layout.world_size, 'rank')}: {axes}{reason}")
     if layout.world_size == here:
         predicted = forecast(config, checked)
-        checked = checked.in_rounds(config.train.accumulate, predicted.round)
+        checked = checked.in_order(predicted.order)
         console.print(f"predicted  {predicted.line}")
     else:
         console.print(f"predicted  nothing: train would start {plural(here, 'rank')} here; see expertmesh plan")

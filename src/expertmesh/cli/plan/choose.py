@@ -20,6 +20,7 @@ from expertmesh.launcher.launch import local_ranks
 from expertmesh.planning.forecast import devices_here
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
 from expertmesh.planning.search import GIB, Candidate, Job, Plan, plan, variants
+from expertmesh.training.startup.model_check import OrderWish
 from expertmesh.weights.quantised.published import quantisation
 
 # Of a step, where the data are enough for FEW_STEPS of them; and how often few data are trained on at most.
@@ -220,9 +221,7 @@ def _job(options: InitOptions, wishes: Wishes, way: Way, devices: Devices, sizes
                 continue
             raise
         rows = sizes.global_batch_size * config.objective.sequences
-        accumulate, rounds = config.train.accumulate, None if config.train.round == "auto" else config.train.round
-        job = Job(figures, devices, rows, config.optim.name, accumulate=accumulate, round=rounds)
-        return job, why_unpacked
+        return Job(figures, devices, rows, config.optim.name, order=OrderWish.of(config.train)), why_unpacked
     raise AssertionError("float32 is never refused as a dtype to compute in")
 
 

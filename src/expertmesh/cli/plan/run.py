@@ -28,6 +28,7 @@ from expertmesh.distributed.layout import explicit, node_crossing
 from expertmesh.io.terminal import plural
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.search import GIB, Candidate, Job, plan, run_costs
+from expertmesh.training.startup.model_check import OrderWish
 
 
 def run(options: PlanOptions) -> int:
@@ -49,8 +50,8 @@ def _run(options: PlanOptions) -> int:
     lora = None if options.lora is None else _lora(options.lora)
     config, figures, why_unpacked = read_figures(options, lora, devices.hardware.torch_device)
     size = options.global_batch_size or max(64, devices.count)
-    optimizer, offload, accumulate = options.optimizer, options.offload, options.accumulate
-    job = Job(figures, devices, size, optimizer, options.imbalance, offload=offload, accumulate=accumulate)
+    optimizer, offload, order = options.optimizer, options.offload, OrderWish(options.accumulate)
+    job = Job(figures, devices, size, optimizer, options.imbalance, offload=offload, order=order)
     found = plan(job, options.goal)
     best = found.best
     if best is None:

@@ -131,6 +131,7 @@ def as_json(options: PlanOptions, found: Plan, best: Candidate, costs: RunCosts)
                 "accumulation": each.workload.batch.accumulation,
                 "accumulate": "by_layer" if each.workload.batch.together else "by_micro_batch",
                 "round": each.workload.batch.together or 1,
+                "keep_inputs": "host" if each.workload.batch.order.inputs_on_host else "device",
                 "memory": asdict(each.memory) | {"total": each.memory.total},
                 "seconds": each.speed.seconds,
                 "tokens_per_second": each.tokens_per_second,

@@ -7,7 +7,7 @@ every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, a
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +17,9 @@ from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import read_versioned
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import log
+
+if TYPE_CHECKING:
+    from expertmesh.step.forward_backward import Order
 
 RECORD_FILE = "run.json"
 SCHEMA_VERSION: Literal[1] = 1
@@ -96,8 +99,9 @@ class Forecast:
     """Returns changes of the configuration with which a step is expected to fit, the best first."""
     peak_tokens_per_second: float | None = None
     """Input tokens of a job that computes at the peak of its devices; None if it is not known."""
-    round: int | None = None
-    """The most micro-batches of a round by layer for which a step is expected to fit; None for all."""
+    order: "tuple[Order, str] | None" = None
+    """The order of micro-batches for which a step is expected to fit, and the reason in words; None for the chosen
+    one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from expertmesh.adapters.read import check_adapter
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
-from expertmesh.config.sections import Accumulate
+from expertmesh.config.sections import Accumulate, KeepInputs, TrainConfig
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
 from expertmesh.introspection.attention import packing_refusal
@@ -50,18 +51,17 @@ class Checked:
     checkpoint_bytes: int = 0
     """Bytes of one checkpoint; 0 without any, or before they were requested."""
 
-    def in_rounds(self, accumulate: Accumulate, size: int | None) -> "Checked":
-        """Return it with rounds of so many micro-batches, as the function `in_rounds` does."""
-        order, why = in_rounds(accumulate, (self.order, self.order_reason), size)
-        return replace(self, order=order, order_reason=why)
+    def in_order(self, order: tuple[Order, str] | None) -> "Checked":
+        """Return it with another order of micro-batches and the reason for that; None changes nothing."""
+        return self if order is None else replace(self, order=order[0], order_reason=order[1])
 
     def order_line(self, accumulation: int) -> str:
         """Return the plan's words about the order of so many micro-batches of a step."""
         if not self.order.by_layer:
             return f"by micro-batch: {self.order_reason}"
         rounds = self.order.rounds(accumulation)
-        size = -(-accumulation // rounds)
-        return f"by layer, {plural(rounds, 'round')} of up to {size}: {self.order_reason}"
+        size, where = -(-accumulation // rounds), ", inputs in host memory" if self.order.inputs_on_host else ""
+        return f"by layer, {plural(rounds, 'round')} of up to {size}{where}: {self.order_reason}"
 
     @property
     def anatomy(self) -> Anatomy:
@@ -100,8 +100,7 @@ def check_model(
     check_adapter(model)
     plan = plan_model(model, layout, options)
     order, why = choose_order(
-        config.train.accumulate,
-        None if config.train.round == "auto" else config.train.round,
+        OrderWish.of(config.train),
         layout,
         accumulation,
         recomputes_all=options.activation_checkpointing == "full" and options.checkpoint_layers == "all",
@@ -129,9 +128,21 @@ def checkpointing_mode(config: Config) -> CheckpointingMode:
     return mode
 
 
+class OrderWish(NamedTuple):
+    """The keys of section `train` about the order of micro-batches."""
+
+    accumulate: Accumulate = "auto"
+    round: int | None = None
+    """None for auto."""
+    keep_inputs: KeepInputs = "auto"
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Self:
+        return cls(config.accumulate, None if config.round == "auto" else config.round, config.keep_inputs)
+
+
 def choose_order(
-    accumulate: Accumulate,
-    size: int | None,
+    wish: OrderWish,
     layout: Layout,
     accumulation: int,
     *,
@@ -140,9 +151,10 @@ def choose_order(
 ) -> tuple[Order, str]:
     """Return the order of the micro-batches of a step, and the reason in words. `train` and the planner use it.
 
+    By layer all micro-batches are a round, and inputs stay on the device, unless the wish says otherwise. Memory is for
+    `order_that_fits`.
+
     Args:
-        accumulate: train.accumulate.
-        size: train.round; None for auto: all that fit, which `in_rounds` is for.
         accumulation: Micro-batches of a step.
         recomputes_all: Whether every block is recomputed in full.
         refuse: Raises `InputError` if the model's blocks cannot run one by one.
@@ -150,12 +162,12 @@ def choose_order(
     Raises:
         InputError: `train.accumulate` is by_layer, and the model's blocks cannot run one by one.
     """
-    if accumulate == "by_layer":
+    if wish.accumulate == "by_layer":
         refuse()
         if accumulation == 1:
             return Order(), "a step has one micro-batch, for which by layer is the same"
-        return Order(by_layer=True, round=size), "as set"
-    if accumulate == "by_micro_batch":
+        return Order(by_layer=True, round=wish.round, inputs_on_host=wish.keep_inputs == "host"), "as set"
+    if wish.accumulate == "by_micro_batch":
         return Order(), "as set"
     if accumulation == 1:
         return Order(), "a step has one micro-batch"
@@ -172,19 +184,40 @@ def choose_order(
     return Order(by_layer=True), f"a block is gathered twice a round, not {2 * accumulation} times a step"
 
 
-def in_rounds(accumulate: Accumulate, chosen: tuple[Order, str], size: int | None) -> tuple[Order, str]:
-    """Return what `choose_order` has chosen, in rounds of at most `size` micro-batches if their number is not set.
+def order_that_fits(
+    wish: OrderWish,
+    chosen: tuple[Order, str],
+    accumulation: int,
+    fits: Callable[[Order], bool],
+    *,
+    may_use_host: bool,
+) -> tuple[Order, str]:
+    """Return what `choose_order` has chosen, or what is next to it if a step is predicted not to fit.
+
+    First the inputs of blocks wait in host memory, then rounds have fewer micro-batches; what the wish says stays.
 
     Args:
-        accumulate: train.accumulate.
-        size: The most for which a step is predicted to fit; None for all.
+        accumulation: Micro-batches of a step.
+        fits: Whether a step in an order is predicted to fit.
+        may_use_host: Whether `keep_inputs: auto` may take host memory here.
     """
     order, why = chosen
-    if size is None or not order.by_layer or order.round is not None:
+    if not order.by_layer or accumulation == 1 or fits(order):
         return chosen
-    if size == 1 and accumulate == "auto":
+    on_host = replace(order, inputs_on_host=True)
+    places = [order, on_host] if wish.keep_inputs == "auto" and may_use_host else [order]
+    if on_host in places and fits(on_host):
+        return on_host, f"{why}; on the device they are predicted not to fit"
+    if order.round is not None:
+        return chosen
+    # In several rounds a larger one needs more. Rounds are of nearly equal size, so not every size makes a difference.
+    for size in sorted({-(-accumulation // rounds) for rounds in range(2, accumulation)}, reverse=True):
+        for place in places:
+            if fits(smaller := replace(place, round=size)):
+                return smaller, f"{why}; more of a round are predicted not to fit"
+    if wish.accumulate == "auto":
         return Order(), "by layer, two micro-batches of a round are predicted not to fit"
-    return Order(by_layer=True, round=size), f"{why}; more of a round are predicted not to fit"
+    return replace(order, round=1), f"{why}; more of a round are predicted not to fit"
 
 
 def longest(model_config: PreTrainedConfig) -> int | None:
