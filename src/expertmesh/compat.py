@@ -8,7 +8,7 @@ import datetime
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -156,6 +156,9 @@ def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
     else:
         enable = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs=options)
+    # It makes the embedding's output require a gradient as well, which reentrant checkpointing needs. Here backward
+    # would run through frozen blocks in front of all that trains.
+    cast(Any, model).disable_input_require_grads()
 
 
 def has_hooks(owner: nn.Module | torch.Tensor) -> bool:

@@ -269,6 +269,21 @@ def test_blocks_that_are_left_out_are_run_once() -> None:
     assert run_ranks(runs, 1) == [[[2, 2, 2, 2], [2, 1, 2, 1], [1, 2, 2, 1]]]
 
 
+def test_frozen_blocks_in_front_of_all_that_trains_have_no_backward() -> None:
+    def inputs_with_gradient() -> list[bool]:
+        model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
+        for part in (model.model.embed_tokens, model.model.layers[0]):
+            part.requires_grad_(False)
+        em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), activation_checkpointing="full")
+        found = list[bool]()
+        for block in model.model.layers:
+            block.register_forward_pre_hook(lambda _, args: found.append(args[0].requires_grad))
+        em.causal_lm_loss(model, padded(rows_of_step(0, ())[:2]), target_tokens=64).backward()
+        return found
+
+    assert run_ranks(inputs_with_gradient, 1) == [[False, False, True]]
+
+
 def test_which_blocks_a_choice_means() -> None:
     assert checkpointed_layers("all", 3) == [0, 1, 2]
     assert checkpointed_layers(2, 5) == [0, 2, 4]

@@ -20,7 +20,7 @@ from tests.support.errors import refused
 LENGTH = 1024
 
 
-@pytest.mark.slow(why="one of thirteen stays")
+@pytest.mark.slow(why="one of fourteen stays")
 @pytest.mark.parametrize(
     ("shape", "parallel", "mode", "lora", "micro_batches", "layers", "stage"),
     [
@@ -28,6 +28,7 @@ LENGTH = 1024
         ("qwen", ParallelConfig(ep=8, replicate=2), "none", LoraConfig(), 1, "all", 0),
         ("qwen", ParallelConfig(ep=8, tp=2, cp=2), "selective", None, 2, "all", 0),
         ("qwen", ParallelConfig(ep=8, tp=2), "none", LoraConfig(), 1, "all", 0),
+        ("qwen", ParallelConfig(ep=8, tp=2), "full", LoraConfig(), 1, "all", 0),
         ("qwen", ParallelConfig(ep=4, pp=2, tp=2), "full", None, 4, 2, 0),
         ("qwen", ParallelConfig(ep=4, pp=4), "none", None, 2, "all", 3),
         ("qwen", ParallelConfig(ep=4, pp=4), "full", None, 8, "all", 2),
