@@ -116,6 +116,7 @@ class LibraryDispatcher:
     def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Send one number for each row: its bits in a row of bf16. Collectives: one dispatch of 512 bytes a row."""
         wide_T = number_T.new_zeros(len(number_T), NUMBER_COLUMNS * 2 // number_T.itemsize)
+        # The library sends rows of bf16 alone: an int64 travels as the bits of four of them.
         wide_T[:, 0] = number_T
         carried_R = self.library.there(wide_T.view(torch.bfloat16), metadata)
         return carried_R.view(number_T.dtype)[:, 0].contiguous()
@@ -132,6 +133,7 @@ class LibraryDispatcher:
                 hidden_TH.contiguous(), index_TK, weight_TK.float().contiguous(), self.num_experts
             )
             index_RK, none = arrived.index_RK, self.num_experts // self.ranks
+            # -1 marks an expert of another rank; as the last expert of all it sorts behind the pairs that are here.
             index = torch.where(index_RK < 0, none, index_RK).long()
             place_P, _ = order_by_expert(index.reshape(-1), none + 1, self.triton)
             place_P = place_P[: arrived.pairs]
@@ -167,6 +169,7 @@ class _Dispatch(torch.autograd.Function):
         (place_P,) = ctx.saved_tensors
         rows, top_k = ctx.shape
         grad_weight = torch.zeros(rows * top_k, dtype=torch.float32, device=place_P.device)
+        # Choices of other ranks' experts have no pair here: their ranks send the gradient.
         grad_weight.index_copy_(0, place_P.long(), grad_weight_P.float())
         grad_hidden_TH, grad_weight_TK = ctx.library.back(
             grad_rows_RH.contiguous(), ctx.handle, grad_weight.view(rows, top_k)

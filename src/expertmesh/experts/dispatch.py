@@ -81,6 +81,7 @@ class LocalDispatcher:
         order_P, place_P = order_by_expert(index_TK.reshape(-1), self.num_experts, self.triton)
         row_P = order_P // top_k
         end_E = count_pairs(index_TK, self.num_experts).cumsum(0).to(torch.int32)
+        # A token's K pairs are neighbours before the sort, so each segment starts at a multiple of K.
         by_row = Segments(place_P, torch.arange(0, tokens * top_k + 1, top_k, device=place_P.device))
         pairs = LocalPairs(row_P, end_E, by_row)
         return hidden_TH, weight_TK.reshape(-1).index_select(0, order_P), pairs, None
@@ -188,6 +189,7 @@ class AllToAllDispatcher:
         pair_S, token_S, row_S, row_in_block_S = (
             each[: sum(splits.pairs_sent)] for each in (pair_S, token_S, row_S, row_in_block_S)
         )
+        # All pairs of a row write the same token, so the order of the writes is no matter.
         token_Q = token_S.new_empty(sum(splits.rows_sent)).scatter_(0, row_S, token_S)
         arrival_P, source_P = arrivals(received[:, 1:], sum(splits.pairs_received))
         block_start_D = received[:, 0].cumsum(0) - received[:, 0]
@@ -274,6 +276,7 @@ class _AllToAllDispatch(torch.autograd.Function):
         # Pairs came first, so their gradients are put in place while the rows are in flight.
         wait(pairs_work)
         shape, dtype = ctx.weights
+        # Padded routing entries were never sent: their weights get zeros.
         grad_weight = grad_weight_S.new_zeros(shape.numel()).index_copy_(0, pair_S, grad_weight_S)
         wait(rows_work)
         grad_hidden_TH = segment_sum(grad_rows_QH, Segments(*rows_of_token), ctx.by.triton)
@@ -308,6 +311,7 @@ class _Receive(torch.autograd.Function):
         ctx.splits, ctx.group, ctx.in_flight = route.splits, by.group, in_flight
         wait(in_flight.rows)
         in_flight.rows = None
+        # An autograd function that returns its inputs themselves would be no node between them and what reads them.
         return rows_RH.view_as(rows_RH), weight_P.view_as(weight_P)
 
     @staticmethod
@@ -331,6 +335,7 @@ class SumRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Forward sums a token's rows, so each of them has the token's gradient.
         grad_rows_QH = grad_out_TH.index_select(0, ctx.token_Q)
         grad_rows_RH, _ = all_to_all(grad_rows_QH, ctx.splits.rows_sent, ctx.splits.rows_received, ctx.group)
         return grad_rows_RH, None, None
@@ -380,12 +385,14 @@ class HierarchicalDispatcher:
         splits, inside_counts = exchanged_once(partial(self._exchange_counts, index_TK, used_NT.sum(1)))
 
         rows, used = sum(splits.rows_sent), used_NT.reshape(-1)
+        # Unused cells write to one place behind the rows, which is cut off: a mask would wait for the device.
         place = torch.where(used == 1, used.cumsum(0) - 1, rows)
         cell_Q = used.new_empty(rows + 1).scatter_(0, place, torch.arange(len(used), device=used.device))[:rows]
         token_Q, node_Q1 = cell_Q % max(tokens, 1), (cell_Q // max(tokens, 1)).unsqueeze(1)
         route = _Route(token_Q, segments_of(token_Q, tokens), splits)
 
         index_QK = index_TK.index_select(0, token_Q) - node_Q1 * here
+        # Experts of other nodes become `here`, a padded routing entry inside the node. int32 halves the bytes.
         index_QK = torch.where((index_QK >= 0) & (index_QK < here), index_QK, here).to(torch.int32)
         index_RK, _ = all_to_all(index_QK, splits.rows_sent, splits.rows_received, self.across)
         weight_RK = _SendRows.apply(exact(weight_TK), route, self._across()).to(weight_TK.dtype)

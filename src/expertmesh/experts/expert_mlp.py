@@ -138,6 +138,7 @@ class _ExpertMlp(torch.autograd.Function):
         # Backward gathers the inputs again; keeping them would save P * H more.
         del x_PH
         if down_a is not None:
+            # The adapter's product is saved, r wide, so forward computes it before the boundary.
             adapted_PI = activate(pre_P2I, weight_P, mlp)
             dropped_PI = _dropped(adapted_PI, dropout, pairs, first_expert)
             low_down_Pr = product(dropped_PI, down_a.to(dtype).transpose(1, 2), end_L)
@@ -192,6 +193,7 @@ class _ExpertMlp(torch.autograd.Function):
         if down_a is not None:
             act_PI = _dropped(act_PI, dropout, pairs, ctx.first_expert)
             grad_down_a = product(grad_low_Pr.t(), act_PI, end_L).to(down_a.dtype)
+            # `low_down_Pr` is without the scaling, which multiplies B A as a whole.
             grad_down_b = product(grad_out_PH.t(), low_down_Pr, end_L).mul_(down_scaling).to(down_b.dtype)
         # The most memory of backward is in use about here: free these before the up projection needs its own.
         del act_PI, grad_act_PI, grad_out_PH
@@ -305,6 +307,7 @@ def _by_weight(
         start, end = ends[first], ends[last]
         if end == start:
             continue
+        # `scratch` is reused: without it each part would allocate its values anew.
         some = weight.experts(first, last, scratch).to(x_PK.dtype)
         some = some.transpose(1, 2) if turned else some
         if x_PK.device.type == "cpu":  # where the grouped product is these, and a copy
@@ -341,6 +344,7 @@ def _per_pair(bias_Ln: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
 
 def _sum_per_expert(grad_Pn: torch.Tensor, pairs: LocalPairs, dtype: torch.dtype) -> torch.Tensor:
     """Sum the pairs of each expert, which are neighbours already."""
+    # Sum as rows of pairs: `index_add_` would add in another order each time on an accelerator.
     place_P = torch.arange(grad_Pn.shape[0], device=grad_Pn.device)
     return segment_sum(grad_Pn, Segments(place_P, F.pad(pairs.expert_end_L.long(), (1, 0)))).to(dtype)
 
@@ -364,6 +368,7 @@ def _dropped(
     number_P = dropout.number_P.index_select(0, pairs.row_P)
     salt = dropout.salt
     if first_expert is not None:
+        # Below 2**16 experts, so that no two (token, expert) share a number.
         number_P = (number_P << 16) + first_expert + pairs.expert_P()
         salt += 1
     return values * keep_mask(Dropout(dropout.probability, salt, number_P), values.shape[1], values.dtype)
@@ -420,6 +425,7 @@ class PerExpertMlp(torch.autograd.Function):
             for parameter, needed in zip((up, down, up_bias, down_bias), ctx.needs_input_grad[2:6], strict=True)
         ]
         grad_up, grad_down, grad_up_bias, grad_down_bias = grads
+        # An expert without pairs is skipped: nobody waits for it, there is no collective in here.
         for expert, span in _spans(pairs):
             row_p, weight_p = pairs.row_P[span], weight_P[span]
             grad_out_pH = grad_out_RH.index_select(0, row_p)

@@ -73,6 +73,7 @@ class ExpertLayer:
         try:
             with span("dispatch"):
                 rows_RH, weight_P, pairs, metadata = self._dispatch(hidden, hidden_TH, index_TK, weight_TK)
+                # After the dispatch: a mask follows its token to whichever rank computes it.
                 dropout = self._dropout(experts, len(hidden_TH), metadata)
             with span("experts"):
                 out_RH = self._mlp(experts, rows_RH, weight_P, pairs, dropout)
@@ -95,6 +96,7 @@ class ExpertLayer:
         # `nonzero` waits for the device: only there is the number of rows known.
         place_P = rows_NH.detach().count_nonzero(-1).nonzero().squeeze(1)
         tokens = len(rows_NH) // self.spec.num_experts
+        # Rows are expert-major, so a row's place tells its expert and its token.
         rows_PH, expert_P1, real_T = rows_NH[place_P], (place_P // tokens).unsqueeze(1), real_tokens(tokens)
         real_P = None if real_T is None else real_T[place_P % tokens]
         out_PH = self.forward_counted(experts, rows_PH, expert_P1, rows_PH.new_ones(len(rows_PH), 1), real_P)
@@ -118,6 +120,7 @@ class ExpertLayer:
             tokens_E = count_pairs(index_TK, self.spec.num_experts, real_T)
             self.tokens_per_expert.add(tokens_E)
             self.step_tokens_per_expert.add(tokens_E)
+        # Selective checkpointing keeps the result: a second dispatch would repeat its collectives.
         out_TH = computed_once(partial(self.forward, experts, hidden, index_TK, weight_TK))
         # Return no view: FSDP2 hooks this output, and a model may add to it in place.
         return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
@@ -151,6 +154,7 @@ class ExpertLayer:
         first, second, *others = (_local(experts.get_parameter(name)) for name in self.spec.parameters)
         if self.spec.flat_gate is not None:
             by_expert = (-1, self.spec.intermediate_size, self.spec.hidden_size)
+            # Gate and up that are stored apart become one product; the copy lives for this call.
             up = torch.cat([first.view(by_expert), second.view(by_expert)], dim=1)
             return ExpertWeights(up, others[0].view(by_expert).transpose(1, 2))
         return ExpertWeights(first, second, *others)
@@ -247,6 +251,7 @@ def span(part: str) -> AbstractContextManager[Any]:
 def _adapter(experts: nn.Module, name: str) -> Adapter | None:
     place, _, leaf = name.rpartition(".")
     holder = experts.get_submodule(place)
+    # Also while adapters are off: the base alone is the reference of DPO.
     if running_adapters_of(holder) is None or not hasattr(holder, f"{leaf}_lora_A"):
         return None
     a_LrK, b_LNr = (_local(holder.get_parameter(f"{leaf}_lora_{which}")) for which in "AB")

@@ -104,6 +104,7 @@ def number_rows(
     state.number_T = None
     if row_numbers_B is not None:
         positions = torch.arange(length, device=row_numbers_B.device)
+        # 24 bits for positions: no two tokens of a run share a number, whatever the length of their rows.
         state.number_T = own((row_numbers_B[:, None] << 24) + positions).reshape(-1)
 
 
@@ -118,6 +119,7 @@ def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: in
     # Of the 2**53 values that the upper bits take, as many are dropped as the probability says.
     threshold = int(dropout.probability * 2**53)
     scale = 1.0 / (1.0 - dropout.probability)
+    # Some rows at a time: the int64 numbers are four times as large as the mask in bfloat16.
     rows = max(1, _BLOCK_ELEMENTS // max(1, width))
     start_P = _mixed(number_P * _signed(_GOLDEN) + _signed(dropout.salt))
     for first in range(0, number_P.shape[0], rows):

@@ -54,6 +54,7 @@ class LocalPairs:
 
 def segments_of(row_P: torch.Tensor, num_rows: int) -> Segments:
     """Group items by `row_P` (int64 `[P]`, the row of each item, in `range(num_rows)`). No host synchronisation."""
+    # Stable: sums add in the same order on every run.
     item_P = torch.argsort(row_P, stable=True)
     count_R = row_P.new_zeros(num_rows + 1).scatter_add_(0, row_P + 1, torch.ones_like(row_P))
     return Segments(item_P, count_R.cumsum(0))
@@ -78,6 +79,7 @@ def sorted_choice(
     `order_P`: the number of each pair, token by token; `counts`: how many pairs each expert has. Weights keep their
     gradients.
     """
+    # Invert the router's permutation: a pair's place among the sorted ones.
     place_P = torch.arange(len(order_P), device=order_P.device)
     place_P = torch.empty_like(order_P).scatter_(0, order_P, place_P)
     count_E = torch.tensor(counts, device=order_P.device)
@@ -90,6 +92,7 @@ def segment_sum(values_PH: torch.Tensor, segments: Segments, triton: bool = Fals
     if triton:
         out_RH: torch.Tensor = ops.segment_sum(values_PH, segments.item_P, segments.start_R1)
         return out_RH
+    # `embedding_bag` refuses an empty table.
     if values_PH.shape[0] == 0:
         return values_PH.new_zeros(segments.start_R1.shape[0] - 1, values_PH.shape[1])
     return F.embedding_bag(segments.item_P, values_PH, segments.start_R1, mode="sum", include_last_offset=True)
@@ -116,6 +119,7 @@ def arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Te
         needed.
     """
     ranks, experts_here = pairs_DL.shape
+    # Where each block starts as received, and where it shall start; all its pairs move by the difference.
     arrives_DL = (pairs_DL.reshape(-1).cumsum(0)).view(ranks, experts_here) - pairs_DL
     pairs_LD = pairs_DL.t().reshape(-1)
     wanted_LD = pairs_LD.cumsum(0) - pairs_LD

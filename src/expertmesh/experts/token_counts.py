@@ -38,6 +38,7 @@ class PackedSamples:
 
         def make(borders: Borders) -> torch.Tensor:
             ends = torch.tensor([0, *(end for _, end in borders)], dtype=torch.int32)
+            # Asynchronous: a copy from the host that waited would stall each micro-batch.
             return ends.to(device, non_blocking=True)
 
         return self.once(("cu_seqlens", device), make)

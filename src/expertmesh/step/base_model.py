@@ -43,6 +43,7 @@ def run_base(
     captured: list[ModelOutput] = []
     recorded: list[tuple[torch.Tensor, ...]] = []
     config: Any = model.config
+    # A config that asks for router logits would make the model add its own loss: it is told no.
     chosen = router_logits or getattr(config.get_text_config(), "output_router_logits", False)
 
     def ask_for_router_logits(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -51,6 +52,7 @@ def run_base(
     def hand_on_no_token(module: nn.Module, args: Any, output: ModelOutput) -> ModelOutput:
         recorded.append(tuple(output.get("router_logits") or ()))
         captured.append(type(output)(**{key: value for key, value in output.items() if key != "router_logits"}))
+        # A slice of no position keeps the head in the forward, with its FSDP2 hooks, for no logits.
         return type(output)(**{**captured[0], "last_hidden_state": captured[0]["last_hidden_state"][:, :0]})
 
     share = sequence_share(model)
@@ -61,6 +63,7 @@ def run_base(
         hooks.append(base.register_forward_pre_hook(ask_for_router_logits, with_kwargs=True))
     try:
         with counting(real_tokens_here(batch, share)):
+            # A cache would keep keys and values of every layer alive until backward.
             output = model(**model_inputs(batch), use_cache=False)
     finally:
         for hook in hooks:

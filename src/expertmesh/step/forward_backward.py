@@ -203,6 +203,7 @@ def _through_stages(
     chunk_tokens: int,
 ) -> StepLosses:
     batches = same_shape(micro_batches, sequence_share(model).parts)
+    # Both stages' gradients of this step are summed: what an earlier call has left was summed then.
     tied = _tied_between_stages(model)
     before = [parameter.grad for parameter in tied]
     for parameter in tied:

@@ -58,6 +58,7 @@ def global_norm(gradients: list[torch.Tensor], norm_type: float, model: nn.Modul
     mesh = mesh_of(model)
     groups = [mesh.shard_group, *([mesh.pp_group] if mesh.layout.pp > 1 else [])]
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    # Shards of few rows are empty on some ranks, and the norm of none is undefined for infinity.
     filled = [gradient for gradient in gradients if gradient.numel()]
     # In fp32 torch's CPU kernel adds one after the other: 3.6e-4 off at 20 M elements. Accelerators add in a tree.
     wide = torch.float64 if mesh.device.type == "cpu" else dtype

@@ -87,6 +87,7 @@ class VocabularyShare:
         highest_C, place_C = logits_CW.max(-1)
         most_C = highest_C.clone()
         dist.all_reduce(most_C, dist.ReduceOp.MAX, group=self.group)
+        # Ties go to the smallest token, as `argmax` of all logits has it.
         word_C = torch.where(highest_C == most_C, place_C + self.start, torch.iinfo(torch.int64).max)
         dist.all_reduce(word_C, dist.ReduceOp.MIN, group=self.group)
         return word_C
@@ -145,6 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
         sums_2C = torch.stack([exp_CW.sum(-1), chosen_C])
         dist.all_reduce(sums_2C, group=group)
         total_C, chosen_C = sums_2C
+        # softmax minus one-hot, in the memory of the exponentials: no second tensor of the logits' size.
         gradient_CW = exp_CW.div_(total_C.unsqueeze(1))
         gradient_CW.scatter_add_(1, place_C1, -here_C.to(gradient_CW.dtype).unsqueeze(1))
         ctx.save_for_backward(gradient_CW)
@@ -228,6 +230,7 @@ def loss_of_base(
         model.unshard()  # the root was resharded after its forward; the head runs after it
     split = None if vocabulary is None else vocabulary.split(head_of(model))
     head = _Head(model, partial(type(base), **others), split, chunk_tokens)
+    # Only positions with a target get logits: prompts and padding cost no product with the vocabulary.
     hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
     losses = _TargetLosses(head, hidden_NH, target_N, place_N // hidden_BSH.shape[1], len(hidden_BSH), share)
     term = objective.term(losses, batch)
@@ -365,6 +368,7 @@ class _TargetLosses:
         for start in range(0, len(self.hidden_NH), chunk):
             part = slice(start, start + chunk)
             sums_B.index_add_(0, self.row_N[part], values(part).double())
+        # A row is cut over cp; over tp every rank has had the logits of all its positions.
         if self.share.cp > 1:
             dist.all_reduce(sums_B, group=mesh_of(self.head.model).dense.get_group("cp"))
         return sums_B

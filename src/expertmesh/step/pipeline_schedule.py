@@ -72,6 +72,7 @@ def run_pipeline(
     kind: Any = schedule_kind(pipeline.mesh.layout, count)
     one_each = pipeline.mesh.layout.pp_virtual_stages == 1
     schedule = kind(stages[0] if one_each else stages, count, loss_fn=_is_the_loss, scale_grads=False)
+    # torch cuts its arguments into micro-batches: of numbers, each stage gets the one of its micro-batch.
     numbers = torch.arange(count)
     first = (torch.zeros(count),) if pipeline.own_stages[0] == 0 else ()
     target = {"target": numbers} if any(map(pipeline.is_last, pipeline.own_stages)) else {}
@@ -220,6 +221,7 @@ class _PipelineRun:
         for module in blocks:
             assert isinstance(module, FSDPModule)
             module.set_requires_all_reduce(last)
+        # Groups outside the blocks (embedding, head, root) run with the first and the last stage.
         if stage == 0 or self.pipeline.is_last(stage):
             inside = {id(part) for name in self.pipeline.blocks for part in self.model.get_submodule(name).modules()}
             for module in self.model.modules():

@@ -99,6 +99,7 @@ class RouterLosses:
         device = mesh_of(self.model).device
         pairs_E = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=device)
         devices = [] if device.type == "cpu" else [device]
+        # Dropout draws here too; the forwards with gradients must draw what they would have without this.
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
             if self._pipeline is not None:
                 pairs_E += self._count_through_stages(self._pipeline, micro_batches)
@@ -144,6 +145,7 @@ class RouterLosses:
             self._share = share
             return
         if self.balance.aux_loss_coef:
+            # F_e is a count of the whole step without gradient, so the loss is linear in each micro-batch's sums.
             weight_E = self.balance.num_experts * self._step.pairs_E / rows / rows
             sums_E = torch.stack([probability_sums(logits_TE, real_T) for logits_TE in logits]).sum(dim=0)
             aux_loss = sums_E @ weight_E.to(sums_E.dtype)
@@ -206,6 +208,7 @@ class RouterLosses:
 
     def _join(self, pairs_E: torch.Tensor) -> "_Step":
         """Sum over all ranks. Collectives: one all-reduce of E + 1 integers."""
+        # Integers: the sum is the same in any order, so every rank divides by the same bits.
         tokens = torch.stack([real_T.sum() for real_T in self._real]).sum()
         sums_E1 = torch.cat([pairs_E, tokens.to(pairs_E)[None]])
         dist.all_reduce(sums_E1)

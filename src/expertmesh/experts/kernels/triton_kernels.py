@@ -66,12 +66,14 @@ def swiglu_backward(
         raw_gate, raw_up = _gate_and_up(pre_ptr, start, WIDTH, BLOCK, INTERLEAVED)
         gate, up = _clamped(raw_gate, raw_up, LIMIT)
         sigmoid = tl.sigmoid(ALPHA * gate)
+        # d silu(g)/dg = s + ALPHA * g * s * (1 - s), s = sigmoid(ALPHA * g); ALPHA is 1 but in GPT-OSS.
         silu = gate * sigmoid
         act = silu * (up + OFFSET)
         grad_weight += grad * act
         weighted = grad * weight
         grad_gate = weighted * (up + OFFSET) * (sigmoid + ALPHA * silu * (1 - sigmoid))
         grad_up = weighted * silu
+        # A clamped value has no gradient; at the limit itself it has, as in torch's clamp.
         if LIMIT is not None:
             grad_gate = tl.where(raw_gate <= LIMIT, grad_gate, 0.0)
             grad_up = tl.where((raw_up <= LIMIT) & (raw_up >= -LIMIT), grad_up, 0.0)
@@ -103,6 +105,7 @@ def segment_sum(
     for first in range(start, end, AT_ONCE):
         for k in tl.static_range(AT_ONCE):
             item = tl.load(item_ptr + first + k, mask=first + k < end, other=0)
+            # The loads of a step do not depend on each other, so that they overlap; items past the end add zeros.
             inside = h < tl.where(first + k < end, H, 0)
             total += tl.load(values_ptr + item * values_stride + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * H + h, total.to(out_ptr.dtype.element_ty), mask=h < H)
@@ -130,6 +133,7 @@ def place_by_key(key_ptr, end_ptr, count_ptr, order_ptr, place_ptr, N, BLOCK: tl
     key = tl.load(key_ptr + item, mask=item < N, other=-1)
     cell = tl.where(item < N, key, 0) * tl.num_programs(0) + block
     start = tl.load(end_ptr + cell) - tl.load(count_ptr + cell)
+    # Within a block by comparing all pairs: no atomics, so that places repeat from run to run.
     before = (key[:, None] == key[None, :]) & (lane[None, :] < lane[:, None])
     place = start + tl.sum(before.to(tl.int32), axis=1)
     tl.store(place_ptr + item, place.to(tl.int64), mask=item < N)
