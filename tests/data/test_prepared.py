@@ -15,7 +15,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.data import BatchLayout, DataReport, TokenizedDataset, TrainingBatches, build_dataset
 from expertmesh.data.build import Recipe
 from expertmesh.data.prepared import Preparation, PreparedData
-from expertmesh.data.sources import Share
+from expertmesh.data.sources import RowShare
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.test_build import chat, write
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
@@ -35,7 +35,7 @@ def preparation(
 def make(preparing: Preparation, processes: int = 1, name: str = "x") -> PreparedData:
     building = preparing.building(name)
     for process in range(processes):
-        preparing.write_share(building, Share(process, processes), lambda rows: None)
+        preparing.write_share(building, RowShare(process, processes), lambda rows: None)
     preparing.finish(building, processes)
     found = preparing.find()
     assert found is not None
@@ -140,7 +140,7 @@ def test_first_bad_row_in_the_order_of_the_data_is_the_one_that_is_named(tmp_pat
     preparing = preparation(tmp_path, write(tmp_path / "a.jsonl", rows))
     building = preparing.building("x")
     for process in (2, 1, 0):
-        preparing.write_share(building, Share(process, 3), lambda rows: None)
+        preparing.write_share(building, RowShare(process, 3), lambda rows: None)
     with refused("data.malformed-row", naming="a.jsonl:1601: "):
         preparing.finish(building, 3)
     assert not building.exists()
@@ -150,7 +150,7 @@ def test_first_bad_row_in_the_order_of_the_data_is_the_one_that_is_named(tmp_pat
 def test_two_jobs_at_once_leave_one_set_of_tokens(tmp_path: Path) -> None:
     preparing = preparation(tmp_path, write(tmp_path / "a.jsonl", [chat("yes")]))
     for job in ("one", "two"):
-        preparing.write_share(preparing.building(job), Share(), lambda rows: None)
+        preparing.write_share(preparing.building(job), RowShare(), lambda rows: None)
     preparing.finish(preparing.building("one"), 1)
     preparing.finish(preparing.building("two"), 1)
     assert len(list(preparing.directory.iterdir())) == 1
@@ -160,7 +160,7 @@ def test_two_jobs_at_once_leave_one_set_of_tokens(tmp_path: Path) -> None:
 def test_rows_that_change_while_they_are_read_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chat("yes")])
     preparing = preparation(tmp_path, path)
-    preparing.write_share(preparing.building("x"), Share(), lambda rows: None)
+    preparing.write_share(preparing.building("x"), RowShare(), lambda rows: None)
     write(path, [chat("yes"), chat("more")])
     with refused("data.changed-while-read", naming="a.jsonl"):
         preparing.finish(preparing.building("x"), 1)

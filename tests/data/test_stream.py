@@ -22,7 +22,7 @@ from pyarrow import parquet
 from expertmesh.config import DataConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, Ranks, Recipe, Step, Stream, StreamBatches, StreamPosition
-from expertmesh.data.stream import _Reader
+from expertmesh.data.stream import _WindowReader
 from expertmesh.training.resume import Counters, read_counters
 from tests.data.test_build import write
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
@@ -220,8 +220,8 @@ def test_what_later_windows_lose_is_said(tmp_path: Path, caplog: pytest.LogCaptu
 def test_no_more_than_a_few_windows_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much is read: a window in use, one that waits, and one that is being read."""
     stream = stream_of([str(write(tmp_path / "a.jsonl", texts("a", 4000)))])
-    read, windows = _Reader.read, []
-    monkeypatch.setattr(_Reader, "read", lambda self: windows.append(read(self)) or windows[-1])
+    read, windows = _WindowReader.read, []
+    monkeypatch.setattr(_WindowReader, "read", lambda self: windows.append(read(self)) or windows[-1])
     layout = BatchLayout(1, 0, 1, True, pad_token_id=0, max_length=48)
     for step in itertools.islice(StreamBatches(stream, layout, global_batch_size=4).steps(0, None), 100):
         assert step.position is not None

@@ -94,7 +94,7 @@ def test_heads_in_other_sections_than_thought_are_not_shared() -> None:
     model: Any = build_meta_model(family_config(CLASSES["qwen3_next"], "qwen3_next"), torch.float32)
     mixer = model.model.layers[0].linear_attn
     assert not isinstance(heads_proof.state_heads(mixer, 2), str)
-    with mock.patch.object(heads_proof.Share, "of", lambda self, x, rank, ranks: x.chunk(ranks, self.dim)[rank]):
+    with mock.patch.object(heads_proof.TensorCut, "of", lambda self, x, rank, ranks: x.chunk(ranks, self.dim)[rank]):
         found = heads_proof._by_names(mixer)
         assert found is not None
         assert "its heads see each other" in str(heads_proof._why_not(mixer, found, 2))

@@ -17,7 +17,7 @@ import expertmesh as em
 from benchmarks.probes import count_collectives
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection.heads_proof import Share
+from expertmesh.introspection.heads_proof import TensorCut
 from expertmesh.parallel import sequence, tensor
 from expertmesh.planning import traffic
 from expertmesh.planning.model_figures import ModelFigures
@@ -218,7 +218,7 @@ def _predicted(model: ModelFigures) -> dict[str, tuple[int, int]]:
 
 
 def _sections_ignored(model: nn.Module) -> None:
-    mock.patch.object(Share, "of", lambda self, x, rank, ranks: x.chunk(ranks, self.dim)[rank]).start()
+    mock.patch.object(TensorCut, "of", lambda self, x, rank, ranks: x.chunk(ranks, self.dim)[rank]).start()
 
 
 def _positions_of_another_rank(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from expertmesh.report import page as page_module
 from expertmesh.report.page import render, write
 from expertmesh.report.run import RESULTS, read_run
 from expertmesh.training.lock import RunLock
-from expertmesh.training.reporting.data_record import Bin, DataRecord, Piece, ShownSample
+from expertmesh.training.reporting.data_record import Bin, DataRecord, ShownSample, TextPiece
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, write_json
 from tests.report.made_up import PREDICTED, row, start, write_run
@@ -198,7 +198,7 @@ def test_each_evaluation_set_is_drawn_and_answers_stand_as_text(tmp_path: Path) 
 
 def test_the_data_page_marks_what_is_learned_and_draws_lengths(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=3)
-    pieces = [Piece(text="What is 1 + 1?", is_target=False), Piece(text="<b>2</b>", is_target=True)]
+    pieces = [TextPiece(text="What is 1 + 1?", is_target=False), TextPiece(text="<b>2</b>", is_target=True)]
     samples = [ShownSample(source="train.jsonl:1", tokens=900, targets=2, pieces=pieces)]
     lengths = [Bin(above=0, up_to=64, samples=7), Bin(above=64, up_to=None, samples=2)]
     (run / "data.json").write_text(DataRecord(samples=samples, lengths=lengths).model_dump_json())

@@ -60,7 +60,7 @@ _INDENT = " " * 11
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ReportLine:
     """A line of the report."""
 
     what: str
@@ -71,7 +71,7 @@ class Finding:
 
 def run(output: str, as_json: bool = False) -> int:
     """Print what is found; returns 0. Raises `InputError` with a sentence for each fault."""
-    findings: list[Finding] = []
+    findings: list[ReportLine] = []
     for look in (packages, devices, partial(disk, Path(output).absolute()), hub, limits, environment):
         findings.append(found := look())
         if not as_json:
@@ -91,7 +91,7 @@ def run(output: str, as_json: bool = False) -> int:
     return 0
 
 
-def packages() -> Finding:
+def packages() -> ReportLine:
     """Compare the installed packages with the versions that expertmesh is tested with."""
     lines, faults = [f"{name} {number}" for name, number in versions().items()], []
     python = SpecifierSet(metadata("expertmesh")["Requires-Python"])
@@ -112,10 +112,10 @@ def packages() -> Finding:
             )
         if requirement.name not in versions():
             lines.append(f"{requirement.name} {installed}{'' if fits else f' (not {requirement.specifier})'}")
-    return Finding("packages", ", ".join(dict.fromkeys(lines)), tuple(faults))
+    return ReportLine("packages", ", ".join(dict.fromkeys(lines)), tuple(faults))
 
 
-def devices() -> Finding:
+def devices() -> ReportLine:
     """Report the accelerators that torch sees, or the processor, with what training cannot use of them."""
     system = f"{sys.platform}, {bytes_text(int(host_memory()))} of memory"
     here = next((file for file in _DEVICE_FILES if Path(file).exists()), None)
@@ -125,7 +125,7 @@ def devices() -> Finding:
             f"{here} is there, but torch {torch.__version__} (built for {built}) sees no device; install a torch that "
             "fits the driver, or check CUDA_VISIBLE_DEVICES"
         )
-        return Finding("devices", f"{device_name(torch.device('cpu'))}, {system}", () if here is None else (unseen,))
+        return ReportLine("devices", f"{device_name(torch.device('cpu'))}, {system}", () if here is None else (unseen,))
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     module = torch.get_device_module(kind)
@@ -138,10 +138,10 @@ def devices() -> Finding:
         faults.append("the devices are not equal, and the slowest sets the pace; choose with CUDA_VISIBLE_DEVICES")
     if kind.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         faults.append(f"{names[0]} has no bfloat16; set precision.compute to float32")
-    return Finding("devices", says, tuple(faults))
+    return ReportLine("devices", says, tuple(faults))
 
 
-def limits() -> Finding:
+def limits() -> ReportLine:
     """Open files and shared memory."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = files == resource.RLIM_INFINITY
@@ -161,13 +161,13 @@ def limits() -> Finding:
                 f"/dev/shm has {bytes_text(free)}, too little for NCCL between devices; start the container with "
                 "--shm-size 16g or --ipc host"
             )
-    return Finding("limits", says, tuple(faults))
+    return ReportLine("limits", says, tuple(faults))
 
 
-def environment(variables: Mapping[str, str] = os.environ) -> Finding:
+def environment(variables: Mapping[str, str] = os.environ) -> ReportLine:
     """Return the variables that decide how a job runs."""
     names = sorted(name for name in variables if _TELLING.fullmatch(name))
-    return Finding("variables", "\n".join(f"{name}={shown(name, variables[name])}" for name in names) or "none")
+    return ReportLine("variables", "\n".join(f"{name}={shown(name, variables[name])}" for name in names) or "none")
 
 
 def shown(name: str, value: str) -> str:
@@ -180,7 +180,7 @@ def without_secrets(text: str) -> str:
     return _SECRET_VALUE.sub(HIDDEN, text)
 
 
-def disk(directory: Path) -> Finding:
+def disk(directory: Path) -> ReportLine:
     """Try to publish a checkpoint and to lock a run in `directory`. Leaves nothing there."""
     while not directory.exists():
         directory = directory.parent
@@ -197,10 +197,10 @@ def disk(directory: Path) -> Finding:
     except OSError as error:
         faults.append(f"{directory}: cannot be written ({error.strerror}); choose another output_dir")
     says = f"{directory.resolve()} ({_file_system(directory)}): {bytes_text(free)} free"
-    return Finding("disk", says + (f"; {', '.join(works)} right" if works else ""), tuple(faults))
+    return ReportLine("disk", says + (f"; {', '.join(works)} right" if works else ""), tuple(faults))
 
 
-def hub() -> Finding:
+def hub() -> ReportLine:
     """Ask the hub whether models can be downloaded. Offline work does not need it."""
     cache, token = Path(constants.HF_HUB_CACHE), "a token is set" if get_token() else "no token"
     faults: tuple[str, ...] = ()
@@ -210,15 +210,15 @@ def hub() -> Finding:
     where = f"{token}; cache {cache}"
     endpoint = without_secrets(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE:
-        return Finding("hub", f"not asked, as HF_HUB_OFFLINE is set; {where}", faults)
+        return ReportLine("hub", f"not asked, as HF_HUB_OFFLINE is set; {where}", faults)
     answer = _ask_hub()
     if answer is None:
-        return Finding("hub", f"{endpoint} not reached: local models and the cache alone work; {where}", faults)
+        return ReportLine("hub", f"{endpoint} not reached: local models and the cache alone work; {where}", faults)
     apart, seconds = answer
     if apart is not None and abs(apart) > CLOCK_SECONDS:
         ahead = "ahead of" if apart > 0 else "behind"
         faults = (*faults, f"the clock is {abs(apart):.0f} s {ahead} that of {endpoint}; let a time service set it")
-    return Finding("hub", f"{endpoint} reached in {seconds:.1f} s; {where}", faults)
+    return ReportLine("hub", f"{endpoint} reached in {seconds:.1f} s; {where}", faults)
 
 
 def _publish(scratch: Path) -> str | None:

@@ -93,7 +93,7 @@ activations come on top"""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelFacts:
     """The counts of a model that `inspect` prints. Sizes are parameters; tied parameters count once."""
 
     blocks: int
@@ -152,14 +152,14 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     return 0
 
 
-def examine(model: nn.Module) -> Facts:
+def examine(model: nn.Module) -> ModelFacts:
     """Return the facts of a model on meta. Raises `InputError`, naming the module, when it cannot be sharded."""
     anatomy = describe(model)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     expert = {name: size for name, size in sizes.items() if anatomy.is_expert_parameter(name)}
     in_block = [_inside(sizes, block) for block in anatomy.blocks]
     experts_in_block = [_inside(expert, block) for block in anatomy.blocks]
-    return Facts(
+    return ModelFacts(
         blocks=len(decoder_blocks(anatomy)),
         other_blocks=len(anatomy.blocks) - len(decoder_blocks(anatomy)),
         moe_blocks=sum(any(is_inside(spec.name, block) for spec in anatomy.experts) for block in anatomy.blocks),
@@ -238,7 +238,7 @@ def _score_function(layer: nn.Module, experts: nn.Module, spec: ExpertsSpec) -> 
         handle.remove()
 
 
-def layouts(facts: Facts, world_size: int) -> list[Layout]:
+def layouts(facts: ModelFacts, world_size: int) -> list[Layout]:
     """Return every ep that divides both ranks and experts and leaves a slice that efsdp can shard; no other axes."""
     experts = facts.experts.num_experts
     sizes = [ep for ep in divisors(experts) if world_size % ep == 0]
@@ -260,14 +260,14 @@ def _shard_text(experts: ExpertsSpec, layout: Layout) -> str:
 LAYOUT_COLUMNS = ("ep", "efsdp", "experts here", "of these kept", "one block")
 
 
-def layout_row(facts: Facts, layout: Layout) -> tuple[str, ...]:
+def layout_row(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
     """Return one layout as text, in the order of `LAYOUT_COLUMNS`; figures of one rank."""
     block = COMPUTE_BYTES * (facts.largest_block_dense + facts.largest_block_expert // layout.ep)
     here = facts.experts.num_experts // layout.ep
     return str(layout.ep), str(layout.efsdp), str(here), _shard_text(facts.experts, layout), bytes_text(block)
 
 
-def rank_text(facts: Facts, world_size: int) -> str:
+def rank_text(facts: ModelFacts, world_size: int) -> str:
     """Describe what each of `world_size` ranks keeps in every layout: parameters are sharded over all of them."""
     dense, expert = -(-facts.dense // world_size), -(-facts.expert // world_size)
     state = [bytes_text(STATE_BYTES * count) for count in (dense, expert, dense + expert)]
@@ -277,7 +277,7 @@ def rank_text(facts: Facts, world_size: int) -> str:
     )
 
 
-def describe_rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
+def describe_rows(model: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str]]:
     """Yield the model's facts as (label, text)."""
     config: Any = model.config
     spec, vocabulary = facts.experts, int(config.get_text_config().vocab_size)

@@ -23,7 +23,7 @@ from expertmesh.data.encoding.preference import PairEncoder
 from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import FORMATS, PREFERENCE, fitting_formats, names_of, suggested_columns
 from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport
-from expertmesh.data.sources import BLOCK_ROWS, Columns, RawRow, Share, SourceFile, locations
+from expertmesh.data.sources import BLOCK_ROWS, Columns, RawRow, RowShare, SourceFile, locations
 from expertmesh.data.tokenized import TokenizedDataset
 
 _ROWS_TRIED_FOR_A_FORMAT = 1000
@@ -105,13 +105,13 @@ class BlockReader:
     `sources` say, as far as they have been read, in which format; `place` is that of the block that is being made.
     """
 
-    def __init__(self, recipe: Recipe, share: Share | None = None) -> None:
+    def __init__(self, recipe: Recipe, share: RowShare | None = None) -> None:
         if not recipe.sources:
             raise InputError(
                 "no data source is configured; name at least one file, directory or hub data set.",
                 key="data.no-source",
             )
-        self._recipe, self._share = recipe, share or Share()
+        self._recipe, self._share = recipe, share or RowShare()
         self._encoder = encoder_of(recipe)
         self.sources: list[SourceReport] = []
         self.place: Place = (0, -1, -1)

@@ -30,7 +30,7 @@ from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.data.blocks import BlockFacts, Place
 from expertmesh.data.build import BlockReader, Recipe, build, joined
 from expertmesh.data.report import DataReport, SourceReport
-from expertmesh.data.sources import Share, SourceFile, locations
+from expertmesh.data.sources import RowShare, SourceFile, locations
 from expertmesh.data.stream import first_rows
 from expertmesh.data.tokenized import SampleIndex, TokenizedDataset, index_of
 from expertmesh.io.reading import read_versioned
@@ -227,7 +227,7 @@ class Preparation:
         """Return where the processes that know this name make the tokens together."""
         return self.directory / f"{_BUILDING}{self.key}-{name}"
 
-    def write_share(self, building: Path, share: Share, told: Callable[[int], None]) -> None:
+    def write_share(self, building: Path, share: RowShare, told: Callable[[int], None]) -> None:
         """Tokenize the share of this process into `building`. Bad rows are noted, and raised by `finish`.
 
         Args:

@@ -135,7 +135,7 @@ class _Files:
             self.cursor = Cursor(self.cursor.passes + 1)
 
 
-class _Reader:
+class _WindowReader:
     """Windows of rows, for rank 0."""
 
     def __init__(self, recipe: Recipe, seed: int, number: int, cursors: Sequence[Cursor]) -> None:
@@ -171,7 +171,7 @@ class _Reader:
 class _Ahead:
     """The windows of a reader, one after the other, made by a thread while the last one is used."""
 
-    def __init__(self, reader: _Reader) -> None:
+    def __init__(self, reader: _WindowReader) -> None:
         self._reader, self._made = reader, queue.Queue[_RawWindow | Exception](maxsize=1)
         self._closed = threading.Event()
         threading.Thread(target=self._work, daemon=True).start()
@@ -250,7 +250,7 @@ class Stream:
             if ahead is not None:
                 ahead.close()
 
-    def _open(self, start: StreamPosition | None) -> _Reader | None:
+    def _open(self, start: StreamPosition | None) -> _WindowReader | None:
         """Return the reader, on rank 0; all ranks know the sources' formats afterwards."""
         reader = None
         with self.ranks.together("opening the stream of data"):
@@ -258,7 +258,7 @@ class Stream:
             if self.ranks.rank == 0:
                 self.sources = self.sources or [source_report(self.recipe, each) for each in self.recipe.sources]
                 number, cursors = (0, []) if start is None else (start.window, start.cursors)
-                reader = _Reader(self.recipe, self.seed, number, cursors)
+                reader = _WindowReader(self.recipe, self.seed, number, cursors)
         self.sources = self.ranks.from_first(self.sources)
         return reader
 

@@ -145,7 +145,7 @@ def _inputs(module: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TensorCut:
     """The cut of a tensor into one part for each rank."""
 
     dim: int
@@ -167,7 +167,7 @@ class StateHeads:
 
     heads: int
     """The number of heads that can be shared."""
-    shares: Mapping[str, Share]
+    shares: Mapping[str, TensorCut]
     """The tensors that are cut, by name."""
     counts: tuple[str, ...]
     """Attributes with the number of heads, or of features of all heads."""
@@ -191,14 +191,14 @@ def state_heads(module: nn.Module, ranks: int) -> StateHeads | str:
 def _by_names(module: Any) -> StateHeads | None:
     """Return the heads of a module of a known kind, recognised by the names of its children; else None."""
     children = {name for name, _ in module.named_children()}
-    shares: dict[str, Share]
+    shares: dict[str, TensorCut]
     counts: tuple[str, ...]
     norms: tuple[str, ...] = ()
     if any(names <= children for names in _QWEN) and "conv1d" in children:
         sections = (module.key_dim, module.key_dim, module.value_dim)
-        shares = {name: Share(0) for name in ("A_log", "dt_bias")}
-        shares |= {f"{name}.weight": Share(0) for name in sorted(children) if name.startswith("in_proj")}
-        shares |= {f"{name}.weight": Share(0, sections) for name in ("in_proj_qkv", "conv1d") if name in children}
+        shares = {name: TensorCut(0) for name in ("A_log", "dt_bias")}
+        shares |= {f"{name}.weight": TensorCut(0) for name in sorted(children) if name.startswith("in_proj")}
+        shares |= {f"{name}.weight": TensorCut(0, sections) for name in ("in_proj_qkv", "conv1d") if name in children}
         heads = math.gcd(module.num_k_heads, module.num_v_heads)
         counts, rows = ("num_k_heads", "num_v_heads", "key_dim", "value_dim"), "out_proj"
     elif children >= _KIMI:
@@ -206,21 +206,23 @@ def _by_names(module: Any) -> StateHeads | None:
         gate = [name for name, child in module.forget_gate.named_children() if _features(child) == width]
         projections = ["q_proj", "k_proj", "v_proj", "b_proj", *(f"forget_gate.{name}" for name in gate)]
         projections += [name for name in ("g_proj", "g_b_proj") if name in children]
-        shares = {f"{name}.weight": Share(0) for name in projections}
-        shares["conv1d.weight"] = Share(0, (width, width, width))
+        shares = {f"{name}.weight": TensorCut(0) for name in projections}
+        shares["conv1d.weight"] = TensorCut(0, (width, width, width))
         for name, parameter in module.forget_gate.named_parameters(recurse=False):
             dims = [dim for dim, size in enumerate(parameter.shape) if size in (heads, width)]
-            shares |= {f"forget_gate.{name}": Share(dim) for dim in dims[:1]}
+            shares |= {f"forget_gate.{name}": TensorCut(dim) for dim in dims[:1]}
         owned = [f"forget_gate.{name}" for name in ("num_heads", "qkv_dim") if hasattr(module.forget_gate, name)]
         counts, rows = ("num_heads", "qkv_dim", *owned), "o_proj"
     elif children >= _LIGHTNING and "slope_rate" in buffer_slots(module):
-        shares = {f"{name}.weight": Share(0) for name in ("qkv_proj", "output_gate")}
-        shares |= {name: Share(list(b.shape).index(module.num_attention_heads)) for name, b in module.named_buffers()}
+        shares = {f"{name}.weight": TensorCut(0) for name in ("qkv_proj", "output_gate")}
+        shares |= {
+            name: TensorCut(list(b.shape).index(module.num_attention_heads)) for name, b in module.named_buffers()
+        }
         heads = module.num_attention_heads
         counts, rows, norms = ("num_attention_heads",), "out_proj", ("norm",)
     elif children == _SHORT_CONVOLUTION:
         heads = module.conv.in_channels
-        shares = {"conv.weight": Share(0), "in_proj.weight": Share(0, (heads, heads, heads))}
+        shares = {"conv.weight": TensorCut(0), "in_proj.weight": TensorCut(0, (heads, heads, heads))}
         counts, rows = (), "out_proj"
     else:
         return None
@@ -231,7 +233,7 @@ def _features(child: nn.Module) -> int | None:
     return child.out_features if isinstance(child, nn.Linear) else None
 
 
-def _with_biases_and_adapters(module: nn.Module, shares: Mapping[str, Share], rows: str) -> dict[str, Share]:
+def _with_biases_and_adapters(module: nn.Module, shares: Mapping[str, TensorCut], rows: str) -> dict[str, TensorCut]:
     """Add the cuts of biases and adapters: like the weight's outputs, but for the last layer on its inputs."""
     known = {name for name, _ in module.named_parameters()}
     alike = {
@@ -240,7 +242,7 @@ def _with_biases_and_adapters(module: nn.Module, shares: Mapping[str, Share], ro
         if name.endswith(".weight")
         for leaf in ("bias", "lora_B")
     }
-    last = {f"{rows}.weight": Share(1), f"{rows}.lora_A": Share(1)}
+    last = {f"{rows}.weight": TensorCut(1), f"{rows}.lora_A": TensorCut(1)}
     return {name: share for name, share in (dict(shares) | alike | last).items() if name in known or name in shares}
 
 

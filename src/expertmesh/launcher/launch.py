@@ -30,7 +30,7 @@ from expertmesh.distributed.environment import LOCALHOST, Node, Rank, find_place
 from expertmesh.io.terminal import lasting_output, plural, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.rank_files import newest_checkpoint, stopped_sentence
-from expertmesh.launcher.supervise import Job, StopRequests, processors, start_ranks, stop_requests
+from expertmesh.launcher.supervise import Attempt, StopRequests, processors, start_ranks, stop_requests
 from expertmesh.launcher.torchrun import TorchrunAgent, refuse_elastic, run_here
 from expertmesh.training.control import Control
 
@@ -221,11 +221,11 @@ def launch(
             directory = Path(temporary, f"attempt-{restart}")
             directory.mkdir()
             try:
-                job = Job([], directory, requests, config.distributed.timeout_seconds)
-                code = _attempt([str(config_path), str(directory), *worker], job, meeting)
-                if code and not job.has_saved():
+                attempt = Attempt([], directory, requests, config.distributed.timeout_seconds)
+                code = _run_attempt([str(config_path), str(directory), *worker], attempt, meeting)
+                if code and not attempt.has_saved():
                     number = requests.forced or requests.requested
-                    at = job.ranks[0].progress.status() if job.ranks else None
+                    at = attempt.ranks[0].progress.status() if attempt.ranks else None
                     tell(stopped_sentence(number, at, _run_of(config, options)), error=True)
                 return code
             except DistributedFailure as failure:
@@ -357,14 +357,14 @@ class Meeting:
         return True
 
 
-def _attempt(arguments: list[str], job: Job, meeting: Meeting) -> int:
+def _run_attempt(arguments: list[str], attempt: Attempt, meeting: Meeting) -> int:
     """Start all ranks, with nothing left of an attempt before, and wait for them."""
     # A store for each attempt: in an old one ranks would read addresses of the dead.
-    store = meeting.open(job.requests)
+    store = meeting.open(attempt.requests)
     if store is None:
-        return job.requests.exit_code
-    job.ranks = start_ranks(arguments, meeting.places(store.port), job.directory)
-    return job.supervise()
+        return attempt.requests.exit_code
+    attempt.ranks = start_ranks(arguments, meeting.places(store.port), attempt.directory)
+    return attempt.supervise()
 
 
 def _reached(node: Node, deadline: float, requests: StopRequests) -> bool:

@@ -114,7 +114,7 @@ class LocalRank:
 
 
 @dataclass(slots=True)
-class Job:
+class Attempt:
     """All ranks of one attempt. `supervise` returns when none of them runs any more."""
 
     ranks: Sequence[LocalRank]

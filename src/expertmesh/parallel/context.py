@@ -44,7 +44,7 @@ from expertmesh.introspection.attention import (
     mixes_streams,
     registry_call,
 )
-from expertmesh.introspection.heads_proof import Share, StateHeads, state_heads
+from expertmesh.introspection.heads_proof import StateHeads, TensorCut, state_heads
 from expertmesh.parallel.tensor_plan import TensorPart, mixers, part_by_heads, said_of
 from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.patching import register_function
@@ -240,7 +240,7 @@ def _gathered_part(
         if _calls(model, name):
             part = part_by_heads(model, anatomy, name, layout.cp * layout.tp)
             dims = part.parameter_dims(module) if part.is_split else {}
-            known[kind] = replace(part, shares={leaf: Share(dim) for leaf, dim in dims.items()})
+            known[kind] = replace(part, shares={leaf: TensorCut(dim) for leaf, dim in dims.items()})
         else:
             known[kind] = _part_of(name, state_heads(module, layout.cp))
     return replace(known[kind], name=name)

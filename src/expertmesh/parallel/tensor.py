@@ -24,7 +24,7 @@ from expertmesh.compat import buffer_slots, parameter_slots
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
 from expertmesh.experts.lora_state import adapter_state, adapter_state_of
-from expertmesh.introspection.heads_proof import Share
+from expertmesh.introspection.heads_proof import TensorCut
 from expertmesh.parallel.packing import BySamples
 from expertmesh.parallel.tensor_plan import TensorPart
 from expertmesh.state.model_view import attach_to_module, module_state
@@ -50,7 +50,7 @@ class _Running:
     """The axes over which the part gathers, tp before cp."""
     leaf: str = ""
     """Name of the module in the part; "" is the part."""
-    shares: Mapping[str, Share] = field(default_factory=dict)
+    shares: Mapping[str, TensorCut] = field(default_factory=dict)
     """The tensors that cp cuts while the module runs, by name.
 
     Those of a convolution belong to the module around it, as its weights are read without calling its forward.
@@ -86,7 +86,7 @@ def split_parts(model: nn.Module, tensor: Sequence[TensorPart], context: Sequenc
 
 
 def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
-    owned: dict[str, dict[str, Share]] = {"": {}}
+    owned: dict[str, dict[str, TensorCut]] = {"": {}}
     for name, share in (each for axis in axes for each in axis.part.shares.items()):
         owner, _, leaf = name.rpartition(".")
         # Kernels read the weights of a convolution without calling it, so its mixin would never run.

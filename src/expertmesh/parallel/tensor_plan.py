@@ -23,7 +23,7 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.compat import child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.attention import counts_heads
-from expertmesh.introspection.heads_proof import Share, why_not_split
+from expertmesh.introspection.heads_proof import TensorCut, why_not_split
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.state.model_view import is_adapter, sharded
 
@@ -70,7 +70,7 @@ class TensorPart:
     """Norms over all heads of queries or of keys together."""
     why_whole: str = ""
     """The reason why every rank computes the full module, for the printed plan."""
-    shares: Mapping[str, Share] = field(default_factory=dict)
+    shares: Mapping[str, TensorCut] = field(default_factory=dict)
     """Under cp, the tensors that are cut while the module runs (introspection/heads_proof.py)."""
     counts: tuple[str, ...] = ()
     """Under cp, the attributes with a number of heads, divided while the module runs."""

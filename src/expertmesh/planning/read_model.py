@@ -96,7 +96,7 @@ def _figures(
     feasibility = Feasibility(model, plan, attention_heads, fp32)
     tensor_plan = feasibility.any_tensor_plan()
     context_plan = feasibility.any_context_plan()
-    reader = _Reader(model, plan, fp32, lora, tensor_plan, context_plan)
+    reader = _FiguresReader(model, plan, fp32, lora, tensor_plan, context_plan)
     kinds = alike(model, anatomy.blocks)
     firsts = [names[0] for names in kinds]
     latents, whole = shared_by_heads(model, tensor_plan), computed_whole(model, context_plan)
@@ -148,7 +148,7 @@ def computed_whole(model: nn.Module, plan: "ContextPlan") -> list[str]:
     return found
 
 
-class _Reader:
+class _FiguresReader:
     """Turns modules of a model on meta into groups and blocks; `around` are parameters outside blocks."""
 
     def __init__(

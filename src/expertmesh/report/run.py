@@ -141,7 +141,7 @@ class PlantedBug(_Frozen):
     status: Status
 
 
-class Verification(_Frozen):
+class ProofReport(_Frozen):
     """The part of verification.json (docs/verify.md) that the report shows."""
 
     format: Literal["expertmesh-proof"]
@@ -178,7 +178,7 @@ class Run:
     """None if the text cannot be read as a configuration."""
     metrics: Metrics
     record: RunRecord | None
-    verification: Verification | None
+    verification: ProofReport | None
     audit: Audit | None
     data: DataRecord | None
     checkpoints: tuple[int, ...]
@@ -250,7 +250,7 @@ def read_run(directory: Path) -> Run:
         config=config,
         metrics=metrics,
         record=_record(directory, notes),
-        verification=_json_file(directory / VERIFICATION_FILE, Verification, notes),
+        verification=_json_file(directory / VERIFICATION_FILE, ProofReport, notes),
         audit=_json_file(directory / AUDIT_FILE, Audit, notes),
         data=_json_file(directory / DATA_FILE, DataRecord, notes),
         checkpoints=tuple(step for step, _ in published(directory / CHECKPOINTS)),

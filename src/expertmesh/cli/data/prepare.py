@@ -19,7 +19,7 @@ from expertmesh.cli.data.check import checked_here, note_lines
 from expertmesh.config import Config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError
 from expertmesh.data import Preparation, PreparedData, Recipe, load_tokenizer
-from expertmesh.data.sources import Share
+from expertmesh.data.sources import RowShare
 from expertmesh.io.terminal import counted, plural
 from expertmesh.launcher.supervise import processors
 from expertmesh.training.startup.data import held_by_another
@@ -86,7 +86,7 @@ def _write(name: str, preparation: Preparation, building: Path, workers: int) ->
     running: dict[Connection, BaseProcess] = {}
     for index in range(workers):
         receiver, sender = context.Pipe(duplex=False)
-        arguments = preparation, building, Share(index, workers), sender
+        arguments = preparation, building, RowShare(index, workers), sender
         running[receiver] = context.Process(target=_work, args=arguments, daemon=True)
         running[receiver].start()
         sender.close()
@@ -120,7 +120,7 @@ def _refuse_dead(process: BaseProcess) -> None:
         )
 
 
-def _work(preparation: Preparation, building: Path, share: Share, sender: Connection) -> None:
+def _work(preparation: Preparation, building: Path, share: RowShare, sender: Connection) -> None:
     # One thread each: there are as many processes as processors.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     preparation.write_share(building, share, sender.send)

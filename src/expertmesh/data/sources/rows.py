@@ -66,7 +66,7 @@ def with_columns(rows: Iterator[RawRow | None], columns: Columns) -> Iterator[Ra
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RowShare:
     """The rows that one of several processes takes: blocks of neighbouring rows, in turn."""
 
     index: int = 0

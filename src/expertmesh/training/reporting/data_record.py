@@ -27,7 +27,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Piece(_Strict):
+class TextPiece(_Strict):
     """Consecutive tokens that are all targets, or all none."""
 
     text: str
@@ -43,7 +43,7 @@ class ShownSample(_Strict):
     """All of the sample."""
     targets: int
     """Target tokens, all of the sample."""
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     """Text of its first tokens."""
 
 
@@ -66,13 +66,13 @@ class DataRecord(_Strict):
     lengths: list[Bin]
 
 
-def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase, most: int) -> list[Piece]:
+def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase, most: int) -> list[TextPiece]:
     """Return the text of a sample's first `most` tokens, target by target."""
     tokens = zip(sample.input_ids[:most].tolist(), (sample.labels[:most] != IGNORE).tolist(), strict=True)
     pieces = []
     for is_target, group in groupby(tokens, key=itemgetter(1)):
         text = tokenizer.decode([token for token, _ in group], clean_up_tokenization_spaces=False)
-        pieces.append(Piece(text=str(text), is_target=is_target))
+        pieces.append(TextPiece(text=str(text), is_target=is_target))
     return pieces
 
 

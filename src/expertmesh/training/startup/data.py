@@ -30,7 +30,7 @@ from expertmesh.data import (
     load_tokenizer,
     padding_token_id,
 )
-from expertmesh.data.sources import Share
+from expertmesh.data.sources import RowShare
 from expertmesh.distributed.all_ranks import (
     from_rank_0,
     object_from_rank_0,
@@ -188,7 +188,7 @@ def _made(name: str, preparation: Preparation, say: Callable[[str], None]) -> Pr
     boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     dist.all_gather_object(hosts, f"{socket.gethostname()} {boot_id}")
     here = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
-    share = Share(here.index(dist.get_rank()), len(here))
+    share = RowShare(here.index(dist.get_rank()), len(here))
     building = preparation.building(f"{from_rank_0(uuid.uuid4().hex)}-{here[0]}")
     stale = ""
     with raise_on_all_ranks("looking for tokens of other rows"):
