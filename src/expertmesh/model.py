@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from expertmesh.adapters.base import remember_formats
 from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.adapters.plan import adapt
 from expertmesh.adapters.start import start
@@ -50,13 +51,15 @@ class ModelOptions:
     """The revision of `name`, for the config of an adapter."""
     num_labels: int | None = None
     """The number of labels of a sequence classifier; None for a language model."""
+    frozen: bool = False
+    """Freeze the weights, in precision.compute and precision.frozen, as under adapters; the model never trains."""
 
     @classmethod
     def of(cls, config: Config) -> "ModelOptions":
         """Take the options from a training config."""
         model = config.model
         return cls(
-            config.precision,
+            config.trained_precision,
             config.lora,
             model.attention,
             model.trust_remote_code,
@@ -212,19 +215,24 @@ def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions
     Only the headers of weights files are read, and only for weights that stay `as_published`.
     """
     precision, lora = options.precision, options.lora
+    trains = lora is None and not options.frozen
     model = build_meta_model(
         config,
-        getattr(torch, precision.params if lora is None else precision.compute),
+        getattr(torch, precision.params if trains else precision.compute),
         directory=directory,
         attention=None if options.attention == "auto" else options.attention,
         trust_remote_code=options.trust_remote_code,
         num_labels=options.num_labels,
     )
+    keeps = directory if precision.frozen == "as_published" else None
     if lora is not None:
         base = options.name or config.name_or_path or None
-        keeps = directory if precision.frozen == "as_published" else None
         adapt(model, lora, getattr(torch, precision.params), base, options.revision, keeps)
-    model.train()
+    if options.frozen:
+        model.requires_grad_(False)
+        if keeps is not None:
+            remember_formats(model, keeps)
+    model.train(not options.frozen)
     return model
 
 

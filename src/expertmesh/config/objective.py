@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_serializer, model_validator
 
-from expertmesh.config.base import Section, refuse
+from expertmesh.config.base import Name, Section, refuse
 from expertmesh.config.data import DataConfig
 from expertmesh.config.sections import MAX_FACTOR, LoraConfig
 
-ObjectiveName = Literal["sft", "dpo", "simpo", "orpo"]
+ObjectiveName = Literal["sft", "dpo", "simpo", "orpo", "distill"]
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 
 
@@ -37,6 +37,7 @@ OBJECTIVES: Mapping[ObjectiveName, Facts] = {
     "dpo": Facts(("beta",), at_reference=("ln 2", math.log(2))),
     "simpo": Facts(("beta", "gamma")),
     "orpo": Facts(("beta",)),
+    "distill": Facts(("teacher", "temperature", "kl", "sft_weight"), pairs=False, evaluated=()),
 }
 
 
@@ -47,12 +48,21 @@ class ObjectiveConfig(Section):
 
     name: ObjectiveName = "sft"
     """Cross-entropy of target tokens (sft), or a loss of pairs of responses: dpo (arXiv 2305.18290), simpo (2405.14734)
-    or orpo (2403.07691). Their data have the format preference; batch sizes then count pairs."""
+    or orpo (2403.07691). Their data have the format preference; batch sizes then count pairs. distill trains on the
+    rows of sft, towards the probabilities of a teacher."""
     beta: float = Field(default=0.1, gt=0, le=MAX_FACTOR)
     """Factor of the log-probabilities in the losses of dpo (the larger, the closer the model stays to the reference,
-    which is the model before its first step) and simpo, of the odds ratio's loss in orpo; not for sft."""
+    which is the model before its first step) and simpo, of the odds ratio's loss in orpo; not for sft or distill."""
     gamma: float = Field(default=0.5, ge=0, le=MAX_FACTOR)
     """Reward by which simpo wants a chosen response above the rejected one; for simpo alone."""
+    teacher: Name | None = None
+    """The model that distill learns from, as model.name_or_path; of the same vocabulary, and frozen."""
+    temperature: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
+    """Divisor of both models' logits in distill; its loss is the divergence times the square."""
+    kl: Literal["forward", "reverse"] = "forward"
+    """The divergence of distill: forward is KL(teacher || model), reverse KL(model || teacher)."""
+    sft_weight: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
+    """Factor of the cross-entropy that distill adds."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
@@ -63,6 +73,8 @@ class ObjectiveConfig(Section):
                 if (users := [name for name, facts in OBJECTIVES.items() if key in facts.keys])
             )
         )
+        if "teacher" in self.facts.keys and self.teacher is None:
+            refuse(f"objective.name is {self.name}, but objective.teacher is not set; name the model to learn from")
         return self
 
     @model_serializer(mode="wrap")
@@ -74,7 +86,7 @@ class ObjectiveConfig(Section):
         return OBJECTIVES[self.name]
 
     @property
-    def factors(self) -> dict[str, float]:
+    def options(self) -> dict[str, Any]:
         """The values of the keys that it takes beside its name."""
         return {key: getattr(self, key) for key in self.facts.keys}
 

@@ -88,7 +88,7 @@ class Config(Section):
             )
         problems += self._stream_problems()
         problems += self._figure_problems()
-        if self.precision.frozen is not None and self.lora is None:
+        if self.precision.frozen is not None and self.lora is None and self.objective.teacher is None:
             problems.append(
                 f"precision.frozen is {self.precision.frozen}, but without lora nothing is frozen; add lora or set "
                 "precision.frozen to null"
@@ -123,6 +123,11 @@ class Config(Section):
                 f"optim.stochastic_rounding is true, but precision.params is {self.precision.params}, which is not "
                 "rounded; set precision.params to bfloat16 or optim.stochastic_rounding to false"
             )
+        if self.objective.teacher is not None and self.moe.dispatch == "deepep":
+            problems.append(
+                "moe.dispatch is deepep, whose buffers two models on a device have not been proven to share, but "
+                f"objective {self.objective.name} has a teacher; set moe.dispatch to auto"
+            )
         if self.lora is not None and self.save.dtype != "auto":
             problems.append(
                 f"save.dtype is {self.save.dtype}, but lora is set: adapters are written in precision.params; remove "
@@ -130,6 +135,11 @@ class Config(Section):
             )
         refuse(*problems)
         return self
+
+    @property
+    def trained_precision(self) -> PrecisionConfig:
+        """The precision of the model that trains: without adapters nothing of it is frozen, but a teacher may be."""
+        return self.precision if self.lora is not None else self.precision.model_copy(update={"frozen": None})
 
     @property
     def weights_seed(self) -> int | None:

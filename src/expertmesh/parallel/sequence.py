@@ -136,7 +136,7 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
                     f"{key} {tuple(tensor.shape)} does not fit input_ids {(rows, length)}", key="data.batch-shape"
                 )
             longer[key] = F.pad(tensor, (0, missing), value=_PADDING[key])
-        elif key not in ("row_numbers", "reference"):  # one of each row
+        elif key not in ("row_numbers", "reference", "teacher"):  # one of each row
             raise InputError(
                 f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out",
                 key="data.batch-not-paddable",

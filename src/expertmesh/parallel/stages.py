@@ -161,7 +161,7 @@ def plan_cut(meta_model: nn.Module, anatomy: Anatomy, layout: Layout, frozen: Se
         frozen: names of the modules that will be frozen.
 
     Raises:
-        InputError: the model cannot be cut, or a rank would train nothing; names the module.
+        InputError: the model cannot be cut, or of a model that trains a rank would train nothing; names the module.
     """
     blocks = decoder_blocks(anatomy)
     refuse_few_blocks(len(blocks), layout)
@@ -177,7 +177,7 @@ def plan_cut(meta_model: nn.Module, anatomy: Anatomy, layout: Layout, frozen: Se
         if parameter.requires_grad and not any(is_inside(name, module) for module in frozen)
     ]
     for rank in range(layout.pp):
-        if not any(
+        if trained and not any(
             rank in ranks and (name == part or is_inside(name, part))
             for part, ranks in parts.items()
             for name in trained

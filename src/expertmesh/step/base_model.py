@@ -19,7 +19,7 @@ from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import counting, real_tokens_of
 from expertmesh.parallel.sequence import SequenceShare, sequence_share
 
-_NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens", "reference")
+_NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens", "reference", "teacher")
 
 
 def run_base(

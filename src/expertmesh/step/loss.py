@@ -13,9 +13,9 @@ parameters are partial sums (parallel/sequence.py).
     B rows, S positions, N target tokens here, C tokens of a chunk, H hidden, V vocabulary, W rows of it on this rank
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,8 @@ from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
 from expertmesh.step.base_model import base_name, head_of, model_inputs, run_base
-from expertmesh.step.objective import IGNORED, CrossEntropy, Objective, Term
+from expertmesh.step.divergence import divergence
+from expertmesh.step.objective import IGNORED, CrossEntropy, Objective, Term, TokenLosses
 from expertmesh.step.router_losses import active_router_losses
 
 # Parameters of a head with one row per word; an adapter's A has none.
@@ -70,14 +71,18 @@ class VocabularyShare:
 
         Collectives: all ranks of the tp group call it; two small all-reduces.
         """
+        self.refuse_other_rows(logits_CW)
+        loss_C: torch.Tensor = _CrossEntropy.apply(logits_CW, target_C - self.start, self.group)
+        return loss_C
+
+    def refuse_other_rows(self, logits_CW: torch.Tensor) -> None:
+        """Raise `InputError` unless the logits are those of this rank's rows."""
         if logits_CW.shape[-1] != self.stop - self.start:
             raise InputError(
                 f"parallel.tp: the model makes {logits_CW.shape[-1]} logits of {self.stop - self.start} rows of its "
                 "output embedding, so the vocabulary cannot be split; set parallel.tp to 1",
                 key="layout.tp-output-embedding",
             )
-        loss_C: torch.Tensor = _CrossEntropy.apply(logits_CW, target_C - self.start, self.group)
-        return loss_C
 
     def argmax(self, logits_CW: torch.Tensor) -> torch.Tensor:
         """Return the first token with the largest logit, `[C]`, equal on every rank of the group.
@@ -237,7 +242,7 @@ def loss_of_base(
     if not training and isinstance(model, FSDPModule):
         model.reshard()
     # Add the root's empty output, which is zero, so that it is in the graph and FSDP2's root hook runs in backward.
-    return Term(term.loss + empty_logits.sum().to(term.loss.dtype), term.figures_F)
+    return replace(term, loss=term.loss + empty_logits.sum().to(term.loss.dtype))
 
 
 def count_targets(labels: torch.Tensor) -> int:
@@ -282,8 +287,46 @@ class _Head:
 
     def losses(self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
         """Return the cross-entropies of one chunk, `[C]`. Collectives: two small all-reduces over the tp group."""
+        return self._cross_entropy(self.logits(hidden_CH), target_C, wide)
+
+    def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
+        """Return the logits of this rank's rows of the head, `[C, V]` or `[C, W]`. Collectives: none."""
         with nullcontext() if self.split is None else self.split.computing():
-            return self._cross_entropy(head_logits(self.model, hidden_CH, self.output), target_C, wide)
+            return head_logits(self.model, hidden_CH, self.output)
+
+    def distilled(
+        self, hidden_CH: torch.Tensor, target_C: torch.Tensor, teacher_CW: torch.Tensor, options: "_Distilling"
+    ) -> torch.Tensor:
+        """Return `TokenLosses.distilled` of each target, `[C]`. Collectives: as there, over the tp group."""
+        wide = _wide(hidden_CH)
+        logits_CW = self.logits(hidden_CH).to(wide)
+        if self.split is not None:
+            self.split.share.refuse_other_rows(teacher_CW)
+            self.split.share.refuse_other_rows(logits_CW)
+        loss_C = divergence(
+            logits_CW,
+            teacher_CW.to(wide),
+            temperature=options.temperature,
+            reverse=options.reverse,
+            group=None if self.split is None else self.split.share.group,
+        )
+        if not options.sft_weight:
+            return loss_C
+        return loss_C + options.sft_weight * self._cross_entropy(logits_CW, target_C, wide)
+
+    @contextmanager
+    def gathered(self) -> Iterator["_Head"]:
+        """Yield the head of a model that is not in a step, with its parameters gathered inside the block.
+
+        Collectives: every rank that shares the root calls it; at most one all-gather.
+        """
+        root = self.model if isinstance(self.model, FSDPModule) else None
+        if root is not None:
+            root.unshard()
+        # Views of the rows as they are now: gathering may have made other tensors.
+        yield self if self.split is None else replace(self, split=self.split.share.split(head_of(self.model)))
+        if root is not None:
+            root.reshard()
 
     def losses_and_hits(
         self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype
@@ -292,16 +335,14 @@ class _Head:
 
         Collectives: two more all-reduces over the tp group.
         """
-        with nullcontext() if self.split is None else self.split.computing():
-            logits_CV = head_logits(self.model, hidden_CH, self.output)
-            return self._cross_entropy(logits_CV, target_C, wide), self._largest(logits_CV) == target_C
+        logits_CV = self.logits(hidden_CH)
+        return self._cross_entropy(logits_CV, target_C, wide), self._largest(logits_CV) == target_C
 
     def largest(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """Return the first token with the largest logit, `[C]`. Collectives: two small all-reduces over the tp
         group.
         """
-        with nullcontext() if self.split is None else self.split.computing():
-            return self._largest(head_logits(self.model, hidden_CH, self.output))
+        return self._largest(self.logits(hidden_CH))
 
     def _largest(self, logits_CV: torch.Tensor) -> torch.Tensor:
         return logits_CV.argmax(-1) if self.split is None else self.split.share.argmax(logits_CV)
@@ -311,6 +352,15 @@ class _Head:
         if self.split is None:
             return F.cross_entropy(logits_CV.to(wide), target_C, reduction="none")
         return self.split.share.cross_entropy(logits_CV.to(wide), target_C)
+
+
+@dataclass(frozen=True, slots=True)
+class _Distilling:
+    """The options of `TokenLosses.distilled`."""
+
+    temperature: float
+    reverse: bool
+    sft_weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,8 +384,25 @@ class _TargetLosses:
 
     def total(self, weight_B: torch.Tensor | None = None) -> torch.Tensor:
         weight_N = None if weight_B is None else weight_B.index_select(0, self.row_N)
+        wide = _wide(self.hidden_NH)
+        return self._sum(lambda hidden_CH, part: self.head.losses(hidden_CH, self.target_N[part], wide), weight_N)
+
+    def distilled(self, teacher: TokenLosses, *, temperature: float, reverse: bool, sft_weight: float) -> torch.Tensor:
+        assert isinstance(teacher, _TargetLosses)
+        assert len(teacher.hidden_NH) == len(self.hidden_NH), "the teacher has run on other rows"
+        options = _Distilling(temperature, reverse, sft_weight)
+        with teacher.head.gathered() as other:
+
+            def losses(hidden_CH: torch.Tensor, part: slice) -> torch.Tensor:
+                with torch.no_grad():
+                    teacher_CW = other.logits(teacher.hidden_NH[part])
+                return self.head.distilled(hidden_CH, self.target_N[part], teacher_CW, options)
+
+            return self._sum(losses)
+
+    def _sum(self, losses: "_LossesOfChunk", weight_N: torch.Tensor | None = None) -> torch.Tensor:
         total: torch.Tensor = _HeadLoss.apply(
-            self.hidden_NH, self.target_N, weight_N, self.head, torch.is_grad_enabled(), *self.head.parameters()
+            self.hidden_NH, losses, weight_N, self.head, torch.is_grad_enabled(), *self.head.parameters()
         )
         return total
 
@@ -374,8 +441,12 @@ class _TargetLosses:
         return sums_B
 
 
+# Returns the losses `[C]` of the targets in a slice of all, by their hidden states `[C, H]`.
+_LossesOfChunk = Callable[[torch.Tensor, slice], torch.Tensor]
+
+
 class _HeadLoss(torch.autograd.Function):
-    """Sum the cross-entropy of target tokens, weighted or not. Forward computes the gradients chunk by chunk and keeps
+    """Sum the losses of target tokens, weighted or not. Forward computes the gradients chunk by chunk and keeps
     them for backward.
     """
 
@@ -383,7 +454,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_NH: torch.Tensor,
-        target_N: torch.Tensor,
+        losses: _LossesOfChunk,
         weight_N: torch.Tensor | None,
         head: _Head,
         training: bool,
@@ -399,7 +470,7 @@ class _HeadLoss(torch.autograd.Function):
             part = slice(start, start + head.chunk)
             with torch.set_grad_enabled(training):
                 hidden_CH = hidden_NH[part].detach().requires_grad_(training)
-                losses_C = head.losses(hidden_CH, target_N[part], wide)
+                losses_C = losses(hidden_CH, part)
                 loss = losses_C.sum() if weight_N is None else losses_C @ weight_N[part].to(wide)
                 total += loss.detach()
             if grad_hidden_NH is not None:

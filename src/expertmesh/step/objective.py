@@ -50,6 +50,21 @@ class TokenLosses(Protocol):
         Collectives: as `total`, and two more all-reduces per chunk.
         """
 
+    def distilled(
+        self, teacher: "TokenLosses", *, temperature: float, reverse: bool, sft_weight: float
+    ) -> torch.Tensor:
+        """Return this rank's share of the sum of temperature² · KL(teacher || model) over targets: 0-dim, with
+        gradients where they are enabled.
+
+        Args:
+            teacher: Another model's for the same targets, on the same ranks.
+            reverse: Take KL(model || teacher).
+            sft_weight: Add the cross-entropies times this.
+
+        Collectives: every rank that shares the rows calls it; two all-gathers of the teacher's root at most, and
+            seven small all-reduces per chunk over the tp group.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Term:

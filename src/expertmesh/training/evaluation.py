@@ -62,7 +62,8 @@ class Evaluation:
         totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
         with evaluating(model):
             for group in in_groups(batches, self.mesh, "evaluating"):
-                for term in evaluate_terms(model, self.objective.with_reference(model, group), objective):
+                compared, rows = self.objective.beside(model, group, objective)
+                for term in evaluate_terms(model, rows, compared):
                     totals += torch.cat([term.loss.double().view(1), term.figures_F])
         dist.all_reduce(totals)
         loss, *figures = totals.tolist()

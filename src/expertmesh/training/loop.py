@@ -172,7 +172,7 @@ class TrainingLoop:
         self.control.progress.at(number, "forward and backward")
         batches = [on_device(batch, self.mesh.device) for batch in step.micro_batches]
         objective = self.objective.over(rows=step.rows, target_tokens=step.target_tokens)
-        rows = self.objective.with_reference(self.model, batches)
+        objective, rows = self.objective.beside(self.model, batches, objective)
         losses = minimise(self.model, rows, objective, order=self.order)
         self.control.progress.at(number, "update")
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)

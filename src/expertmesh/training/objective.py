@@ -1,8 +1,10 @@
-"""Choose what a run minimises, and compute its reference if it has one: the model as it was before the first step.
+"""Choose what a run minimises, and compute what it compares the model with: a reference, the model as it was before
+the first step, or a teacher.
 
-With new adapters that is the base with adapters off, run beside each step. Otherwise its log-probabilities are computed
-once, of all pairs, before the first step, and every checkpoint has them: the weights to compute them again may be
-absent or changed when the run goes on, and a run that goes on has to minimise the same as before.
+With new adapters the reference is the base with adapters off, run beside each step. Otherwise its log-probabilities
+are computed once, of all pairs, before the first step, and every checkpoint has them: the weights to compute them again
+may be absent or changed when the run goes on, and a run that goes on has to minimise the same as before. A teacher is
+another model, which runs beside each step too (teacher.py).
 """
 
 import itertools
@@ -31,7 +33,9 @@ from expertmesh.io.terminal import tracked
 from expertmesh.step.forward_backward import Batch, evaluate_terms
 from expertmesh.step.objective import LogProbabilities, NextWords, Objective
 from expertmesh.step.objectives import objective_of
+from expertmesh.step.objectives.distill import Distill
 from expertmesh.training.reporting.first_loss import first_loss_lines, first_loss_of_pairs_lines
+from expertmesh.training.teacher import Teacher
 
 REFERENCE_FILE = "reference/log_probabilities.safetensors"
 
@@ -45,11 +49,13 @@ class RunObjective:
     """True if the data sets get a `reference` before the first step."""
     adapters_off: bool = False
     """True if each step runs the reference model as well."""
+    teacher: Teacher | None = None
+    """The model that it learns from, which each step runs as well."""
 
     @classmethod
-    def of(cls, config: Config) -> "RunObjective":
+    def of(cls, config: Config, teacher: Teacher | None = None) -> "RunObjective":
         if not config.objective.reference:
-            return cls(config.objective)
+            return cls(config.objective, teacher=teacher)
         # An adapter that is continued is part of what the run starts from.
         continued = config.checkpoint.resume_weights_only or (config.lora is not None and config.lora.from_adapter)
         new_adapters = config.lora is not None and not continued
@@ -57,9 +63,13 @@ class RunObjective:
 
     def line(self) -> str | None:
         """Return the line about the objective in the plan, or None."""
-        if not self.config.pairs:
+        if not self.config.facts.keys:
             return None
-        said = ", ".join([self.config.name, *(f"{key} {value:g}" for key, value in self.config.factors.items())])
+        options = self.config.options.items()
+        shown = [f"{key} {f'{value:g}' if isinstance(value, float) else value}" for key, value in options]
+        said = ", ".join([self.config.name, *shown])
+        if self.teacher is not None:
+            return f"{said}; the teacher is {self.teacher.kept}"
         if not self.config.reference:
             return f"{said}; no reference"
         reference = "the base with adapters off" if self.adapters_off else "its log-probabilities before the first step"
@@ -73,14 +83,19 @@ class RunObjective:
         """Return `over` without gradients, with the figures of an evaluation."""
         return objective_of(self.config, rows=rows, target_tokens=target_tokens, evaluated=True)
 
-    def with_reference(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return `batches` with all entries that the objective takes.
+    def beside(
+        self, model: nn.Module, batches: Sequence[Batch], objective: Objective
+    ) -> tuple[Objective, Sequence[Batch]]:
+        """Run what runs beside a step or an evaluation of `batches`, and return the objective and the batches with it.
 
-        Every rank calls it: a forward if each step runs the reference, else nothing.
+        Every rank calls it: a forward if each step runs the reference or a teacher, else nothing.
         """
+        if self.teacher is not None:
+            assert isinstance(objective, Distill)
+            return objective.beside(self.teacher.model, batches)
         if not self.adapters_off:
-            return batches
-        return [
+            return objective, batches
+        return objective, [
             batch if row_B is None else {**batch, "reference": row_B}
             for batch, row_B in zip(batches, self._of_reference(model, batches), strict=True)
         ]
@@ -120,7 +135,7 @@ class RunObjective:
 
     def first_loss_lines(self, model_config: Any, loss: float, target_tokens: int) -> Iterator[str]:
         """Return what the first step's loss means, for the terminal."""
-        if self.config.pairs:
+        if self.config.pairs or self.teacher is not None:
             return first_loss_of_pairs_lines(self.config, loss)
         return first_loss_lines(model_config, loss, target_tokens)
 

@@ -63,6 +63,9 @@ def load_state(run: Prepared, control: "Control") -> RunState:
         torch.manual_seed(config.train.seed + run.mesh.rank)  # generators come with a checkpoint
         if is_main:
             log.info(f"weights    {run.weights}, after step {step}; all else begins anew")
+    if (teacher := run.checked.objective.teacher) is not None:
+        say(control, "loading the teacher's weights")
+        teacher.load(run.mesh, control.audit)
     if run.checked.objective.precomputes:
         say(control, "the reference: log-probabilities of all pairs")
         run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)

@@ -1,10 +1,11 @@
 """Make the objective that a configuration names.
 
-Each objective of preference pairs has a file here, on the mechanism that they share (pairs.py).
+Each objective of preference pairs has a file here, on the mechanism that they share (pairs.py); distill has its own.
 """
 
 from expertmesh.config import ObjectiveConfig
 from expertmesh.step.objective import CrossEntropy, EvaluatedCrossEntropy, Objective
+from expertmesh.step.objectives.distill import Distill
 from expertmesh.step.objectives.dpo import Dpo
 from expertmesh.step.objectives.orpo import Orpo
 from expertmesh.step.objectives.pairs import PairObjective
@@ -15,6 +16,13 @@ OF_PAIRS: dict[str, type[PairObjective]] = {"dpo": Dpo, "simpo": Simpo, "orpo": 
 
 def objective_of(config: ObjectiveConfig, *, rows: int, target_tokens: int, evaluated: bool = False) -> Objective:
     """Return the objective of a step with that many rows and targets, or of an evaluation, with its figures."""
+    if config.teacher is not None:
+        return Distill(
+            count=target_tokens,
+            temperature=config.temperature,
+            reverse=config.kl == "reverse",
+            sft_weight=config.sft_weight,
+        )
     if config.pairs:
-        return OF_PAIRS[config.name](count=rows, **config.factors)
+        return OF_PAIRS[config.name](count=rows, **config.options)
     return EvaluatedCrossEntropy(target_tokens) if evaluated else CrossEntropy(target_tokens)

@@ -74,7 +74,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield f"per rank   {counts}, {gib(run.bytes_to_load)} to load"
     precision, lora = config.precision, plan_of(model)
     what, base = ("parameters", "") if lora is None else ("adapters", "base and ")
-    kept = "" if precision.frozen is None else f", experts and linear layers in {precision.frozen}"
+    kept = "" if precision.frozen is None or lora is None else f", experts and linear layers in {precision.frozen}"
     yield f"precision  {precision.params} {what}, {precision.compute} {base}compute, {precision.reduce} reduce{kept}"
     if plan.uncast:
         uncast = (name for name, _ in plan.view.meta.named_parameters() if name in plan.uncast)
@@ -102,7 +102,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     train, ranks, sequences = config.train, layout.data_ranks, "sequences"
     if objective := checked.objective.line():
         yield f"objective  {objective}"
-        sequences = "pairs"
+        sequences = "pairs" if config.objective.pairs else sequences
     yield (
         f"batch      {train.global_batch_size} {sequences} = {train.micro_batch_size} micro-batch × {ranks} data ranks "
         f"× {batches.accumulation} accumulation"

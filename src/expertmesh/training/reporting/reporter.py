@@ -248,7 +248,8 @@ def start_reports(
     with raise_on_all_ranks("opening the metrics"):
         if run.mesh.rank == 0:
             experts = run.checked.anatomy.experts[0]
-            vocabulary = None if run.config.objective.pairs else run.checked.vocab_size
+            objective = run.config.objective
+            vocabulary = None if objective.pairs or objective.teacher is not None else run.checked.vocab_size
             layer = MoeLayer(name=experts.name, experts=experts.num_experts, top_k=experts.top_k)
             reporter.collapse = Collapse(
                 vocabulary,

@@ -29,6 +29,7 @@ from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, expert_traff
 from expertmesh.step.forward_backward import Order
 from expertmesh.step.pipeline_schedule import interleaves
 from expertmesh.training.objective import RunObjective
+from expertmesh.training.teacher import Teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,17 @@ def check_model(
     directory: Path,
     world_size: int,
     ranks_per_node: int | None = None,
+    *,
+    weights: bool = True,
 ) -> Checked:
-    """Build the model on meta and plan its shards. Raises `InputError` for what `config` cannot do with it."""
+    """Build the model on meta and plan its shards, and those of a teacher.
+
+    Args:
+        weights: Whether the weights of a teacher on the hub are downloaded.
+
+    Raises:
+        InputError: `config` cannot be done with it.
+    """
     refuse_length("data.max_length", config.data.max_length, model_config)
     if config.objective.reference:
         _refuse_noise(config.objective.name, model_config)
@@ -95,8 +105,11 @@ def check_model(
     layout = resolve_layout(config.parallel, world_size, experts, ranks_per_node, traffic)
     accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
     _refuse_interleaving(layout, accumulation)
+    teacher = Teacher.of(config, model_config, layout, weights=weights)
     if config.data.packing:
         _refuse_packing(config, model)
+    if teacher is not None:
+        _refuse_rows(config, teacher)
     check_adapter(model)
     plan = plan_model(model, layout, options)
     order, why = choose_order(
@@ -107,16 +120,15 @@ def check_model(
         refuse=partial(refuse_by_layer, plan, layout.pp),
     )
     reason = ep_reason(config.parallel, layout, traffic, ranks_per_node)
-    return Checked(
-        model_config, directory, model, plan, order, why, reason, RunObjective.of(config), config.weights_seed
-    )
+    objective = RunObjective.of(config, teacher)
+    return Checked(model_config, directory, model, plan, order, why, reason, objective, config.weights_seed)
 
 
 def shard_options(config: Config) -> ShardOptions:
     """Return what `config` says about sharding, beside the layout."""
     train = config.train
     return ShardOptions(
-        config.precision, config.moe, checkpointing_mode(config), train.checkpoint_layers, train.compile
+        config.trained_precision, config.moe, checkpointing_mode(config), train.checkpoint_layers, train.compile
     )
 
 
@@ -259,6 +271,16 @@ def _refuse_noise(objective: str, model_config: PreTrainedConfig) -> None:
                 f"reference does not have; set {key} to 0.0 in the model's config.json",
                 key="model.noise-in-training",
             )
+
+
+def _refuse_rows(config: Config, teacher: Teacher) -> None:
+    """Refuse rows that the teacher cannot read."""
+    try:
+        refuse_length("data.max_length", config.data.max_length, teacher.model_config)
+        if config.data.packing:
+            _refuse_packing(config, teacher.model)
+    except InputError as error:
+        raise InputError(f"objective.teacher {config.objective.teacher}: {error}", key=error.key) from error
 
 
 def _refuse_packing(config: Config, model: nn.Module) -> None:

@@ -68,14 +68,14 @@ def preflight(
             key="weights.not-quantised",
         )
     try:
-        checked = check_model(here, model_config, directory, world_size, ranks_per_node)
+        checked = check_model(here, model_config, directory, world_size, ranks_per_node, weights=weights)
     except MissingHereError as error:
         if notes is None:
             raise
         notes.append(error)
         moe = config.moe.model_copy(update={"dispatch": "auto", "kernels": "auto"})
         here = here.model_copy(update={"moe": moe})
-        checked = check_model(here, model_config, directory, world_size, ranks_per_node)
+        checked = check_model(here, model_config, directory, world_size, ranks_per_node, weights=weights)
     load_tokenizer(model, config.data.chat_template)
     with _noted(notes):
         checked = replace(checked, checkpoint_bytes=refuse_disk(config, checked.model))
@@ -106,9 +106,13 @@ def refuse_weights(checked: Checked) -> None:
     For one process of the job: of a large model the headers take seconds, and each rank reads them when its shards are
     known (`bytes_to_read`). Raises what loading raises before it reads: also `IntegrityError` and `SecurityError`.
     """
-    view = ModelView(checked.model)
-    with open_weights(view, checked.directory, checked.weights_seed) as files:
-        plan_load(view, files)
+    teacher = checked.objective.teacher
+    models = [(checked.model, checked.directory, checked.weights_seed)]
+    models += [] if teacher is None else [(teacher.model, teacher.directory, None)]
+    for model, directory, seed in models:
+        view = ModelView(model)
+        with open_weights(view, directory, seed) as files:
+            plan_load(view, files)
 
 
 def refuse_config(config: Config, *, names_data: bool = True) -> None:

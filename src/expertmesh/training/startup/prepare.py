@@ -114,6 +114,8 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
     say(control, "sharding the model")
     torch.manual_seed(train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)
+    if checked.objective.teacher is not None:
+        checked.objective.teacher.shard(mesh)
     with raise_on_all_ranks("reading the headers of the weights"):
         to_load = 0 if checked.weights_seed is not None else bytes_to_read(checked.model, checked.directory)
     with raise_on_all_ranks("writing the configuration"):

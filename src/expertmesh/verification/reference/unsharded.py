@@ -92,6 +92,25 @@ def preference_loss(
     raise AssertionError(f"objective {objective.name} is not of pairs, or has no plain loss here")
 
 
+def distillation_losses(
+    logits: Tensor, token_losses: Tensor, teacher_logits: Tensor, batch: Batch, objective: ObjectiveConfig
+) -> Tensor:
+    """Return the loss of each target under a distillation, `[targets]` in fp32 or wider.
+
+    Args:
+        logits: The model's, and `token_losses` its cross entropies, as `forward` returns them.
+        teacher_logits: The teacher's, `[B, S, V]`.
+        objective: Its divergence, temperature and weight of the cross entropy.
+    """
+    predicting = batch.labels_BS[:, 1:] != IGNORE
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    both = (each[:, :-1][predicting].to(wide) / objective.temperature for each in (logits, teacher_logits))
+    own, other = (each.log_softmax(-1) for each in both)
+    of, under = (own, other) if objective.kl == "reverse" else (other, own)
+    losses = objective.temperature**2 * F.kl_div(under, of, reduction="none", log_target=True).sum(-1)
+    return losses + objective.sft_weight * token_losses
+
+
 def row_log_probabilities(token_losses: Tensor, batch: Batch) -> Tensor:
     """Return the log-probability of the targets of each row, `[B]` in fp64."""
     counts = (batch.labels_BS[:, 1:] != IGNORE).sum(dim=1).tolist()
