@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,15 @@ from expertmesh.config import Config
 from expertmesh.data import IGNORE, BatchLayout, build_dataset
 from expertmesh.state.shards import local_tensor
 from expertmesh.step import loss as step_loss
-from expertmesh.step.divergence import divergence
-from expertmesh.step.objectives import distill
+from expertmesh.step.forward_backward import minimise
+from expertmesh.step.loss import count_targets, head_logits
 from expertmesh.step.objectives.distill import Distill
+from expertmesh.training import loop
 from expertmesh.training.run import train
 from expertmesh.training.teacher import Teacher
 from expertmesh.verification.reference import unsharded
-from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.reference import of_all_stages, worst
+from tests.support.reference import worst
 from tests.training.dpo_by_trl import ByTrl
 from tests.training.test_dpo_parity import ADAPTED, LAYOUTS, LORA, train_keeping_gradients
 from tests.training.tiny_run import metrics, run_config, write_inputs
@@ -42,6 +44,7 @@ OTHERS = {
     "interleaved": (2, ["parallel.pp=2", "parallel.ep=1", "parallel.pp_virtual_stages=2"]),
 }
 STEPS = 3
+CHUNK = 5  # of targets: several of each micro-batch, and a part of one at its end
 
 
 def options(inputs: Path, **changes: Any) -> str:
@@ -86,8 +89,8 @@ def plain_losses(config: Config, model: Any, teacher: Any, samples: list[unshard
     predicting = batch.labels_BS[:, 1:] != IGNORE
     own, other = ((each[:, :-1][predicting] / 2.0).softmax(-1) for each in (logits, other_logits))
     of, under = (own, other) if objective.kl == "reverse" else (other, own)
-    divergence = (of * (of / under).log()).sum(-1)
-    torch.testing.assert_close(got, 4.0 * divergence + 0.25 * token_losses, rtol=1e-9, atol=1e-12)
+    plain = (of * (of / under).log()).sum(-1)
+    torch.testing.assert_close(got, 4.0 * plain + 0.25 * token_losses, rtol=1e-9, atol=1e-12)
     return got
 
 
@@ -139,7 +142,9 @@ def start_adapter(config: Config, directory: Path) -> None:
 
 
 def train_beside_a_teacher(config: Config, tamper: Callable[[], Any] | None = None) -> dict[str, Tensor]:
-    """The run and its gradients. The teacher's parameters have none, and stay as they were read."""
+    """The run and its gradients. The teacher's parameters have none, and stay as they were read; no more logits than a
+    chunk's exist at once.
+    """
     teachers: list[tuple[Teacher, list[Tensor]]] = []
     load = Teacher.load
 
@@ -147,11 +152,24 @@ def train_beside_a_teacher(config: Config, tamper: Callable[[], Any] | None = No
         load(teacher, *args)
         teachers.append((teacher, [local_tensor(each).clone() for each in teacher.model.parameters()]))
 
-    with mock.patch.object(Teacher, "load", keeping):
+    def in_chunks(*args: Any, **kwargs: Any) -> Any:
+        return minimise(*args, chunk_tokens=CHUNK, **kwargs)
+
+    def few_logits(model: Any, hidden_CH: Tensor, *output: Any) -> Tensor:
+        assert len(hidden_CH) <= CHUNK
+        return head_logits(model, hidden_CH, *output)
+
+    patched = (
+        mock.patch.object(Teacher, "load", keeping),
+        mock.patch.object(loop, "minimise", in_chunks),
+        mock.patch.object(step_loss, "head_logits", few_logits),
+    )
+    with patched[0], patched[1], patched[2] if not config.data.eval else nullcontext():
         gradients = train_keeping_gradients(config, tamper)
     ((teacher, before),) = teachers
     for parameter, value in zip(teacher.model.parameters(), before, strict=True):
-        assert parameter.grad is None and not parameter.requires_grad
+        assert parameter.grad is None
+        assert not parameter.requires_grad
         assert torch.equal(local_tensor(parameter), value)
     return gradients
 
@@ -175,7 +193,7 @@ def check(output: Path, gradients: dict[str, Tensor], expected: ByTrl) -> None:
     assert worst(trained, wanted[1])[0] <= TOLERANCE, worst(trained, wanted[1])
 
 
-@pytest.mark.slow_cases(r"(?!ep|by layer|pp$|cp$).*", why="an axis with experts, an order, stages and cut rows stay")
+@pytest.mark.slow_cases(r"(?!by layer|pp$).*", why="stages stay, and the other order with experts on two ranks")
 @pytest.mark.parametrize("layout", {**LAYOUTS, **OTHERS})
 def test_every_layout_equals_the_unsharded_models(
     inputs: Path, tmp_path: Path, by_hand: Callable[..., ByTrl], layout: str
@@ -185,3 +203,57 @@ def test_every_layout_equals_the_unsharded_models(
     own = [options(inputs, kl=kl), *(each for each in chosen if each.startswith(("data.", "train.global")))]
     config = distill_config(inputs, tmp_path / "run", *EXACT, *own, *chosen)
     check(tmp_path / "run", run_ranks(train_beside_a_teacher, world, config)[0], by_hand(*own))
+
+
+@pytest.mark.slow(why="the whole model's layouts stay")
+@pytest.mark.parametrize("layout", {**ADAPTED, "by layer": OTHERS["by layer"]})
+def test_adapters_equal_stock_pefts(inputs: Path, tmp_path: Path, by_hand: Callable[..., ByTrl], layout: str) -> None:
+    world, chosen = {**ADAPTED, **OTHERS}[layout]
+    own = [options(inputs, kl="reverse"), LORA]
+    config = distill_config(inputs, tmp_path / "run", *EXACT, *own, *chosen)
+    check(tmp_path / "run", run_ranks(train_beside_a_teacher, world, config)[0], by_hand(*own))
+
+
+@pytest.mark.slow(why="the steps of the layouts stay")
+@pytest.mark.parametrize("world_and_layout", [(2, "parallel.pp=2"), (4, "parallel.tp=2")])
+def test_an_evaluation_has_the_plain_loss(
+    inputs: Path, tmp_path: Path, by_hand: Callable[..., ByTrl], world_and_layout: tuple[int, str]
+) -> None:
+    world, layout = world_and_layout
+    rows = (inputs / "train.jsonl").read_text().splitlines(keepends=True)
+    (inputs / "eval.jsonl").write_text("".join(rows[: STEPS * 4]))
+    own = options(inputs)
+    config = distill_config(
+        inputs, tmp_path / "run", *EXACT, own, layout, f"data.eval=[{{path: {inputs / 'eval.jsonl'}}}]"
+    )
+    run_ranks(train, world, config)
+    row = metrics(tmp_path / "run")[-1]
+    assert row["eval_loss"] == pytest.approx(by_hand(own).evaluation["eval_loss"], rel=TOLERANCE)
+
+
+def temperature_not_squared() -> None:
+    plain = step_loss.divergence
+    step_loss.divergence = lambda *args, **given: plain(*args, **given) / given["temperature"]  # type: ignore[assignment]
+
+
+def divergence_the_other_way() -> None:
+    plain = step_loss.divergence
+    step_loss.divergence = lambda *args, **given: plain(*args, **{**given, "reverse": not given["reverse"]})  # type: ignore[assignment]
+
+
+def targets_of_this_rank() -> None:
+    term = Distill.term
+    Distill.term = lambda self, losses, batch: term(replace(self, count=count_targets(batch["labels"])), losses, batch)  # type: ignore[method-assign]
+
+
+@pytest.mark.slow_cases(r"(?!targets).*", why="the normalisation stays")
+@pytest.mark.parametrize("bug", [temperature_not_squared, divergence_the_other_way, targets_of_this_rank])
+def test_a_planted_bug_is_seen(
+    inputs: Path, tmp_path: Path, by_hand: Callable[..., ByTrl], bug: Callable[[], None]
+) -> None:
+    own = options(inputs)
+    config = distill_config(inputs, tmp_path / "run", *EXACT, own, "parallel.ep=2")
+    gradients = run_ranks(train_keeping_gradients, 2, config, bug)[0]
+    assert worst(gradients, by_hand(own).gradients)[0] > 1e-3
+    with pytest.raises(AssertionError):
+        check(tmp_path / "run", gradients, by_hand(own))

@@ -104,6 +104,30 @@ JOBS = {
         {"ep 2 = ep 4", "packed = separate samples", *ADAPTERS},
         self_test=True,
     ),
+    "distill": Job(
+        "qwen3_moe",
+        2,
+        (
+            "parallel.cp=2",
+            "parallel.ep=2",
+            "precision.frozen=float8",
+            "objective={name: distill, teacher: TEACHER, temperature: 2.0}",
+        ),
+        {"ep 2 = ep 4", *ADAPTERS},
+        self_test=True,
+    ),
+    "distill, adapters": Job(
+        "qwen3_moe",
+        4,
+        (
+            "parallel.tp=2",
+            "parallel.ep=2",
+            "precision={params: float32, compute: bfloat16, frozen: nf4}",
+            "objective={name: distill, teacher: TEACHER, kl: reverse, sft_weight: 0.5}",
+            "lora={r: 4, dropout: 0.1, targets: [attention, experts]}",
+        ),
+        {"saved model in plain transformers"},
+    ),
     "orpo, adapters": Job(
         "qwen3_moe",
         4,
@@ -124,7 +148,7 @@ JOBS = {
 
 @pytest.mark.slow_cases(r"bytes of cp", why="the bytes of tp and pp stay")
 @pytest.mark.slow_cases(
-    r"(adapters.*|tp|bfloat16, biases|hybrid, recomputed|float64|cp|dpo.*|simpo|orpo.*|packed)",
+    r"(adapters.*|tp|bfloat16, biases|hybrid, recomputed|float64|cp|dpo.*|simpo|orpo.*|distill.*|packed)",
     why="pp stays, and every planted bug of test_mutations.py",
 )
 @pytest.mark.parametrize("kind", JOBS)
@@ -133,7 +157,9 @@ def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs", job.family)
     (tmp_path / "runs").mkdir()
     configured = preference_config if re.match(r"dpo|simpo|orpo", kind) else run_config
-    config = configured(inputs, tmp_path / "runs" / "run", *job.overrides)
+    teacher = write_inputs(tmp_path / "teacher", job.family, num_experts=16) if kind.startswith("distill") else inputs
+    overrides = [each.replace("TEACHER", str(teacher / "model")) for each in job.overrides]
+    config = configured(inputs, tmp_path / "runs" / "run", *overrides)
     before = set(tmp_path.rglob("*"))
     options = VerifyOptions(tokens=256, only=job.only, self_test=job.self_test, report=str(tmp_path / "report.json"))
     reports: list[Report] = run_ranks(verify, job.ranks, config, Control(arguments=options.dump()))

@@ -17,7 +17,7 @@ from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, explicit, nod
 from expertmesh.io.terminal import gib, plural
 from expertmesh.planning.hardware import Devices, hardware_table, name_of
 from expertmesh.planning.probe import NotProbed
-from expertmesh.planning.read_model import figures_of_plan
+from expertmesh.planning.read_model import figures_of_plan, figures_of_teacher
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, plan, supported_mode
 from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
@@ -85,10 +85,10 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
         return Forecast(f"nothing: there is no plan for {error}")
     found = _candidate(config, job, checked.layout)
     warning = _memory_warning(job, found)
-    memory, timed = found.memory.total, not checked.objective.adapters_off
+    memory, timed = found.memory.total, not checked.objective.runs_another
     prediction = Prediction(peak_memory_bytes=memory)
     notes = [f"{gib(round(memory))} of tensors a rank"]
-    if timed:  # else each step runs the reference as well
+    if timed:  # else each step runs the reference or a teacher as well
         prediction = Prediction(
             step_seconds=found.speed.seconds, tokens_per_second=found.tokens_per_second, peak_memory_bytes=memory
         )
@@ -184,7 +184,8 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     layers = config.train.checkpoint_layers
     size, optimizer = config.train.global_batch_size, config.optim.name
     order, dispatch = OrderWish.of(config.train), config.moe.dispatch
-    return Job(figures, devices, size, optimizer, layers=layers, dispatch=dispatch, order=order)
+    teacher = figures_of_teacher(checked.objective.teacher, length=length, packed=packed, device=kind)
+    return Job(figures, devices, size, optimizer, layers=layers, dispatch=dispatch, order=order, teacher=teacher)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

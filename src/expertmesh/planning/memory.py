@@ -252,12 +252,12 @@ def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
     (_, worst), stage = max(found, key=lambda each: each[0][0])
     state = resident_state(workload.model, workload.layout, stage, workload.optimizer)
     return Memory(
-        frozen=state.frozen,
+        frozen=state.frozen + memory.teacher_state(stage),
         master=state.master,
         gradients=state.master * worst.accumulated,
         moments=state.moments,
         unsharded=worst.unsharded,
-        activations=worst.activations,
+        activations=worst.activations + memory.teacher_hidden(stage),
         dispatch=worst.dispatch,
         logits=worst.logits,
         working=worst.working,
@@ -353,11 +353,28 @@ class RankMemory:
         # torch's cross-entropy makes two more in backward, after those of its input are freed; ours of a part of the
         # vocabulary (step/loss.py) makes them in forward.
         logits = chunk * vocabulary * (3 * wide if self.layout.tp == 1 else compute * (compute < wide) + 2 * wide)
+        teacher = self.workload.teacher
+        if teacher is not None:
+            # The teacher's as its head gives them; of both models the logits or probabilities, and a product of them.
+            logits = chunk * vocabulary * (4 * wide + compute)
+            logits += group_bytes(teacher.root, self.sharding.ranks, self.layout.tp).gathered
         product = chunk * vocabulary * (compute + wide * (compute < wide)) + head * compute
         again = head * compute if chunks > 1 else 0.0
         # At the end the sum is rounded, while the last chunk's own gradient and logits are still there.
         rounding = 2 * head * compute + (targets - (chunks - 1) * chunk) * vocabulary * compute
         return 3 * rows - self.head_input + head * wide + max(logits + again, product + again, rounding)
+
+    def teacher_state(self, stage: int) -> float:
+        """Return the bytes of a teacher's shards on one pp rank."""
+        teacher = self.workload.teacher
+        return 0.0 if teacher is None else resident_state(teacher, self.layout, stage).frozen
+
+    def teacher_hidden(self, stage: int) -> float:
+        """Return the bytes of a teacher's hidden states for all targets of a step, which the last pp rank keeps."""
+        teacher = self.workload.teacher
+        if teacher is None or stage != self.layout.pp - 1:
+            return 0.0
+        return self.batch.accumulation * self.targets * teacher.hidden * teacher.compute_bytes
 
     def peak(self, stage: int) -> tuple[float, Moment]:
         """Return the most bytes of everything that one pp rank holds, and when."""
@@ -369,7 +386,8 @@ class RankMemory:
             if held > most:
                 most, worst = held, moment
         assert worst is not None
-        return most + state.frozen + state.master + state.moments, worst
+        beside = self.teacher_state(stage) + self.teacher_hidden(stage)
+        return most + beside + state.frozen + state.master + state.moments, worst
 
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yield every moment of a step at which the peak of one pp rank can be."""

@@ -33,6 +33,7 @@ from expertmesh.planning.model_figures import (
 from expertmesh.planning.probe import NotProbed, Packed, kept_apart, probe
 from expertmesh.state.model_view import is_adapter
 from expertmesh.training.optimizers.matrices import matrices_of
+from expertmesh.training.teacher import Teacher
 from expertmesh.weights.meta_model import kept_in_fp32
 
 if TYPE_CHECKING:
@@ -83,6 +84,13 @@ def figures_of_plan(
         stack.enter_context(cast_on_meta(wide, torch.float32))
         apart = kept_apart(meta_model, plan.anatomy, device, compute) if packed else "no"
         return _figures(meta_model, plan, fp32, length=length, lora=lora, packed=apart)
+
+
+def figures_of_teacher(teacher: Teacher | None, *, length: int, packed: bool, device: str) -> ModelFigures | None:
+    """Return the figures of a teacher, of which nothing trains; None without one. Arguments as in `figures_of`."""
+    if teacher is None:
+        return None
+    return figures_of_plan(teacher.plan, length=length, lora=None, packed=packed, device=device)
 
 
 def _figures(

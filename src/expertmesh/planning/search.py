@@ -54,6 +54,8 @@ class Job:
     dispatch: str = "auto"
     """moe.dispatch."""
     order: OrderWish = field(default_factory=OrderWish)
+    teacher: ModelFigures | None = None
+    """The frozen model that the objective learns from."""
 
     @property
     def budget(self) -> float:
@@ -174,7 +176,9 @@ def cards_that_fit(job: Job) -> tuple[float, list[int]]:
 
     The device trains one sequence at a time, in the mode that recomputes most.
     """
-    alone = Workload(job.model, Layout(offload=job.offload), Batch(1, 2), modes(job.model)[-1], job.layers)
+    alone = Workload(
+        job.model, Layout(offload=job.offload), Batch(1, 2), modes(job.model)[-1], job.layers, teacher=job.teacher
+    )
     needed = memory_of(alone, overhead=ALONE).total
     return needed, [size for size in CARDS if needed <= size * GIB * (1 - job.devices.hardware.headroom)]
 
@@ -183,7 +187,9 @@ def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) ->
     """Return the memory and time of one layout with a mode and a batch, in the order that `train` would take."""
     on_cpu = job.devices.name == "cpu"
     nodes = nodes_of_ep(layout, job.devices.per_node) if job.dispatch == "hierarchical" else 1
-    workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, on_cpu, job.optimizer, nodes)
+    workload = Workload(
+        job.model, layout, batch, mode, job.layers, job.imbalance, on_cpu, job.optimizer, nodes, job.teacher
+    )
     buffers = deepep.buffer_bytes(layout, job.model.hidden) if job.dispatch == "deepep" and layout.ep > 1 else 0
     overhead = job.devices.hardware.overhead + buffers
 

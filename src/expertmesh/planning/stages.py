@@ -122,6 +122,8 @@ class Workload:
     optimizer: OptimizerName = "adamw"
     ep_nodes: int = 1
     """Nodes that an EP group sends rows to before ranks (moe.dispatch: hierarchical); 1 sends to ranks."""
+    teacher: ModelFigures | None = None
+    """The frozen model that the objective learns from."""
 
     def rank(self, stage: int) -> PipelineRank:
         layout = self.layout

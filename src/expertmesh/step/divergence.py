@@ -27,6 +27,8 @@ def divergence(
     words without probability.
 
     Args:
+        logits_CW: The model's, in the dtype to compute in.
+        teacher_CW: The teacher's, in any dtype.
         group: The ranks that have the other words; None if this rank has all.
 
     Collectives: all ranks of `group` call it; five small all-reduces. The result is equal on all of them.
@@ -46,12 +48,12 @@ class _Divergence(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         own_CW = _log_probabilities(logits_CW / temperature, group)
-        other_CW = _log_probabilities(teacher_CW / temperature, group)
+        other_CW = _log_probabilities(teacher_CW.to(logits_CW.dtype, copy=True).div_(temperature), group)
         p_CW = (own_CW if reverse else other_CW).exp()
-        ratio_CW = own_CW - other_CW if reverse else other_CW - own_CW
+        ratio_CW = own_CW.sub_(other_CW) if reverse else other_CW.sub_(own_CW)
         # Not a product: a word without probability in both models has a ratio of NaN.
         ratio_CW.masked_fill_(p_CW == 0, 0.0)
-        value_C = (p_CW * ratio_CW).sum(-1)
+        value_C = torch.linalg.vecdot(p_CW, ratio_CW)
         if group is not None:
             dist.all_reduce(value_C, group=group)
         gradient_CW = ratio_CW.sub_(value_C.unsqueeze(1)).mul_(p_CW) if reverse else own_CW.exp_().sub_(p_CW)
@@ -74,4 +76,5 @@ def _log_probabilities(logits_CW: torch.Tensor, group: dist.ProcessGroup | None)
     total_C = logits_CW.exp().sum(-1)
     if group is not None:
         dist.all_reduce(total_C, group=group)
-    return logits_CW.sub_(total_C.log().unsqueeze(1))
+    log_probability_CW: torch.Tensor = logits_CW.sub_(total_C.log().unsqueeze(1))
+    return log_probability_CW

@@ -305,7 +305,7 @@ class _Head:
             self.split.share.refuse_other_rows(logits_CW)
         loss_C = divergence(
             logits_CW,
-            teacher_CW.to(wide),
+            teacher_CW,
             temperature=options.temperature,
             reverse=options.reverse,
             group=None if self.split is None else self.split.share.group,

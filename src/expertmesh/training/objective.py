@@ -61,6 +61,11 @@ class RunObjective:
         new_adapters = config.lora is not None and not continued
         return cls(config.objective, not new_adapters, new_adapters)
 
+    @property
+    def runs_another(self) -> bool:
+        """True if each step runs another model as well: the reference or a teacher."""
+        return self.adapters_off or self.teacher is not None
+
     def line(self) -> str | None:
         """Return the line about the objective in the plan, or None."""
         if not self.config.facts.keys:

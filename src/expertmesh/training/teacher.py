@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertmesh.config import Config, PrecisionConfig
+from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.model import ModelOptions, build_model, load_weights, plan_model
@@ -52,16 +52,14 @@ class Teacher:
                 name, trust_remote_code=config.model.trust_remote_code, weights=weights
             )
             _refuse_other_vocabulary(model_config, student)
-            return cls.planned(config, model_config, directory, layout, config.precision)
+            return cls.planned(config, model_config, directory, layout)
         except InputError as error:
             raise type(error)(f"objective.teacher {name}: {error}", key=error.key) from error
 
     @classmethod
-    def planned(
-        cls, config: Config, model_config: PreTrainedConfig, directory: Path, layout: Layout, precision: PrecisionConfig
-    ) -> "Teacher":
+    def planned(cls, config: Config, model_config: PreTrainedConfig, directory: Path, layout: Layout) -> "Teacher":
         """Return the model of `model_config` on meta, planned for `layout`. No communication."""
-        precision = precision.model_copy(update={"params": precision.compute})
+        precision = config.precision.model_copy(update={"params": config.precision.compute})
         options = replace(ModelOptions.of(config), precision=precision, lora=None, frozen=True)
         model = build_model(model_config, directory, options)
         # It is not balanced, and runs without gradients: nothing is counted or recomputed.

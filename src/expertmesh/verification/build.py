@@ -10,13 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.start import start as start_adapters
-from expertmesh.config import ParallelConfig, PrecisionConfig
-from expertmesh.distributed.mesh import init_mesh, set_timeout
+from expertmesh.config import Config, ParallelConfig, PrecisionConfig
+from expertmesh.distributed.mesh import Mesh, init_mesh, set_timeout
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.checkpointing import checkpointing_mode
 from expertmesh.training.objective import RunObjective
 from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options
+from expertmesh.training.teacher import Teacher
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference.weights import set_adapters
 from expertmesh.verification.setup import Setup
@@ -47,10 +48,10 @@ def build(
     precision = precision or config.precision
     mesh = init_mesh(parallel or config.parallel, num_experts=setup.anatomy.num_experts)
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
-    options = replace(ModelOptions.of(config), precision=precision)
-    if options.attention == "flash_attention_2" and precision.compute != "bfloat16":
-        options = replace(options, attention="sdpa")
-    shards = replace(shard_options(config), precision=precision)
+    if config.model.attention == "flash_attention_2" and precision.compute != "bfloat16":
+        config = config.model_copy(update={"model": config.model.model_copy(update={"attention": "sdpa"})})
+    config = config.model_copy(update={"precision": precision})
+    options, shards = ModelOptions.of(config), shard_options(config)
     if config.moe.dispatch == "deepep" and (precision.compute != "bfloat16" or parallel is not None):
         shards = replace(shards, moe=config.moe.model_copy(update={"dispatch": "auto"}))
     if checkpointing is not None:
@@ -61,10 +62,20 @@ def build(
     start_adapters(model, config.train.seed)
     set_adapters(model)
     optimizer = build_optimizer(model, config.optim, config.train.seed, getattr(torch, precision.compute))
-    job = Job(setup, mesh, model, optimizer, precision)
+    job = Job(setup, mesh, model, optimizer, precision, _load_teacher(setup, config, mesh))
     if setup.steps[0].minimised.reference and setup.steps[0].dataset.reference is None:
         _make_up_reference(job)
     return job
+
+
+def _load_teacher(setup: Setup, config: Config, mesh: Mesh) -> Teacher | None:
+    """Return the job's teacher, if it has one. Collectives: every rank calls it; those of loading."""
+    if setup.teacher is None:
+        return None
+    teacher = Teacher.planned(config, setup.teacher.model_config, setup.teacher.directory, mesh.layout)
+    teacher.shard(mesh)
+    fill(teacher.model, teacher.directory, allocate_on=mesh.device)
+    return teacher
 
 
 def _make_up_reference(job: Job) -> None:

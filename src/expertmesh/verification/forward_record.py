@@ -33,6 +33,7 @@ from expertmesh.verification.samples import PlacedSample, StepData
 
 # The number of elements to compare of a large tensor, in tokens chosen at random.
 _MOST_ELEMENTS = 1 << 24
+TEACHER = "teacher: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,11 @@ class ForwardRecord:
     """The outputs of blocks and the logits, `[T, X]` by name; of many tokens a random part (`kept_tokens`)."""
     choices: dict[str, Tensor]
     """The chosen expert ids, `[T, K]` by module."""
+
+    def beside(self, teacher: "ForwardRecord") -> "ForwardRecord":
+        """Return this record with that of a teacher, whose names begin with `TEACHER`."""
+        both = ((self.tensors, teacher.tensors), (self.choices, teacher.choices))
+        return ForwardRecord(*({**own, **{f"{TEACHER}{name}": v for name, v in other.items()}} for own, other in both))
 
 
 def kept_tokens(value_TX: Tensor) -> Tensor:
@@ -101,7 +107,7 @@ def recording(
 
 @torch.no_grad()
 def record_forward(job: Job, data: StepData) -> ForwardRecord:
-    """Run the samples of this data rank without gradients and record the forward.
+    """Run the samples of this data rank without gradients and record the forward, and that of a teacher.
 
     Collectives: every rank calls it; those of a forward, of `_whole_rows` and, with stages, of `_of_all_stages`.
     """
@@ -120,7 +126,11 @@ def record_forward(job: Job, data: StepData) -> ForwardRecord:
     choices = {name: torch.cat(parts).cpu() for name, parts in recorder.choices.items()}
     if job.mesh.layout.pp > 1:
         tensors, choices = (_of_all_stages(job.mesh, own) for own in (tensors, choices))
-    return ForwardRecord(tensors, choices)
+    record = ForwardRecord(tensors, choices)
+    if (of_teacher := job.of_teacher) is not None:
+        record = record.beside(record_forward(of_teacher, data))
+        of_teacher.model.eval()
+    return record
 
 
 @dataclass(slots=True)

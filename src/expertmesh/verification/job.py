@@ -4,7 +4,7 @@ With pipeline stages a rank has the tensors of its stages, by their names in the
 has a line `Collectives:` in its docstring; every rank of the job has to call it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,10 @@ from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.io.boxes import Box, slices
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
-from expertmesh.step.forward_backward import Order, minimise
+from expertmesh.step.forward_backward import Batch, Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
+from expertmesh.step.objectives.distill import Distill
+from expertmesh.training.teacher import Teacher
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
 
@@ -60,6 +62,15 @@ class Job:
     """The optimizer of the configuration, on the trained parameters of `model`."""
     precision: PrecisionConfig
     """The precision of this job, which may differ from the one in `setup`."""
+    teacher: Teacher | None = None
+    """The model that it learns from, loaded; None if the objective has none."""
+
+    @property
+    def of_teacher(self) -> "Job | None":
+        """The teacher as a job of its own, which is never trained; None without one."""
+        if self.teacher is None or self.setup.teacher is None:
+            return None
+        return replace(self, setup=self.setup.teacher, model=self.teacher.model, teacher=None)
 
     @property
     def answers_for_rows(self) -> bool:
@@ -88,7 +99,11 @@ class Job:
         Collectives: every rank calls it; those of a step, and one all-reduce of the losses on the default group.
         """
         objective = self.setup.steps[0].objective(step)
-        losses = minimise(self.model, step.micro_batches, objective, order=order or self.setup.order)
+        batches: Sequence[Batch] = step.micro_batches
+        if self.teacher is not None:
+            assert isinstance(objective, Distill)
+            objective, batches = objective.beside(self.teacher.model, batches)
+        losses = minimise(self.model, batches, objective, order=order or self.setup.order)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

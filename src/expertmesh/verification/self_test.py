@@ -72,7 +72,7 @@ def bugs(proof: Proof) -> list[Bug]:
     swapped = Bug("codes of a frozen matrix with their halves exchanged", "bytes", Hooks(loaded=_swap_nibbles))
     return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
-        *([swapped] if setup.config.precision.frozen is not None else []),
+        *([swapped] if setup.config.trained_precision.frozen is not None else []),
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
         *([between] if layout.pp > 1 else []),

@@ -7,7 +7,7 @@ they are switched off, and the report has a note about it.
 
 import re
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from expertmesh.planning.forecast import forecast
 from expertmesh.step.forward_backward import Order
 from expertmesh.training.startup.model_check import Checked, check_model, longest
 from expertmesh.training.startup.preflight import refuse_config, refuse_disk
+from expertmesh.training.teacher import Teacher
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
@@ -61,6 +62,8 @@ class Setup:
     """True if the model can keep packed samples apart."""
     weights_seed: int | None
     """The seed of random first weights; None if they are read from `directory`."""
+    teacher: "Setup | None" = None
+    """The same with the model, all of it, that the objective learns from; None without one."""
 
     def meta_model(self, dtype: torch.dtype, *, fuse: bool = True) -> PreTrainedModel:
         """Return the unsharded model on meta; it ignores file tensors of layers that are left out.
@@ -131,7 +134,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         dataset, _ = found_or_built(config, Recipe.of(config, config.data.train, tokenizer, vocabulary))
         pad = padding_token_id(tokenizer, vocabulary)
     steps = steps_of(dataset, config, layout, tokens=options.tokens, steps=STEPS, pad_token_id=pad)
-    return Setup(
+    setup = Setup(
         config,
         model_config,
         directory,
@@ -144,6 +147,24 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         dropped,
         packing_refusal(checked.model) is None,
         config.weights_seed,
+    )
+    return replace(setup, teacher=_of_teacher(setup, checked.objective.teacher))
+
+
+def _of_teacher(setup: Setup, teacher: Teacher | None) -> Setup | None:
+    if teacher is None:
+        return None
+    anatomy, config = teacher.plan.anatomy, setup.config
+    every = len(anatomy.blocks)
+    return replace(
+        setup,
+        config=config.model_copy(update={"train": config.train.model_copy(update={"compile": False})}),
+        model_config=teacher.model_config,
+        directory=teacher.directory,
+        anatomy=anatomy,
+        layers=(every, every),
+        dropped=None,
+        weights_seed=None,
     )
 
 

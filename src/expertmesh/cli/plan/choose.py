@@ -13,14 +13,16 @@ from expertmesh.cli.data.check import FEW_STEPS
 from expertmesh.cli.options import InitOptions, PlanOptions
 from expertmesh.cli.plan.first_rows import FirstRows
 from expertmesh.cli.plan.read import read_figures
-from expertmesh.config import Config, LoraConfig
+from expertmesh.config import Config, LoraConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import resolve_layout
+from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.launcher.launch import local_ranks
 from expertmesh.planning.forecast import devices_here
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
+from expertmesh.planning.read_model import figures_of_teacher
 from expertmesh.planning.search import GIB, Candidate, Job, Plan, plan, variants
 from expertmesh.training.startup.model_check import OrderWish
+from expertmesh.training.teacher import Teacher
 from expertmesh.weights.quantised.published import quantisation
 
 # Of a step, where the data are enough for FEW_STEPS of them; and how often few data are trained on at most.
@@ -215,13 +217,22 @@ def _job(options: InitOptions, wishes: Wishes, way: Way, devices: Devices, sizes
             trust_remote_code=options.trust_remote_code,
         )
         try:
-            _, figures, why_unpacked = read_figures(wanted, way.lora, devices.hardware.torch_device)
+            model_config, figures, why_unpacked = read_figures(wanted, way.lora, devices.hardware.torch_device)
         except InputError as error:
             if error.key == "precision.compute-unsupported" and compute != computes[-1]:
                 continue
             raise
         rows = sizes.global_batch_size * config.objective.sequences
-        return Job(figures, devices, rows, config.optim.name, order=OrderWish.of(config.train)), why_unpacked
+        precision = PrecisionConfig(params=wanted.params, compute=wanted.compute, frozen=wanted.frozen)
+        with_precision = config.model_copy(update={"precision": precision})
+        teacher = figures_of_teacher(
+            Teacher.of(with_precision, model_config, Layout(), weights=False),
+            length=figures.length,
+            packed=figures.packed,
+            device=devices.hardware.torch_device,
+        )
+        order = OrderWish.of(config.train)
+        return Job(figures, devices, rows, config.optim.name, order=order, teacher=teacher), why_unpacked
     raise AssertionError("float32 is never refused as a dtype to compute in")
 
 

@@ -6,6 +6,7 @@ loading.
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from expertmesh.io.boxes import full_box, intersect, volume
 from expertmesh.io.terminal import plural
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.compare import gather
+from expertmesh.verification.forward_record import TEACHER
 from expertmesh.verification.job import Job
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check
@@ -29,6 +31,13 @@ def check_bytes(proof: Proof) -> list[Check]:
     Collectives: every rank calls it; those of one audit of all bytes, and a few all-reduces and all-gathers.
     """
     job = proof.runs[-1].job
+    checks = _checks(job)
+    if (teacher := job.of_teacher) is not None:
+        checks += [replace(check, name=f"{TEACHER}{check.name}") for check in _checks(teacher)]
+    return checks
+
+
+def _checks(job: Job) -> list[Check]:
     return [_audit(job), _owned(job), replicas(job, "copies equal")]
 
 

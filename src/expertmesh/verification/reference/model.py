@@ -34,7 +34,7 @@ from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.boxes import Box, extents, full_box, intersect, slices
 from expertmesh.state.shards import local_box
 from expertmesh.verification.compare import gather
-from expertmesh.verification.forward_record import ForwardRecord, kept_tokens, recording
+from expertmesh.verification.forward_record import TEACHER, ForwardRecord, kept_tokens, recording
 from expertmesh.verification.job import Job, Losses
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.streaming import StreamedModel
@@ -217,6 +217,8 @@ class Reference:
     """The names of trained tensors, those of the job and those of the reference."""
     router_logits: Sequence[Tensor] = ()
     """The routers' logits of the last forward, if a router loss is on."""
+    teacher: "Reference | None" = field(init=False)
+    """The unsharded teacher of the objective; None without one."""
 
     def __post_init__(self) -> None:
         job, setup, device = self.job, self.job.setup, self.job.mesh.device
@@ -228,12 +230,13 @@ class Reference:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module.register_forward_hook(self._keep_router_logits)
-        model.train()
         self.weights = Weights(model, setup, job.model, device)
         self.places = places_of_list_members(setup)
         wanted = set().union(*gather(set(job.parameters())))
+        model.train(bool(wanted))  # a teacher trains nothing
         self.trained = frozenset({*wanted, *(name for name, (into, _) in self.places.items() if into in wanted)})
         self.streamed = StreamedModel(model, device, setup.anatomy.blocks, self.trained)
+        self.teacher = None if (of_teacher := job.of_teacher) is None else Reference(of_teacher, self.dtype)
 
     def run(
         self,
@@ -257,32 +260,31 @@ class Reference:
         samples = data.placed(job.mesh.layout, job.mesh.rank)
         batch = self._batch(samples)
         balance = attached_balance(job.model)
-        anatomy, outputs, index = job.setup.anatomy, dict[str, Tensor](), dict[str, Tensor]()
         forced = {name: batch.spread(value) for name, value in (forced or {}).items()} if samples else {}
-        choices = self._choices(batch, forced)
-        recorded = recording(dict(streamed.model.named_modules()), anatomy, outputs, index)
-        sums = _GradientSums(self, whole)
-
-        def own(value: Tensor) -> Tensor:
-            return batch.real_tokens(value)[: None if samples else 0]
-
-        with recorded, streamed.fed_by(weights or self.weights, choices.during):
+        recorder, sums = _Recorder(self, batch, samples, forced), _GradientSums(self, whole)
+        teacher = None if self.teacher is None else self.teacher._forward_alone(batch, samples, forced)
+        with recorder.recording(), streamed.fed_by(weights or self.weights, recorder.choices.during):
             logits, token_losses = unsharded.forward(streamed.model, batch)
+            if teacher is not None:
+                token_losses = unsharded.distillation_losses(
+                    logits, token_losses, teacher.outputs["logits"], batch, data.minimised
+                )
             loss = self._loss(data, samples, batch, token_losses)
             (token_weights,) = torch.autograd.grad(loss, token_losses, retain_graph=True)
             aux = z = torch.zeros((), device=loss.device)
             if balance.has_losses:
-                aux, z = self._router_losses([own(each) for each in self.router_logits])
+                aux, z = self._router_losses([recorder.own(each) for each in self.router_logits])
                 self.router_logits = ()
             streamed.backward(loss + balance.aux_loss_coef * aux + balance.z_loss_coef * z, sums.add)
         sums.finish()
-        outputs["logits"] = logits.detach()
+        recorder.outputs["logits"] = logits.detach()
+        forward, margins = recorder.record(), recorder.margins()
+        if teacher is not None:
+            forward = forward.beside(teacher.record())
+            margins |= {f"{TEACHER}{name}": margin for name, margin in teacher.margins().items()}
         return Expected(
-            forward=ForwardRecord(
-                {name: kept_tokens(own(value)) for name, value in outputs.items()},
-                {name: own(choices.own.get(name, chosen)).cpu() for name, chosen in index.items()},
-            ),
-            margins={name: own(margin).squeeze(-1).cpu() for name, margin in choices.margins.items()},
+            forward=forward,
+            margins=margins,
             token_losses=token_losses.detach().double().cpu() if job.answers_for_rows else torch.zeros(0),
             token_weights=token_weights.double().cpu() if job.answers_for_rows else torch.zeros(0),
             losses=Losses(
@@ -293,6 +295,17 @@ class Reference:
             gradients=sums.local.parts,
             squares=sums.squares,
         )
+
+    @torch.no_grad()
+    def _forward_alone(
+        self, batch: unsharded.Batch, samples: Sequence[PlacedSample], forced: Mapping[str, Tensor]
+    ) -> "_Recorder":
+        """Run the forward of a teacher and record it; `forced` are its experts, by names that begin with `TEACHER`."""
+        own = {name.removeprefix(TEACHER): index for name, index in forced.items() if name.startswith(TEACHER)}
+        recorder = _Recorder(self, batch, samples, own)
+        with recorder.recording(), self.streamed.fed_by(self.weights, recorder.choices.during):
+            recorder.outputs["logits"] = unsharded.forward(self.streamed.model, batch)[0]
+        return recorder
 
     @torch.no_grad()
     def row_log_probabilities(
@@ -377,6 +390,42 @@ class Reference:
         value = share.detach().to(self.job.mesh.device, torch.float64) * self.job.answers_for_rows
         dist.all_reduce(value)
         return float(value)
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """Records a forward of the unsharded model on this rank's samples, which may be none."""
+
+    reference: Reference
+    batch: unsharded.Batch
+    samples: Sequence[PlacedSample]
+    forced: Mapping[str, Tensor]
+    """The experts that tokens must take, at all positions of the batch, by module."""
+    choices: Choices = field(init=False)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """The outputs of blocks and the logits, by name."""
+    index: dict[str, Tensor] = field(default_factory=dict)
+    """The experts that tokens took, by module."""
+
+    def __post_init__(self) -> None:
+        self.choices = self.reference._choices(self.batch, self.forced)
+
+    def recording(self) -> AbstractContextManager[None]:
+        modules, anatomy = dict(self.reference.streamed.model.named_modules()), self.reference.job.setup.anatomy
+        return recording(modules, anatomy, self.outputs, self.index)
+
+    def own(self, value: Tensor) -> Tensor:
+        """Return the values of this rank's real tokens, `[T, X]`."""
+        return self.batch.real_tokens(value)[: None if self.samples else 0]
+
+    def record(self) -> ForwardRecord:
+        return ForwardRecord(
+            {name: kept_tokens(self.own(value)) for name, value in self.outputs.items()},
+            {name: self.own(self.choices.own.get(name, chosen)).cpu() for name, chosen in self.index.items()},
+        )
+
+    def margins(self) -> dict[str, Tensor]:
+        return {name: self.own(margin).squeeze(-1).cpu() for name, margin in self.choices.margins.items()}
 
 
 class _GradientSums:
