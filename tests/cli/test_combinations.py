@@ -84,6 +84,7 @@ def _inputs(root: Path, option: str) -> Path:
 def _inputs_of(root: Path, key: str) -> Path:
     family, changes = OTHER_MODELS.get(key, ("deepseek_v3", SIZES))
     inputs = write_inputs(root / f"of {key}", family, **changes)
+    write_inputs(inputs / "teacher", family, seed=1, **changes)
     (inputs / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     # Each further length may be traced again, in every rank.
     (inputs / "two lengths.jsonl").write_text("".join(json.dumps(ROWS[n % 2]) + "\n" for n in range(len(ROWS))))
@@ -95,7 +96,9 @@ def _inputs_of(root: Path, key: str) -> Path:
 def _arguments(inputs: Path, option: str, axes: str, output: Path) -> list[str]:
     run_config(inputs, output)
     given = [*_words(axes), *_words(option), "train.max_steps=2"]
-    if "objective" in option:
+    if "distill" in option:
+        given = [each.replace("teacher: MODEL", f"teacher: {inputs / 'teacher' / 'model'}") for each in given]
+    elif "objective" in option:
         given += [f"data.train={inputs / 'pairs.jsonl'}", "data.max_length=128"]
     if "compile" in option:
         given += [f"data.train={inputs / 'two lengths.jsonl'}"]

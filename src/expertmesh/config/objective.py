@@ -48,19 +48,19 @@ class ObjectiveConfig(Section):
 
     name: ObjectiveName = "sft"
     """Cross-entropy of target tokens (sft), or a loss of pairs of responses: dpo (arXiv 2305.18290), simpo (2405.14734)
-    or orpo (2403.07691). Their data have the format preference; batch sizes then count pairs. distill trains on the
-    rows of sft, towards the probabilities of a teacher."""
+    or orpo (2403.07691). Their data have the format preference; batch sizes then count pairs. distill takes sft's rows
+    and learns from a teacher."""
     beta: float = Field(default=0.1, gt=0, le=MAX_FACTOR)
     """Factor of the log-probabilities in the losses of dpo (the larger, the closer the model stays to the reference,
     which is the model before its first step) and simpo, of the odds ratio's loss in orpo; not for sft or distill."""
     gamma: float = Field(default=0.5, ge=0, le=MAX_FACTOR)
     """Reward by which simpo wants a chosen response above the rejected one; for simpo alone."""
     teacher: Name | None = None
-    """The model that distill learns from, as model.name_or_path; of the same vocabulary, and frozen."""
+    """The model that distill learns from, frozen, of the same vocabulary; named as model.name_or_path."""
     temperature: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
-    """Divisor of both models' logits in distill; its loss is the divergence times the square."""
+    """Divisor of both models' logits in distill."""
     kl: Literal["forward", "reverse"] = "forward"
-    """The divergence of distill: forward is KL(teacher || model), reverse KL(model || teacher)."""
+    """KL(teacher || model) or KL(model || teacher) in distill."""
     sft_weight: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Factor of the cross-entropy that distill adds."""
 

@@ -53,7 +53,7 @@ class _Divergence(torch.autograd.Function):
         ratio_CW = own_CW.sub_(other_CW) if reverse else other_CW.sub_(own_CW)
         # Not a product: a word without probability in both models has a ratio of NaN.
         ratio_CW.masked_fill_(p_CW == 0, 0.0)
-        value_C = torch.linalg.vecdot(p_CW, ratio_CW)
+        value_C: torch.Tensor = torch.linalg.vecdot(p_CW, ratio_CW)
         if group is not None:
             dist.all_reduce(value_C, group=group)
         gradient_CW = ratio_CW.sub_(value_C.unsqueeze(1)).mul_(p_CW) if reverse else own_CW.exp_().sub_(p_CW)
