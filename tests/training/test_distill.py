@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import expertmesh as em
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
+from expertmesh.planning.forecast import forecast
+from expertmesh.planning.read_model import figures_of_teacher
+from expertmesh.planning.stages import resident_state
+from expertmesh.state.shards import local_tensor
 from expertmesh.step.divergence import divergence
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
@@ -109,6 +114,39 @@ def test_words_without_probability_do_not_count(reverse: bool) -> None:
     gradients = [torch.autograd.grad(value.sum(), of)[0] for value, of in ((got, own), (want, cut[0]))]
     torch.testing.assert_close(gradients[0][:, :7], gradients[1])
     assert not gradients[0][:, 7:].any()
+
+
+def _held_and_predicted(config: Config, world: int) -> tuple[float, float]:
+    """The bytes of the teacher that this rank holds, and those that the planner counts for the first rank of its
+    stage.
+    """
+    checked = preflight(config, world)
+    teacher = checked.objective.teacher
+    assert teacher is not None
+    figures = figures_of_teacher(teacher, length=64, packed=False, device="cpu")
+    assert figures is not None
+    mesh = em.init_mesh(config.parallel)
+    predicted = resident_state(figures, checked.layout, mesh.coordinate("pp")).frozen
+    teacher.shard(mesh)
+    teacher.load(mesh, "sampled")
+    return float(sum(local_tensor(each).nbytes for each in teacher.model.parameters())), predicted
+
+
+@pytest.mark.slow_cases(r".*(ep: 2).*", why="stages stay")
+@pytest.mark.parametrize("layout", ["{ep: 2}", "{pp: 2, ep: 1}", "{tp: 2, ep: 2}"])
+def test_the_planner_counts_what_ranks_hold_of_a_teacher(inputs: Path, tmp_path: Path, layout: str) -> None:
+    large = write_inputs(tmp_path / "large", num_experts=16, num_hidden_layers=3, hidden_size=48)
+    config = distill_config(inputs, tmp_path / "run", f"parallel={layout}", teacher=str(large / "model"))
+    for held, predicted in run_ranks(_held_and_predicted, 2, config, 2):
+        assert held == pytest.approx(predicted, rel=0.01)
+    with_teacher, without = (
+        forecast(each, preflight(each, 2)).prediction
+        for each in (config, run_config(inputs, tmp_path / "sft", f"parallel={layout}"))
+    )
+    assert with_teacher is not None
+    assert without is not None
+    assert with_teacher.peak_memory_bytes - without.peak_memory_bytes > predicted
+    assert with_teacher.step_seconds is None
 
 
 @pytest.mark.slow(why="what a checkpoint holds is not the objective's")
