@@ -39,6 +39,7 @@ THEIRS = {
     "objective.name": "rl rlhf_type stage",
     "objective.beta": "dpo_beta rl_beta pref_beta orpo_alpha",
     "objective.gamma": "simpo_gamma",
+    "objective.teacher": "teacher_model_name_or_path teacher_model",
     "optim.name": "optimizer optimizer_name",
     "optim.learning_rate": "lr",
     "optim.betas": "adam_beta1 adam_beta2",

@@ -62,7 +62,7 @@ class PrecisionConfig(Section):
     reduce: Dtype = "float32"
     """Dtype of gradient reductions."""
     frozen: Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"] | None = None
-    """Frozen experts and linear layers under LoRA in 8 or 4 bits; null: in precision.compute."""
+    """Frozen experts and linear layers, under LoRA or of a teacher, in 8 or 4 bits; null: in precision.compute."""
 
     @field_validator("params", "compute", "reduce", mode="before")
     @classmethod

@@ -37,7 +37,7 @@ from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
 from expertmesh.step.base_model import base_name, head_of, model_inputs, run_base
 from expertmesh.step.divergence import divergence
-from expertmesh.step.objective import IGNORED, CrossEntropy, Objective, Term, TokenLosses
+from expertmesh.step.objective import IGNORED, CrossEntropy, Distilling, Objective, Term, TokenLosses
 from expertmesh.step.router_losses import active_router_losses
 
 # Parameters of a head with one row per word; an adapter's A has none.
@@ -295,7 +295,7 @@ class _Head:
             return head_logits(self.model, hidden_CH, self.output)
 
     def distilled(
-        self, hidden_CH: torch.Tensor, target_C: torch.Tensor, teacher_CW: torch.Tensor, options: "_Distilling"
+        self, hidden_CH: torch.Tensor, target_C: torch.Tensor, teacher_CW: torch.Tensor, options: Distilling
     ) -> torch.Tensor:
         """Return `TokenLosses.distilled` of each target, `[C]`. Collectives: as there, over the tp group."""
         wide = _wide(hidden_CH)
@@ -355,15 +355,6 @@ class _Head:
 
 
 @dataclass(frozen=True, slots=True)
-class _Distilling:
-    """The options of `TokenLosses.distilled`."""
-
-    temperature: float
-    reverse: bool
-    sft_weight: float
-
-
-@dataclass(frozen=True, slots=True)
 class _TargetLosses:
     """The `TokenLosses` of this rank's targets."""
 
@@ -387,10 +378,9 @@ class _TargetLosses:
         wide = _wide(self.hidden_NH)
         return self._sum(lambda hidden_CH, part: self.head.losses(hidden_CH, self.target_N[part], wide), weight_N)
 
-    def distilled(self, teacher: TokenLosses, *, temperature: float, reverse: bool, sft_weight: float) -> torch.Tensor:
+    def distilled(self, teacher: TokenLosses, options: Distilling) -> torch.Tensor:
         assert isinstance(teacher, _TargetLosses)
         assert len(teacher.hidden_NH) == len(self.hidden_NH), "the teacher has run on other rows"
-        options = _Distilling(temperature, reverse, sft_weight)
         with teacher.head.gathered() as other:
 
             def losses(hidden_CH: torch.Tensor, part: slice) -> torch.Tensor:

@@ -15,6 +15,18 @@ import torch
 IGNORED = -100
 
 
+@dataclass(frozen=True, slots=True)
+class Distilling:
+    """What a model's next-token probabilities are compared with a teacher's by."""
+
+    temperature: float = 1.0
+    """Divisor of both models' logits."""
+    reverse: bool = False
+    """Take KL(model || teacher), not KL(teacher || model)."""
+    sft_weight: float = 0.0
+    """Factor of the cross-entropy that is added."""
+
+
 class TokenLosses(Protocol):
     """The cross-entropies of one micro-batch's target tokens, computed on request.
 
@@ -50,18 +62,14 @@ class TokenLosses(Protocol):
         Collectives: as `total`, and two more all-reduces per chunk.
         """
 
-    def distilled(
-        self, teacher: "TokenLosses", *, temperature: float, reverse: bool, sft_weight: float
-    ) -> torch.Tensor:
-        """Return this rank's share of the sum of temperature² · KL(teacher || model) over targets: 0-dim, with
-        gradients where they are enabled.
+    def distilled(self, teacher: "TokenLosses", options: Distilling) -> torch.Tensor:
+        """Return this rank's share of the sum of temperature² · KL over targets, with the cross-entropies that
+        `options` add: 0-dim, with gradients where they are enabled.
 
         Args:
             teacher: Another model's for the same targets, on the same ranks.
-            reverse: Take KL(model || teacher).
-            sft_weight: Add the cross-entropies times this.
 
-        Collectives: every rank that shares the rows calls it; two all-gathers of the teacher's root at most, and
+        Collectives: every rank that shares the rows calls it; one all-gather of the teacher's root at most, and
             seven small all-reduces per chunk over the tp group.
         """
 

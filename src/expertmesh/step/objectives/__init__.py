@@ -4,7 +4,7 @@ Each objective of preference pairs has a file here, on the mechanism that they s
 """
 
 from expertmesh.config import ObjectiveConfig
-from expertmesh.step.objective import CrossEntropy, EvaluatedCrossEntropy, Objective
+from expertmesh.step.objective import CrossEntropy, Distilling, EvaluatedCrossEntropy, Objective
 from expertmesh.step.objectives.distill import Distill
 from expertmesh.step.objectives.dpo import Dpo
 from expertmesh.step.objectives.orpo import Orpo
@@ -17,12 +17,8 @@ OF_PAIRS: dict[str, type[PairObjective]] = {"dpo": Dpo, "simpo": Simpo, "orpo": 
 def objective_of(config: ObjectiveConfig, *, rows: int, target_tokens: int, evaluated: bool = False) -> Objective:
     """Return the objective of a step with that many rows and targets, or of an evaluation, with its figures."""
     if config.teacher is not None:
-        return Distill(
-            count=target_tokens,
-            temperature=config.temperature,
-            reverse=config.kl == "reverse",
-            sft_weight=config.sft_weight,
-        )
+        options = Distilling(config.temperature, config.kl == "reverse", config.sft_weight)
+        return Distill(count=target_tokens, options=options)
     if config.pairs:
         return OF_PAIRS[config.name](count=rows, **config.options)
     return EvaluatedCrossEntropy(target_tokens) if evaluated else CrossEntropy(target_tokens)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from expertmesh.step.forward_backward import Batch, evaluate_terms
-from expertmesh.step.objective import Term, TokenLosses
+from expertmesh.step.objective import Distilling, Term, TokenLosses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +22,7 @@ class Distill:
 
     count: int
     """Targets of the whole step."""
-    temperature: float
-    reverse: bool
-    """Take KL(model || teacher)."""
-    sft_weight: float
+    options: Distilling
     teacher: Sequence[TokenLosses] = ()
     """The teacher's for each micro-batch; none on ranks without the last pipeline stage."""
     figures: tuple[str, ...] = ()
@@ -45,10 +42,7 @@ class Distill:
         return replace(self, teacher=[term.losses for term in terms if isinstance(term, _Kept)]), numbered
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
-        teacher = self.teacher[int(batch["teacher"][0])]
-        total = losses.distilled(
-            teacher, temperature=self.temperature, reverse=self.reverse, sft_weight=self.sft_weight
-        )
+        total = losses.distilled(self.teacher[int(batch["teacher"][0])], self.options)
         return Term(total / self.count, total.new_zeros(0, dtype=torch.float64))
 
 
