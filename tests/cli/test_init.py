@@ -178,7 +178,7 @@ def test_key_value_is_what_the_file_says_and_what_is_planned(
     for wrong, says in (
         ("train.nope=1", "train.nope is not a key of the configuration"),
         ("parallel.ep=3", "parallel.ep 3 does not divide"),
-        ("objective.name=dpo", "which only objective.name sft trains on"),
+        ("objective.name=dpo", "which only objective.name sft or distill trains on"),
         ("data.max_length=1000", "max_position_embeddings 128"),
     ):
         assert main(["init", "model", "--data", data, wrong, "--output", "other.yaml"]) == 2
