@@ -10,9 +10,10 @@ import torch
 import expertmesh as em
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
-from expertmesh.planning.forecast import forecast
-from expertmesh.planning.read_model import figures_of_teacher
-from expertmesh.planning.stages import resident_state
+from expertmesh.planning.forecast import devices_here, forecast
+from expertmesh.planning.read_model import figures_of_plan, figures_of_teacher
+from expertmesh.planning.search import Job, evaluate
+from expertmesh.planning.stages import Batch, resident_state
 from expertmesh.state.shards import local_tensor
 from expertmesh.step.divergence import divergence
 from expertmesh.training.run import train
@@ -137,8 +138,17 @@ def _held_and_predicted(config: Config, world: int) -> tuple[float, float]:
 def test_the_planner_counts_what_ranks_hold_of_a_teacher(inputs: Path, tmp_path: Path, layout: str) -> None:
     large = write_inputs(tmp_path / "large", num_experts=16, num_hidden_layers=3, hidden_size=48)
     config = distill_config(inputs, tmp_path / "run", f"parallel={layout}", teacher=str(large / "model"))
-    for held, predicted in run_ranks(_held_and_predicted, 2, config, 2):
+    found = run_ranks(_held_and_predicted, 2, config, 2)
+    for held, predicted in found:
         assert held == pytest.approx(predicted, rel=0.01)
+    checked, devices = preflight(config, 2), devices_here(2)
+    assert devices is not None
+    of_model, of_teacher = (
+        figures_of_plan(plan, length=64, lora=None, packed=False, device="cpu")
+        for plan in (checked.plan, checked.objective.teacher.plan)
+    )
+    planned = evaluate(Job(of_model, devices, 4, teacher=of_teacher), checked.layout, "none", Batch(1, 2))
+    assert planned.memory.frozen in [predicted for _, predicted in found]
     with_teacher, without = (
         forecast(each, preflight(each, 2)).prediction
         for each in (config, run_config(inputs, tmp_path / "sft", f"parallel={layout}"))
