@@ -13,8 +13,8 @@ import torch
 
 from expertmesh.training.control import Control
 from expertmesh.verification import compare, proof
-from expertmesh.verification.job import Job as VerifiedJob
 from expertmesh.verification.job import Losses
+from expertmesh.verification.job import ProvenJob as VerifiedJob
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
@@ -27,7 +27,7 @@ BLOCKS = 2
 ADAPTERS = {"adapter in stock PEFT", "merged adapter in plain transformers"}
 
 
-class Job(NamedTuple):
+class ProvenJob(NamedTuple):
     family: str
     ranks: int
     overrides: tuple[str, ...]
@@ -37,34 +37,34 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "packed": Job(
+    "packed": ProvenJob(
         "qwen3_moe",
         2,
         ("parallel.ep=2", "data.packing=true", "moe.aux_loss_coef=0.01", "moe.z_loss_coef=0.1"),
         {"ep 2 = ep 4", *ADAPTERS},
     ),
-    "bfloat16, biases": Job(
+    "bfloat16, biases": ProvenJob(
         "deepseek_v3", 4, ("precision.compute=bfloat16", "parallel.ep=2", "moe.bias_update_rate=0.001"), ADAPTERS
     ),
-    "hybrid, recomputed": Job(
+    "hybrid, recomputed": ProvenJob(
         "mixtral",
         4,
         ("parallel.replicate=2", "parallel.ep=2", "train.activation_checkpointing=full", "train.checkpoint_layers=2"),
         {"ep 2 = ep 4", *ADAPTERS},
     ),
-    "float64": Job(
+    "float64": ProvenJob(
         "qwen3_moe",
         1,
         ("precision.params=float64", "precision.compute=float64", "precision.reduce=float64"),
         {"ep 1 = ep 2", "ep 1 = ep 4", *ADAPTERS},
     ),
-    "adapters": Job(
+    "adapters": ProvenJob(
         "qwen3_moe",
         2,
         ("parallel.ep=2", "lora={r: 4, dropout: 0.1, targets: [attention, experts, router]}"),
         {"ep 2 = ep 4", "saved model in plain transformers"},
     ),
-    "adapters on experts in 4 bits": Job(
+    "adapters on experts in 4 bits": ProvenJob(
         "qwen3_moe",
         2,
         (
@@ -76,16 +76,16 @@ JOBS = {
         {"ep 2 = ep 4", "saved model in plain transformers"},
         self_test=True,
     ),
-    "tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
-    "cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
-    "dpo": Job(
+    "tp": ProvenJob("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
+    "cp": ProvenJob("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
+    "dpo": ProvenJob(
         "qwen3_moe",
         4,
         ("parallel.ep=2", "parallel.tp=2", "objective.beta=2.0"),
         {"packed = separate samples", *ADAPTERS},
         self_test=True,
     ),
-    "dpo, adapters": Job(
+    "dpo, adapters": ProvenJob(
         "qwen3_moe",
         2,
         ("parallel.pp=2", "lora={r: 4, targets: [attention, experts]}"),
@@ -97,14 +97,14 @@ JOBS = {
             "saved model in plain transformers",
         },
     ),
-    "simpo": Job(
+    "simpo": ProvenJob(
         "qwen3_moe",
         2,
         ("parallel.cp=2", "parallel.ep=2", "objective={name: simpo, beta: 2.0}"),
         {"ep 2 = ep 4", "packed = separate samples", *ADAPTERS},
         self_test=True,
     ),
-    "distill": Job(
+    "distill": ProvenJob(
         "qwen3_moe",
         2,
         (
@@ -116,7 +116,7 @@ JOBS = {
         {"ep 2 = ep 4", *ADAPTERS},
         self_test=True,
     ),
-    "distill, adapters": Job(
+    "distill, adapters": ProvenJob(
         "qwen3_moe",
         4,
         (
@@ -128,7 +128,7 @@ JOBS = {
         ),
         {"saved model in plain transformers"},
     ),
-    "orpo, adapters": Job(
+    "orpo, adapters": ProvenJob(
         "qwen3_moe",
         4,
         (
@@ -140,9 +140,9 @@ JOBS = {
         ),
         {"packed = separate samples", "saved model in plain transformers"},
     ),
-    "bytes of tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=1"), set(), only=("bytes",)),
-    "bytes of cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=1"), set(), only=("bytes",)),
-    "bytes of pp": Job("qwen3_moe", 2, ("parallel.pp=2", "parallel.ep=1"), set(), only=("bytes",)),
+    "bytes of tp": ProvenJob("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=1"), set(), only=("bytes",)),
+    "bytes of cp": ProvenJob("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=1"), set(), only=("bytes",)),
+    "bytes of pp": ProvenJob("qwen3_moe", 2, ("parallel.pp=2", "parallel.ep=1"), set(), only=("bytes",)),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from expertmesh.config import Config
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
-from expertmesh.verification.job import Job as ShardedJob
+from expertmesh.verification.job import ProvenJob as ShardedJob
 from expertmesh.verification.layers.backward import check_backward
 from expertmesh.verification.layers.bytes import check_bytes
 from expertmesh.verification.layers.forward import check_forward
@@ -27,7 +27,7 @@ from tests.training.tiny_run import run_config, write_inputs
 BLOCKS = 4
 
 
-class Job(NamedTuple):
+class ProvenJob(NamedTuple):
     ranks: int
     schedule: str
     overrides: tuple[str, ...]
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 ADAPTERS = {"adapter in stock PEFT", "merged adapter in plain transformers"}
 SMALL = {"ep 1 = ep 2", "ep 1 = ep 4"}
 JOBS = {
-    "with ep, router losses, tied weights": Job(
+    "with ep, router losses, tied weights": ProvenJob(
         4,
         "1F1B over 2",
         ("parallel.ep=2", "moe.aux_loss_coef=0.01", "moe.z_loss_coef=0.1"),
@@ -48,7 +48,7 @@ JOBS = {
         True,
         blocks=2,
     ),
-    "interleaved, adapters, recomputed": Job(
+    "interleaved, adapters, recomputed": ProvenJob(
         2,
         "Interleaved1F1B over 4",
         (
@@ -59,18 +59,18 @@ JOBS = {
         ),
         {"saved model in plain transformers", *SMALL},
     ),
-    "with tp, two rows": Job(
+    "with tp, two rows": ProvenJob(
         4,
         "GPipe over 2",
         ("parallel.tp=2", "parallel.ep=2", "parallel.pp_schedule=gpipe", "train.micro_batch_size=2"),
         set(),
         only=("forward", "backward"),
     ),
-    "with cp": Job(4, "1F1B over 4", ("parallel.cp=2", "parallel.ep=2"), set(), only=("forward", "backward")),
-    "with replicas": Job(
+    "with cp": ProvenJob(4, "1F1B over 4", ("parallel.cp=2", "parallel.ep=2"), set(), only=("forward", "backward")),
+    "with replicas": ProvenJob(
         4, "1F1B over 2", ("parallel.replicate=2", "parallel.ep=1"), set(), only=("bytes", "forward", "backward")
     ),
-    "three stages of uneven blocks, packed, bfloat16": Job(
+    "three stages of uneven blocks, packed, bfloat16": ProvenJob(
         3,
         "1F1B over 6",
         (

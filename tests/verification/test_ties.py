@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers.backward import check_backward
 from expertmesh.verification.layers.forward import check_forward
 from expertmesh.verification.options import VerifyOptions
@@ -32,7 +32,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _checks(setup: Setup, factor: float) -> list[Check]:
-    def prefer_expert_1(job: Job) -> None:
+    def prefer_expert_1(job: ProvenJob) -> None:
         """In the job, its score is another by this factor."""
         for name in job.setup.anatomy.routers:
             weight = job.model.get_submodule(name).weight

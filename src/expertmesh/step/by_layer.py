@@ -15,7 +15,7 @@ the rest.
     M micro-batches of a round, L layers
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -29,14 +29,12 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.layers import Layers
 from expertmesh.parallel.pipeline import running
-from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.parallel.sequence import Batch, padded, sequence_share
 from expertmesh.parallel.stages import BlockCall
 from expertmesh.state.other_code import media_in
 from expertmesh.state.patching import replaced
 from expertmesh.step.base_model import model_inputs, run_base
 from expertmesh.step.pipeline_schedule import StageOutput
-
-Batch = Mapping[str, torch.Tensor]
 
 
 class HostInput:

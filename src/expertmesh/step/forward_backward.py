@@ -5,7 +5,7 @@ over the layers (by_layer.py); with stages, a schedule runs the micro-batches th
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.layers import Layers, layers_of
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
-from expertmesh.parallel.sequence import sequence_share
+from expertmesh.parallel.sequence import Batch, sequence_share
 from expertmesh.state.model_view import ModelView, mesh_of
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.shards import placement_of
@@ -28,8 +28,6 @@ from expertmesh.step.loss import loss_of_base, loss_of_batch
 from expertmesh.step.objective import CrossEntropy, Objective, Term
 from expertmesh.step.pipeline_schedule import StageOutput, StageTerm, run_pipeline, same_shape
 from expertmesh.step.router_losses import RouterLosses, active_router_losses, nothing_on_device_of, router_losses
-
-Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

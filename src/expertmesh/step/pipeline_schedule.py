@@ -10,7 +10,7 @@ modules, gathers and reduces once, but keeps all parameters and gradients of a s
     B rows, S positions of a whole row
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +30,9 @@ from transformers.utils.generic import ModelOutput
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.pipeline import Pipeline, running
-from expertmesh.parallel.sequence import lengthened, sequence_share
+from expertmesh.parallel.sequence import Batch, lengthened, sequence_share
 from expertmesh.state.other_code import media_in
 from expertmesh.step.base_model import model_inputs, run_base
-
-Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ per step its own forward gives them; with more, all of them first run once witho
 backward; nothing when the loss is off). One small all-reduce per step joins the ranks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,12 +20,10 @@ from torch import nn
 from expertmesh.config.errors import InputError
 from expertmesh.experts.balance import attached_balance, chosen_pairs, probability_sums, squared_logsumexp
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
-from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.parallel.sequence import Batch, padded, sequence_share
 from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.step.base_model import real_tokens_here, run_base
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline
-
-Batch = Mapping[str, torch.Tensor]
 
 
 @contextmanager

@@ -30,7 +30,8 @@ from expertmesh.data import BatchLayout, EvaluationBatches, TokenizedDataset
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.terminal import tracked
-from expertmesh.step.forward_backward import Batch, evaluate_terms
+from expertmesh.parallel.sequence import Batch
+from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import LogProbabilities, NextWords, Objective
 from expertmesh.step.objectives import objective_of
 from expertmesh.step.objectives.distill import Distill

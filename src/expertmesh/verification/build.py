@@ -18,7 +18,7 @@ from expertmesh.training.objective import RunObjective
 from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options
 from expertmesh.training.teacher import Teacher
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.reference.weights import set_adapters
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.load import fill, read_whole
@@ -30,7 +30,7 @@ def build(
     precision: PrecisionConfig | None = None,
     parallel: ParallelConfig | None = None,
     checkpointing: bool | None = None,
-) -> Job:
+) -> ProvenJob:
     """Build and load the job of the configuration, or a variant of it.
 
     Adapters get values that follow from their names instead of zeros (see `adapter_value`). FlashAttention 2 and DeepEP
@@ -62,7 +62,7 @@ def build(
     start_adapters(model, config.train.seed)
     set_adapters(model)
     optimizer = build_optimizer(model, config.optim, config.train.seed, getattr(torch, precision.compute))
-    job = Job(setup, mesh, model, optimizer, precision, _load_teacher(setup, config, mesh))
+    job = ProvenJob(setup, mesh, model, optimizer, precision, _load_teacher(setup, config, mesh))
     if setup.steps[0].minimised.reference and setup.steps[0].dataset.reference is None:
         _make_up_reference(job)
     return job
@@ -78,7 +78,7 @@ def _load_teacher(setup: Setup, config: Config, mesh: Mesh) -> Teacher | None:
     return teacher
 
 
-def _make_up_reference(job: Job) -> None:
+def _make_up_reference(job: ProvenJob) -> None:
     """Set made-up reference log-probabilities for the steps: the model's, up to 1 / beta more or less.
 
     Before its first update a model equals its reference, so every pair would have the same weight and a bug in these

@@ -28,7 +28,7 @@ from expertmesh.parallel.stages import Placeholder
 from expertmesh.step.loss import head_logits
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
 from expertmesh.verification.compare import gather
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.samples import PlacedSample, StepData
 
 # The number of elements to compare of a large tensor, in tokens chosen at random.
@@ -106,7 +106,7 @@ def recording(
 
 
 @torch.no_grad()
-def record_forward(job: Job, data: StepData) -> ForwardRecord:
+def record_forward(job: ProvenJob, data: StepData) -> ForwardRecord:
     """Run the samples of this data rank without gradients and record the forward, and that of a teacher.
 
     Collectives: every rank calls it; those of a forward, of `_whole_rows` and, with stages, of `_of_all_stages`.
@@ -137,7 +137,7 @@ def record_forward(job: Job, data: StepData) -> ForwardRecord:
 class _JobRecorder:
     """Collects the outputs and the chosen experts of all micro-batches."""
 
-    job: Job
+    job: ProvenJob
     """The job that runs."""
     placed: list[PlacedSample]
     """The samples of this data rank, in the order of its micro-batches."""
@@ -170,7 +170,7 @@ class _JobRecorder:
         self.last_choices.clear()
 
 
-def _run(job: Job, batches: Any, recorder: _JobRecorder) -> None:
+def _run(job: ProvenJob, batches: Any, recorder: _JobRecorder) -> None:
     """Run all micro-batches through a model without pipeline stages."""
     share = sequence_share(job.model)
     for number, batch in enumerate(padded(each, share) for each in batches):
@@ -179,7 +179,7 @@ def _run(job: Job, batches: Any, recorder: _JobRecorder) -> None:
         recorder.keep(number, batch)
 
 
-def _run_stages(job: Job, micro_batches: Any, recorder: _JobRecorder) -> None:
+def _run_stages(job: ProvenJob, micro_batches: Any, recorder: _JobRecorder) -> None:
     """Run all micro-batches through the pipeline stages, with the run's schedule."""
     model, pipeline = job.model, pipeline_of(job.model)
     assert pipeline is not None
@@ -204,7 +204,7 @@ def _logits(model: nn.Module, base: ModelOutput) -> Tensor:
     return logits.view(*hidden_BSH.shape[:2], -1)
 
 
-def _whole_rows(job: Job, value_BSX: Tensor) -> Tensor:
+def _whole_rows(job: ProvenJob, value_BSX: Tensor) -> Tensor:
     """Return all positions of the rows, gathered from the ranks that share them.
 
     Collectives: every rank calls it; one all-gather each over tp and cp, if the axis is larger than 1.

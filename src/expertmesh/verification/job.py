@@ -21,9 +21,10 @@ from expertmesh.data import Step
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.io.boxes import Box, slices
+from expertmesh.parallel.sequence import Batch
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
-from expertmesh.step.forward_backward import Batch, Order, minimise
+from expertmesh.step.forward_backward import Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.step.objectives.distill import Distill
 from expertmesh.training.teacher import Teacher
@@ -49,7 +50,7 @@ class Losses:
 
 
 @dataclass(slots=True)
-class Job:
+class ProvenJob:
     """One sharded model with its optimizer. Every rank calls the methods that communicate, in the same order."""
 
     setup: Setup
@@ -66,7 +67,7 @@ class Job:
     """The model that it learns from, loaded; None if the objective has none."""
 
     @property
-    def of_teacher(self) -> "Job | None":
+    def of_teacher(self) -> "ProvenJob | None":
         """The teacher as a job of its own, which is never trained; None without one."""
         if self.teacher is None or self.setup.teacher is None:
             return None

@@ -30,7 +30,7 @@ from expertmesh.verification.compare import (
     own_errors,
 )
 from expertmesh.verification.forward_record import ForwardRecord, record_forward
-from expertmesh.verification.job import Job, Losses
+from expertmesh.verification.job import Losses, ProvenJob
 from expertmesh.verification.reference.model import Expected, Reference
 from expertmesh.verification.result import Figure
 from expertmesh.verification.setup import Setup, in_float32
@@ -46,17 +46,17 @@ def _nothing(_: Any) -> None:
 class Hooks:
     """The places of a job in which a bug can be planted."""
 
-    loaded: Callable[[Job], None] = _nothing
+    loaded: Callable[[ProvenJob], None] = _nothing
     """Called after the job is built and loaded."""
-    backward: Callable[[Job], None] = _nothing
+    backward: Callable[[ProvenJob], None] = _nothing
     """Called after each backward, before clipping."""
-    updated: Callable[[Job], None] = _nothing
+    updated: Callable[[ProvenJob], None] = _nothing
     """Called after each optimizer step."""
-    resumed: Callable[[Job], None] = _nothing
+    resumed: Callable[[ProvenJob], None] = _nothing
     """Called after a checkpoint was loaded."""
     saved: Callable[[Path], None] = _nothing
     """Called on rank 0 with a directory that was just saved."""
-    clip: Callable[[Job, float | None], float] = Job.clip
+    clip: Callable[[ProvenJob, float | None], float] = ProvenJob.clip
     """Clips to a maximum norm and returns the norm; by default the training loop's function."""
 
 
@@ -130,7 +130,7 @@ class Proof:
     """If the job's fp32 result is outside the tolerance, compare with the reference in fp64 before blaming the job."""
     own_error: dict[str, float] = field(default_factory=dict)
     """The largest measured relative error of the unsharded fp32 model against fp64, by kind of tensor."""
-    jobs: dict[str, Job] = field(default_factory=dict)
+    jobs: dict[str, ProvenJob] = field(default_factory=dict)
     """The loaded jobs, by the label of their precision."""
     references: dict[torch.dtype, Reference] = field(default_factory=dict)
     """The unsharded models, by dtype."""
@@ -225,7 +225,7 @@ class PrecisionRun:
         return self.proof.uses_float64 and self.precision.compute == "float32"
 
     @property
-    def job(self) -> Job:
+    def job(self) -> ProvenJob:
         """The job, loaded; built at its first use. Collectives: every rank reads it; those of `build`."""
         jobs = self.proof.jobs
         if self.name not in jobs:
@@ -242,7 +242,7 @@ class PrecisionRun:
     def backward(self) -> BackwardResult:
         """The job's backward pass on the first step, clipped to half of the norm of the unsharded gradients.
 
-        Collectives: every rank reads it; those of `Job.backward`, `Job.clip` and `Proof.expected`.
+        Collectives: every rank reads it; those of `ProvenJob.backward`, `ProvenJob.clip` and `Proof.expected`.
         """
         job, hooks = self.job, self.proof.hooks
         losses = job.backward(job.batches(self.proof.setup.steps[0]))

@@ -25,7 +25,7 @@ from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.state.model_view import as_stored, stage_names
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.compare import gather
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers import CHECKS
 from expertmesh.verification.layers.artifacts import check_artifacts
 from expertmesh.verification.layers.resume import check_resume
@@ -85,7 +85,7 @@ def bugs(proof: Proof) -> list[Bug]:
 
 
 @torch.no_grad()
-def _swap_experts(job: Job) -> None:
+def _swap_experts(job: ProvenJob) -> None:
     """Exchange the first two experts of the last layer (transformers 45662).
 
     Collectives: every rank calls it; one all-reduce per tensor of the experts.
@@ -102,7 +102,7 @@ def _swap_experts(job: Job) -> None:
 
 
 @torch.no_grad()
-def _swap_nibbles(job: Job) -> None:
+def _swap_nibbles(job: ProvenJob) -> None:
     """Exchange the halves of each byte in one packed matrix; in a linear layer, if the run packs linear layers."""
     model, state = job.model, job.tensors()
     packed = [local_tensor(tensor) for name, tensor in state.items() if as_stored(model, name, tensor) is not tensor]
@@ -113,7 +113,7 @@ def _swap_nibbles(job: Job) -> None:
         codes.copy_(codes >> 4 | codes << 4)
 
 
-def _drop_token(job: Job) -> None:
+def _drop_token(job: ProvenJob) -> None:
     spec = job.setup.anatomy.experts[-1]
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _drop_token(job: Job) -> None:
         module.register_forward_hook(lambda m, a, out: hook(m, a, out) if isinstance(out, Tensor) else out)
 
 
-def _drop_router(job: Job) -> None:
+def _drop_router(job: ProvenJob) -> None:
     if job.mesh.data_rank == 0:
         return
 
@@ -149,7 +149,7 @@ def _why_no_router(proof: Proof) -> str | None:
     return None
 
 
-def _lose_between_stages(job: Job) -> None:
+def _lose_between_stages(job: ProvenJob) -> None:
     """Zero the gradient that the last stage sends back, as if schedule and FSDP2 disagreed on who runs a backward."""
     pipeline = pipeline_of(job.model)
     if pipeline is None or not pipeline.is_last(pipeline.own_stages[-1]):
@@ -174,7 +174,7 @@ def _bugs_by_layer(setup: Setup) -> list[Bug]:
     ]
 
 
-def _exchange_gradients(job: Job) -> None:
+def _exchange_gradients(job: ProvenJob) -> None:
     """Give each micro-batch the gradient before the last block that belongs to the one before, or to another token."""
     before: list[Tensor] = []
 
@@ -192,7 +192,7 @@ def _exchange_gradients(job: Job) -> None:
     job.model.get_submodule(last).register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _reduce_early(job: Job) -> None:
+def _reduce_early(job: ProvenJob) -> None:
     """Reduce the gradients of the last layer in the backward before the last one, whose own are lost."""
     layers = layers_of(job.model)
     forwards = backwards = 0
@@ -214,7 +214,7 @@ def _reduce_early(job: Job) -> None:
 
 
 @torch.no_grad()
-def _double(job: Job) -> None:
+def _double(job: ProvenJob) -> None:
     inside = tuple(f"{spec.name}." for spec in job.setup.anatomy.experts)
     found = {name: p for name, p in job.parameters().items() if name.startswith(inside)}
     if not any(gather(bool(found))):  # the run may have no adapters on experts
@@ -225,7 +225,7 @@ def _double(job: Job) -> None:
 
 
 @torch.no_grad()
-def _local_norm(job: Job, max_norm: float | None) -> float:
+def _local_norm(job: ProvenJob, max_norm: float | None) -> float:
     own = [local_tensor(p.grad) for p in job.parameters().values() if p.grad is not None]
     norm = float(torch.stack([each.double().square().sum() for each in own]).sum().sqrt())
     for each in own:
@@ -233,12 +233,12 @@ def _local_norm(job: Job, max_norm: float | None) -> float:
     return norm
 
 
-def _stale_moments() -> Callable[[Job], None]:
+def _stale_moments() -> Callable[[ProvenJob], None]:
     """Return a hook that sets the last rank's moments after the second step to those after the first step."""
     before: list[dict[str, Tensor]] = []
 
     @torch.no_grad()
-    def hook(job: Job) -> None:
+    def hook(job: ProvenJob) -> None:
         if job.mesh.rank != job.mesh.layout.world_size - 1:
             return
         held = {name: local_tensor(value) for name, value in job.optimizer_tensors().items() if value.dim()}
@@ -253,7 +253,7 @@ def _stale_moments() -> Callable[[Job], None]:
 
 
 @torch.no_grad()
-def _lose_moments(job: Job) -> None:
+def _lose_moments(job: ProvenJob) -> None:
     """Zero the moments of the last rank, as if only those of the other ranks had been saved."""
     if job.mesh.rank == job.mesh.layout.world_size - 1:
         for value in job.optimizer_tensors().values():

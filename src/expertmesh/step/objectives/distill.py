@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from expertmesh.step.forward_backward import Batch, evaluate_terms
+from expertmesh.parallel.sequence import Batch
+from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import Distilling, Term, TokenLosses
 
 

@@ -30,7 +30,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.verification.build import build, dequantised_base
 from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, figures, gather, squares
 from expertmesh.verification.forward_record import kept_tokens, record_forward
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Reference
@@ -65,7 +65,7 @@ def check_artifacts(proof: Proof, *, merges: bool = True) -> list[Check]:
     return [Check.not_run(SAVED, "this run saves adapters"), *_adapters(proof, job, logits, merges)]
 
 
-def _model(proof: Proof, job: Job, logits: Tensor) -> Check:
+def _model(proof: Proof, job: ProvenJob, logits: Tensor) -> Check:
     with _saved(proof, job, "model") as directory:
         if proof.no_memory_for(2) is None:
             return _compared(proof, SAVED, job, logits, lambda: _plain_model(proof, directory))
@@ -74,7 +74,7 @@ def _model(proof: Proof, job: Job, logits: Tensor) -> Check:
         return Check.of(SAVED, figures(distance, _limit(proof)), "read one block at a time: too large for one process")
 
 
-def _adapters(proof: Proof, job: Job, logits: Tensor, merges: bool) -> list[Check]:
+def _adapters(proof: Proof, job: ProvenJob, logits: Tensor, merges: bool) -> list[Check]:
     with _saved(proof, job, "adapter") as adapter:
         if proof.no_memory_for(2) is not None:
             why = "the unsharded model does not fit into one process"
@@ -96,7 +96,7 @@ def _adapters(proof: Proof, job: Job, logits: Tensor, merges: bool) -> list[Chec
 
 
 @contextmanager
-def _saved(proof: Proof, job: Job, name: str) -> Iterator[Path]:
+def _saved(proof: Proof, job: ProvenJob, name: str) -> Iterator[Path]:
     """Save the trained model or its adapter, and remove the directory after the block.
 
     Collectives: every rank enters it; those of saving.
@@ -114,7 +114,7 @@ def _saved(proof: Proof, job: Job, name: str) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _compared(proof: Proof, name: str, job: Job, logits: Tensor, load: Callable[[], Any]) -> Check:
+def _compared(proof: Proof, name: str, job: ProvenJob, logits: Tensor, load: Callable[[], Any]) -> Check:
     """Compare the logits of the model that rank 0 loads with `logits`, those of the job.
 
     Collectives: every rank calls it; one small all-reduce, and one all-gather of objects.
@@ -145,11 +145,11 @@ def _limit(proof: Proof) -> float:
 def _logits_of(proof: Proof, model: Any) -> Tensor:
     """Return the logits on rank 0's samples of the first step."""
     samples = [(placed.input_ids, placed.labels) for placed in proof.setup.steps[0].placed(proof.setup.layout, 0)]
-    batch = unsharded.Batch.of(samples)
+    batch = unsharded.PaddedSamples.of(samples)
     return kept_tokens(batch.real_tokens(unsharded.forward(model.eval(), batch)[0]))
 
 
-def _logits_by_block(proof: Proof, job: Job, directory: Path) -> Tensor:
+def _logits_by_block(proof: Proof, job: ProvenJob, directory: Path) -> Tensor:
     """Return the logits of a saved model on this data rank's samples, with one block in memory at a time.
 
     Collectives: every rank calls it; those of `Reference.run`.
@@ -169,7 +169,7 @@ def _plain_model(proof: Proof, directory: Path, config: Any = None) -> Any:
     return loaded
 
 
-def _with_peft(proof: Proof, job: Job, adapter: Path) -> Any:
+def _with_peft(proof: Proof, job: ProvenJob, adapter: Path) -> Any:
     """Load the adapter with stock PEFT on the base that it was trained on, with the rounding of quantised experts."""
     with _quiet():
         peft: Any = importlib.import_module("peft")

@@ -19,7 +19,7 @@ from expertmesh.io.terminal import plural
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.compare import gather
 from expertmesh.verification.forward_record import TEACHER
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check
 from expertmesh.weights.audit import audit_weights
@@ -37,11 +37,11 @@ def check_bytes(proof: Proof) -> list[Check]:
     return checks
 
 
-def _checks(job: Job) -> list[Check]:
+def _checks(job: ProvenJob) -> list[Check]:
     return [_audit(job), _owned(job), replicas(job, "copies equal")]
 
 
-def _audit(job: Job) -> Check:
+def _audit(job: ProvenJob) -> Check:
     seed = job.setup.weights_seed
     name = "every byte equals the files'" if seed is None else "every byte equals what is drawn"
     try:
@@ -53,7 +53,7 @@ def _audit(job: Job) -> Check:
     return Check.that(name, True, report.tensors, note)
 
 
-def _owned(job: Job) -> Check:
+def _owned(job: ProvenJob) -> Check:
     """Check that every element of every expert is on exactly `replicate` ranks.
 
     Collectives: every rank calls it; two all-reduces of a number per expert.
@@ -83,7 +83,7 @@ def _owned(job: Job) -> Check:
     return Check.that("experts owned", not wrong, held_NE.numel(), note)
 
 
-def replicas(job: Job, name: str, also: dict[str, Tensor] | None = None) -> Check:
+def replicas(job: ProvenJob, name: str, also: dict[str, Tensor] | None = None) -> Check:
     """Check that ranks which hold the same part of a tensor hold the same bytes.
 
     Args:

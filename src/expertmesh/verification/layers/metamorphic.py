@@ -22,7 +22,7 @@ from expertmesh.state.model_view import ModelView, stage_names
 from expertmesh.step.forward_backward import Order
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
-from expertmesh.verification.job import Boxes, Job
+from expertmesh.verification.job import Boxes, ProvenJob
 from expertmesh.verification.layers.resume import check_resume
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check
@@ -57,7 +57,7 @@ class _StepResult:
     """The parts of the gradients for which this rank is responsible, on the host, by name."""
 
 
-def _run(job: Job, step: Step, boxes: Boxes | None = None, order: Order | None = None) -> _StepResult:
+def _run(job: ProvenJob, step: Step, boxes: Boxes | None = None, order: Order | None = None) -> _StepResult:
     """Run forward and backward of a step and return its results.
 
     Args:
@@ -66,7 +66,7 @@ def _run(job: Job, step: Step, boxes: Boxes | None = None, order: Order | None =
         boxes: The parts of the gradients to return, those of another layout; None: this rank's in the job's layout.
         order: The order of the micro-batches instead of the run's.
 
-    Collectives: every rank calls it; those of `Job.backward`, `Job.clip` and, with `boxes`, `Job.parts`.
+    Collectives: every rank calls it; those of the job's `backward`, `clip` and, with `boxes`, `parts`.
     """
     losses, gradients = job.backward(step, order), job.gradients()
     own = {name: gradients[name].cpu() for name in job.boxes()} if boxes is None else job.parts(gradients, boxes)
@@ -89,7 +89,7 @@ def _same(proof: Proof, name: str, one: _StepResult, other: _StepResult) -> Chec
     return Check.of(name, compared)
 
 
-def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
+def _checkpointing(proof: Proof, job: ProvenJob, base: _StepResult) -> Check:
     name = "activation checkpointing on = off"
     if not getattr(job.model, "supports_gradient_checkpointing", False):
         return Check.not_run(name, f"not supported by {proof.setup.model_config.model_type}")
@@ -103,7 +103,7 @@ def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
     return _same(proof, name, recomputed, base)
 
 
-def _accumulation(proof: Proof, job: Job) -> Check:
+def _accumulation(proof: Proof, job: ProvenJob) -> Check:
     """Compare all rows of a rank in one micro-batch with four micro-batches, with uneven numbers of targets."""
     ranks = job.mesh.layout.data_ranks
     data = proof.setup.steps[0].repeated(4 * ranks).uneven()
@@ -113,7 +113,7 @@ def _accumulation(proof: Proof, job: Job) -> Check:
     return _same(proof, name, _run(job, parts), _run(job, once))
 
 
-def _order(proof: Proof, job: Job) -> Check:
+def _order(proof: Proof, job: ProvenJob) -> Check:
     """Compare micro-batches that go through the model one by one with all of them block by block."""
     name = "by layer = by micro-batch"
     try:
@@ -127,7 +127,7 @@ def _order(proof: Proof, job: Job) -> Check:
     return _same(proof, name, by_layer, one_by_one)
 
 
-def _packing(proof: Proof, job: Job) -> Check:
+def _packing(proof: Proof, job: ProvenJob) -> Check:
     name = "packed = separate samples"
     if proof.setup.steps[0].minimised.pairs:
         return Check.not_run(name, "the two responses of a pair are in rows of their own")

@@ -14,7 +14,7 @@ from expertmesh.experts.install import close_library
 from expertmesh.state.shards import local_tensor
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import gather
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.result import Check
 
@@ -52,7 +52,7 @@ def check_resume(proof: Proof) -> list[Check]:
     return [Check.that(name, not everyone, sum(gather(len(expected))), note)]
 
 
-def _fingerprints(job: Job) -> dict[str, int]:
+def _fingerprints(job: ProvenJob) -> dict[str, int]:
     """Return the fingerprint of each weight and each moment that this rank holds, by name."""
     tensors = {**job.tensors(), **job.optimizer_tensors()}
     held = {name: local_tensor(tensor) for name, tensor in tensors.items()}

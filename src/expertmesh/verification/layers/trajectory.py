@@ -22,7 +22,7 @@ from expertmesh.verification.compare import (
     total,
     without_numbers,
 )
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected
@@ -42,7 +42,7 @@ class Trajectory:
     noisy: unsharded.UnshardedRun
     """The steps with noise on the gradients."""
 
-    def checks(self, job: Job, name: str, losses: list[float], norms: list[float]) -> list[Check]:
+    def checks(self, job: ProvenJob, name: str, losses: list[float], norms: list[float]) -> list[Check]:
         """Compare the job, which has taken the same steps, with the unsharded model.
 
         Args:
@@ -80,7 +80,7 @@ class Trajectory:
         ]
 
 
-def start_trajectory(proof: Proof, job: Job) -> Trajectory | str:
+def start_trajectory(proof: Proof, job: ProvenJob) -> Trajectory | str:
     """Take the unsharded steps before the job takes them, or return why they cannot be taken.
 
     Collectives: every rank calls it; one broadcast, and those of `Reference.run` for each step, twice.
@@ -133,7 +133,7 @@ def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
     return replace(run, moved=local.parts)
 
 
-def _move_biases(job: Job, expected: Expected, held: dict[str, Tensor]) -> None:
+def _move_biases(job: ProvenJob, expected: Expected, held: dict[str, Tensor]) -> None:
     """Update the routers' correction biases from the experts that the unsharded model chose, without the optimizer.
 
     Collectives: every rank calls it; one all-gather of objects for each bias.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from expertmesh.state.shards import local_tensor
 from expertmesh.verification.compare import TOLERANCE, gather
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers.bytes import replicas
 from expertmesh.verification.layers.trajectory import Trajectory, start_trajectory
 from expertmesh.verification.proof import Proof
@@ -42,7 +42,7 @@ def check_update(proof: Proof) -> list[Check]:
     return checks
 
 
-def _steps(proof: Proof, job: Job, name: str, trajectory: Trajectory | str | None) -> list[Check]:
+def _steps(proof: Proof, job: ProvenJob, name: str, trajectory: Trajectory | str | None) -> list[Check]:
     """Take all steps of the setup; return the checks of the arithmetic, and of the trajectory if there is one.
 
     Args:
@@ -93,13 +93,13 @@ def _worst_of_each_rank(mine: list[Figure]) -> list[Figure]:
 class _RepeatedOptimizer:
     """torch's optimizer in fp64, one tensor at a time, on a sample of the elements that this rank holds."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ProvenJob) -> None:
         self.start = {name: _sample(parameter) for name, parameter in job.parameters().items()}
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in self.start.items()}
         self.optimizer = plain_optimizer(self.parameters, job.setup.config.optim, job)
         self.steps = 0
 
-    def step(self, job: Job) -> None:
+    def step(self, job: ProvenJob) -> None:
         """Take a step with the gradients that the job is about to use."""
         for name, parameter in job.parameters().items():
             self.parameters[name].grad = None if parameter.grad is None else _sample(parameter.grad)
@@ -107,7 +107,7 @@ class _RepeatedOptimizer:
         self.steps += 1
 
     @torch.no_grad()
-    def weights(self, job: Job) -> list[Figure]:
+    def weights(self, job: ProvenJob) -> list[Figure]:
         """Return the error of the weights after all steps, relative to their movement.
 
         The limit allows one rounding of each stored element per step, and the tolerance for arithmetic in fp32.
@@ -122,7 +122,7 @@ class _RepeatedOptimizer:
             found.append(Figure(name, error / moved, tolerance + rounding / moved) if moved else Figure(name, error, 0))
         return found
 
-    def moments(self, job: Job) -> list[Figure]:
+    def moments(self, job: ProvenJob) -> list[Figure]:
         """Return the relative error of each state tensor; infinite if only one of both optimizers has it."""
         found = []
         for name, parameter in job.parameters().items():

@@ -35,7 +35,7 @@ from expertmesh.io.boxes import Box, extents, full_box, intersect, slices
 from expertmesh.state.shards import local_box
 from expertmesh.verification.compare import gather
 from expertmesh.verification.forward_record import TEACHER, ForwardRecord, kept_tokens, recording
-from expertmesh.verification.job import Job, Losses
+from expertmesh.verification.job import Losses, ProvenJob
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.streaming import StreamedModel
 from expertmesh.verification.reference.weights import Weights
@@ -127,7 +127,7 @@ FusedPlaces = dict[str, tuple[str, Box]]
 class LocalParts:
     """Collects this rank's parts of the reference's full tensors in `parts`, by the job's names."""
 
-    def __init__(self, job: Job, places: FusedPlaces) -> None:
+    def __init__(self, job: ProvenJob, places: FusedPlaces) -> None:
         self._places = places
         self._boxes = {name: local_box(parameter) for name, parameter in job.parameters().items()}
         self.parts: dict[str, Tensor] = {}
@@ -176,7 +176,7 @@ class Expected:
     margins: dict[str, Tensor]
     """The margin of each token's choice of experts on this rank, `[T]` by module."""
     token_losses: Tensor
-    """The loss of each target of this rank's samples in fp64; empty on ranks without `Job.answers_for_rows`."""
+    """The loss of each target of this rank's samples in fp64; empty on ranks without `ProvenJob.answers_for_rows`."""
     token_weights: Tensor
     """The derivative of the step's loss by each of `token_losses`."""
     losses: Losses
@@ -203,7 +203,7 @@ class Reference:
     Collectives: every rank makes one; one all-gather of objects, the names of trained tensors.
     """
 
-    job: Job
+    job: ProvenJob
     """The job to compare with."""
     dtype: torch.dtype
     """The dtype of weights and arithmetic."""
@@ -298,7 +298,7 @@ class Reference:
 
     @torch.no_grad()
     def _forward_alone(
-        self, batch: unsharded.Batch, samples: Sequence[PlacedSample], forced: Mapping[str, Tensor]
+        self, batch: unsharded.PaddedSamples, samples: Sequence[PlacedSample], forced: Mapping[str, Tensor]
     ) -> "_Recorder":
         """Run the forward of a teacher and record it; `forced` are its experts, by names that begin with `TEACHER`."""
         own = {name.removeprefix(TEACHER): index for name, index in forced.items() if name.startswith(TEACHER)}
@@ -330,21 +330,21 @@ class Reference:
         rows = unsharded.row_log_probabilities(token_losses, batch).tolist()
         return {sample.index: row for sample, row in zip(samples, rows, strict=False)}
 
-    def _batch(self, samples: Sequence[PlacedSample]) -> unsharded.Batch:
+    def _batch(self, samples: Sequence[PlacedSample]) -> unsharded.PaddedSamples:
         """Return the batch of `samples`, or of one sample without targets if there are none.
 
         A rank without samples has to run the model as well: skipping an all-reduce would hang the others.
         """
         own = [(placed.input_ids, placed.labels) for placed in samples]
-        return unsharded.Batch.of(own or [_no_sample()], self.job.mesh.device)
+        return unsharded.PaddedSamples.of(own or [_no_sample()], self.job.mesh.device)
 
-    def _choices(self, batch: unsharded.Batch, forced: Mapping[str, Tensor]) -> Choices:
+    def _choices(self, batch: unsharded.PaddedSamples, forced: Mapping[str, Tensor]) -> Choices:
         anatomy = self.job.setup.anatomy
         routers = {name: self.streamed.model.get_submodule(name) for name in anatomy.sorting_routers}
         return Choices(anatomy.experts, routers, batch.ids_BS.numel(), forced)
 
     def _loss(
-        self, data: StepData, samples: Sequence[PlacedSample], batch: unsharded.Batch, token_losses: Tensor
+        self, data: StepData, samples: Sequence[PlacedSample], batch: unsharded.PaddedSamples, token_losses: Tensor
     ) -> Tensor:
         """Return this rank's share of the loss of the step."""
         if not data.minimised.pairs or not samples:
@@ -397,7 +397,7 @@ class _Recorder:
     """Records a forward of the unsharded model on this rank's samples, which may be none."""
 
     reference: Reference
-    batch: unsharded.Batch
+    batch: unsharded.PaddedSamples
     samples: Sequence[PlacedSample]
     forced: Mapping[str, Tensor]
     """The experts that tokens must take, at all positions of the batch, by module."""

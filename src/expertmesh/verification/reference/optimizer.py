@@ -14,10 +14,12 @@ from expertmesh.state.model_view import ModelView
 from expertmesh.training.optimizers.adamw import AdamW8bit
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.optimizers.muon import Muon
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import ProvenJob
 
 
-def plain_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig, job: Job) -> torch.optim.Optimizer:
+def plain_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimConfig, job: ProvenJob
+) -> torch.optim.Optimizer:
     """Return the configured optimizer on plain tensors, which have the names of the job's parameters."""
     learning_rate, decay = config.learning_rate, config.weight_decay
     if config.name == "sgd":

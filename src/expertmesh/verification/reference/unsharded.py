@@ -27,7 +27,7 @@ StepT = TypeVar("StepT")
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PaddedSamples:
     """Samples as one right-padded batch."""
 
     ids_BS: Tensor
@@ -38,7 +38,7 @@ class Batch:
     """True for real tokens, False for padding."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> "Batch":
+    def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> "PaddedSamples":
         """Return the batch of `samples`, one row each, on `device`."""
         ids = pad_sequence([ids for ids, _ in samples], batch_first=True)
         labels = pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=IGNORE)
@@ -56,7 +56,7 @@ class Batch:
         return choices
 
 
-def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def forward(model: Any, batch: PaddedSamples) -> tuple[Tensor, Tensor]:
     """Return the logits `[B, S, V]`, and the cross entropy of each target, `[targets]` in fp32 or wider."""
     mask = None if bool(batch.real_BS.all()) else batch.real_BS.long()
     logits: Tensor = model(input_ids=batch.ids_BS, attention_mask=mask, use_cache=False).logits
@@ -66,7 +66,7 @@ def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def preference_loss(
-    token_losses: Tensor, batch: Batch, objective: ObjectiveConfig, reference_B: Tensor | None
+    token_losses: Tensor, batch: PaddedSamples, objective: ObjectiveConfig, reference_B: Tensor | None
 ) -> Tensor:
     """Return the loss of an objective of pairs, summed over pairs, in fp64, as its paper has it.
 
@@ -93,7 +93,7 @@ def preference_loss(
 
 
 def distillation_losses(
-    logits: Tensor, token_losses: Tensor, teacher_logits: Tensor, batch: Batch, objective: ObjectiveConfig
+    logits: Tensor, token_losses: Tensor, teacher_logits: Tensor, batch: PaddedSamples, objective: ObjectiveConfig
 ) -> Tensor:
     """Return the loss of each target under a distillation, `[targets]` in fp32 or wider.
 
@@ -111,7 +111,7 @@ def distillation_losses(
     return losses + objective.sft_weight * token_losses
 
 
-def row_log_probabilities(token_losses: Tensor, batch: Batch) -> Tensor:
+def row_log_probabilities(token_losses: Tensor, batch: PaddedSamples) -> Tensor:
     """Return the log-probability of the targets of each row, `[B]` in fp64."""
     counts = (batch.labels_BS[:, 1:] != IGNORE).sum(dim=1).tolist()
     return -torch.stack([losses.double().sum() for losses in token_losses.split(counts)])
@@ -122,7 +122,7 @@ def backward(model: Any, samples: Sequence[Sample]) -> float:
     targets = sum(int((labels[1:] != IGNORE).sum()) for _, labels in samples)
     total = 0.0
     for sample in samples:
-        loss = forward(model, Batch.of([sample]))[1].sum() / targets
+        loss = forward(model, PaddedSamples.of([sample]))[1].sum() / targets
         loss.backward()
         total += float(loss.detach())
     return total
