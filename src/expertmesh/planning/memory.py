@@ -72,7 +72,7 @@ class RoundMemory:
 
     def _inputs(self, number: int, index: int) -> float:
         """Return the bytes of the inputs of this layer and of those before it."""
-        if not self.batch.order.inputs_on_host:
+        if not self.batch.order.inputs_on_host or self.memory.workload.on_cpu:  # where both are one memory
             return self.round * sum(self.inputs[: number + 1])
         # Those of the last layer stay. Of the others all are back whose backward has begun, and the next one.
         is_last, is_end = number == len(self.layers) - 1, index == self.round - 1
