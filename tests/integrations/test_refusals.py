@@ -92,7 +92,8 @@ class _OnCpu(SFTConfig):  # type: ignore[misc]
         super().__init__(output_dir, use_cpu=True, bf16=False)
 
 
-def _without_args() -> list[dict[str, Any]]:
+def _without_args(directory: Path) -> list[dict[str, Any]]:
+    os.chdir(directory)  # Trainers without arguments make their output_dir where they run
     for module in (trl, sys.modules[SFTTrainer.__module__]):
         module.SFTConfig = _OnCpu
     os.environ |= {"HF_HUB_OFFLINE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -106,8 +107,8 @@ def _without_args() -> list[dict[str, Any]]:
     return found
 
 
-def test_without_args_the_stock_ones_are_taken() -> None:
-    ours, stock, plain, stock_plain = run_ranks(_without_args, 1)[0]
+def test_without_args_the_stock_ones_are_taken(tmp_path: Path) -> None:
+    ours, stock, plain, stock_plain = run_ranks(_without_args, 1, tmp_path)[0]
     assert ours == stock
     assert ours["output_dir"].endswith("-SFT")
     assert plain == stock_plain
