@@ -10,8 +10,7 @@ from pathlib import Path
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.checkpoint.remote import locate_local
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
-from expertmesh.export.adapter import AdapterFormat
-from expertmesh.export.checkpoint import export
+from expertmesh.export.checkpoint import AdapterFormat, export
 from expertmesh.io.terminal import plural, tell
 from expertmesh.training.reporting.weights import dtype_text, saved_lines
 

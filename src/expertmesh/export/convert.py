@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from expertmesh.export.merge_base import companions, take_layout
+from expertmesh.export.deltas import FileValues
+from expertmesh.export.merge import companions, take_layout
 from expertmesh.export.merge_check import check_copies
-from expertmesh.io.boxes import Box, extents
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.model_view import ModelView
-from expertmesh.weights.mapping import StateTensor, plan_load
+from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 from expertmesh.weights.quantised.published import method_of, quantisation
-from expertmesh.weights.reading import read_box
 from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 
 
@@ -48,9 +46,15 @@ def convert(
 ) -> ConvertReport:
     """Write the model at `name_or_path`, a hub id or directory, to `target`, which must not exist or be empty.
 
-    `dtype` is that of `save_model`; "auto" keeps those of the files, bfloat16 where they are quantised. Raises, with
-    nothing left behind: `InputError` (no such model, target not empty, disk full), `SecurityError` (pickles),
-    `IntegrityError` (damaged, scales that do not fit, values that `dtype` cannot hold).
+    No communication.
+
+    Args:
+        dtype: That of `save_model`; "auto" keeps those of the files, bfloat16 where they are quantised.
+
+    Raises, with nothing left behind:
+        InputError: No such model, target not empty, disk full.
+        SecurityError: Pickles.
+        IntegrityError: Damaged, scales that do not fit, values that `dtype` cannot hold.
     """
     started = time.monotonic()
     check_target(target)
@@ -62,18 +66,10 @@ def convert(
         load = plan_load(view, files)
         check_copies(load, files)
         take_layout(view, load, files)
-        names = {id(tensor): name for name, tensor in view.unique.items()}
-
-        def read(leaf: StateTensor, box: Box) -> Tensor:
-            lazy = load.tensors[names[id(leaf.tensor)]]
-            values = torch.empty(extents(box), dtype=lazy.dtype)
-            read_box(lazy, box, values, files.read)
-            return values
-
         saved = save_values(
             view,
             target,
-            read,
+            FileValues(view.unique, load, files),
             tokenizer=companions(directory, directory, trust_remote_code),
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,

@@ -1,7 +1,7 @@
-"""Add to a base what a PEFT adapter adds (`scaling · B A`, box by box, in fp32 or wider), and replace what it replaces.
+"""Read a base's values from its files, with what a PEFT adapter adds (`scaling · B A`, in fp32 or wider) or replaces.
 
-For merge.py. One expert after the other is added straight onto the weights; no product of a whole expert stack is ever
-formed. In memory are A and B of the two adapted weights that were used last. Nothing here communicates.
+For merge.py and convert.py. One expert after the other is added straight onto the weights; no product of a whole expert
+stack is ever formed. In memory are A and B of the two adapted weights that were used last. Nothing here communicates.
 """
 
 from collections.abc import Mapping
@@ -85,21 +85,28 @@ class Deltas:
             )
 
 
-class MergedValues:
-    """Values of the base with the adapter's, for `save_values`; what is adapted or replaced comes in fp32 or wider."""
+class FileValues:
+    """Reads a model's values from its files, for `save_values`, with an adapter's changes if there is one.
 
-    def __init__(self, tensors: Mapping[str, Tensor], load: LoadPlan, files: WeightFiles, deltas: Deltas) -> None:
+    What is adapted or replaced comes in fp32 or wider, the rest in the dtype of the files.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], load: LoadPlan, files: WeightFiles, deltas: Deltas | None = None
+    ) -> None:
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._load, self._files, self._deltas = load, files, deltas
 
     def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
-        name = self._names[id(leaf.tensor)]
-        lazy, adapted, replaced = self._load.tensors[name], name in self._deltas.targets, name in self._deltas.replaced
+        name, deltas = self._names[id(leaf.tensor)], self._deltas
+        lazy = self._load.tensors[name]
+        adapted = deltas is not None and name in deltas.targets
+        replaced = deltas is not None and name in deltas.replaced
         dtype = torch.promote_types(lazy.dtype, torch.float32) if adapted or replaced else lazy.dtype
         values = torch.empty(extents(box), dtype=dtype)
         read_box(lazy, box, values, self._files.read)
-        if adapted:
-            self._deltas.add(name, box, values)
-        elif replaced:
-            self._deltas.replace(name, box, values)
+        if deltas is not None and adapted:
+            deltas.add(name, box, values)
+        elif deltas is not None and replaced:
+            deltas.replace(name, box, values)
         return values

@@ -45,7 +45,7 @@ from expertmesh.checkpoint.small_files import (
 )
 from expertmesh.checkpoint.state import OPTIMIZER, fingerprint_share
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
-from expertmesh.export.stored_model import stored_model
+from expertmesh.export.checkpoint import stored_model
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_json
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
 from expertmesh.io.terminal import tracked
