@@ -25,7 +25,7 @@ _HOME = {
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
     "load_weights": "expertmesh.checkpoint.interface",
-    "lora_from_peft": "expertmesh.adapters.from_peft",
+    "lora_from_peft": "expertmesh.adapters.peft_config",
     "parallelize": "expertmesh.model",
     "router_losses": "expertmesh.step.router_losses",
     "save_adapter": "expertmesh.adapters.save",
@@ -64,7 +64,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from expertmesh.adapters.attach import adapters_off
-    from expertmesh.adapters.from_peft import lora_from_peft
+    from expertmesh.adapters.peft_config import lora_from_peft
     from expertmesh.adapters.save import save_adapter
     from expertmesh.adapters.stream import iter_hf_weights
     from expertmesh.checkpoint.interface import load_checkpoint, load_weights, save_checkpoint

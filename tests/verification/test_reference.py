@@ -14,7 +14,7 @@ from expertmesh.verification.build import build
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected, Reference
-from expertmesh.verification.reference.weights import Weights
+from expertmesh.verification.reference.streaming import Weights
 from expertmesh.verification.setup import Setup, set_up
 from tests.support.ranks import SharedRanks, run_ranks
 from tests.training.tiny_run import run_config, write_inputs

@@ -1,8 +1,10 @@
-"""Write our adapter_config.json, and interpret other people's by the rules by which PEFT reads them.
+"""Write our adapter_config.json, and interpret others' configs, on disk or in memory, by the rules by which PEFT does.
 
-Every option that a plain LoRA adapter does not have is refused by its name. PEFT is never imported here.
+Every option that a plain LoRA adapter does not have is refused by its name. PEFT is never imported here; its config
+only needs `to_dict`, the content that it would write to adapter_config.json.
 """
 
+import glob
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ from expertmesh.adapters.peft_format import (
     is_parameter,
     name_of,
 )
-from expertmesh.adapters.targets import ALL_LINEAR, Target
+from expertmesh.adapters.targets import ALL_LINEAR, GROUPS, Target
 from expertmesh.compat import class_mapping, conversion_family
 from expertmesh.config import LoraConfig
 from expertmesh.config.base import pattern_problem
@@ -272,7 +274,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float)
 
 
-def refuse_names(content: Mapping[str, Any], path: Path | str) -> None:
+def _refuse_names(content: Mapping[str, Any], path: Path | str) -> None:
     """Raise `InputError` for module names whose meaning in PEFT depends on the family: patterns, and former experts."""
     modules = content.get("target_modules")
     if isinstance(modules, str):
@@ -443,3 +445,48 @@ def _ends_of(name: str, least: int) -> Iterator[str]:
 def _selected(endings: Collection[str], every: Sequence[str]) -> set[str]:
     """Return the names that equal one of `endings`, or end with a dot and one of them."""
     return {name for name in every if not set(_ends_of(name, 1)).isdisjoint(endings)}
+
+
+def lora_from_peft(peft_config: Any) -> LoraConfig:
+    """Return the `em.LoraConfig` that trains the same adapters as a `peft.LoraConfig`. No communication.
+
+    `target_modules` has to be a list of names; `target_parameters` may name routed experts. r, lora_alpha,
+    rank_pattern, alpha_pattern, lora_dropout, exclude_modules, use_rslora and init_lora_weights (True, "gaussian")
+    are taken over.
+
+    Raises:
+        InputError: Another field is set (use_dora, modules_to_save, bias, ...); names the field.
+    """
+    if not hasattr(peft_config, "to_dict"):
+        raise InputError(
+            f"lora_from_peft takes a peft.LoraConfig, not a {type(peft_config).__name__}", key="adapter.not-lora"
+        )
+    content, where = plain_content(peft_config), "peft_config"
+    refuse_content(content, where)
+    _refuse_names(content, where)
+    refuse_start(content, where)
+    init = content.get("init_lora_weights", True)
+    if init is not True and init != "gaussian":
+        refuse_field(where, "init_lora_weights", init, 'only True and "gaussian" can be started here')
+    modules, parameters = content.get("target_modules") or [], content.get("target_parameters") or []
+    exclude = content.get("exclude_modules") or []
+    if isinstance(exclude, str):
+        refuse_field(where, "exclude_modules", exclude, "it is a pattern; list the modules' names")
+    if named := [name for name in exclude if any(each.endswith(f"{name}.weight") for each in parameters)]:
+        refuse_field(where, "exclude_modules", named, "target_parameters names its weight, which PEFT does not exclude")
+    if not modules and not parameters:
+        refuse_field(
+            where, "target_modules", content.get("target_modules"), "PEFT chooses by family then; list the modules"
+        )
+    return lora_of(
+        content,
+        dropout=float(content.get("lora_dropout") or 0.0),
+        # Modules are named by their weight, so that the name does not match a parameter of the same name.
+        targets=(*(f"{_text(name)}.weight" for name in modules), *(_text(name) for name in parameters)),
+        exclude=tuple(f"{_text(name)}.weight" for name in exclude),
+    )
+
+
+def _text(name: str) -> str:
+    """Return a selector for a name in PEFT's config that never means one of our groups."""
+    return f"*.{name}" if name in GROUPS else glob.escape(name)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.plan import plan_of
-from expertmesh.adapters.read import read_adapter
+from expertmesh.adapters.start import read_adapter
 from expertmesh.checkpoint.directory import clean, locate
 from expertmesh.checkpoint.read import SavedState, check_fits, check_hashes, open_state
 from expertmesh.checkpoint.small_files import (

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.peft_format import Part, base_copies, keys_in
-from expertmesh.adapters.replaced import Replaced
+from expertmesh.adapters.plan import Replaced
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.deltas import Deltas

@@ -19,7 +19,7 @@ from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options
 from expertmesh.training.teacher import Teacher
 from expertmesh.verification.job import ProvenJob
-from expertmesh.verification.reference.weights import set_adapters
+from expertmesh.verification.reference.streaming import set_adapters
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.load import fill, read_whole
 

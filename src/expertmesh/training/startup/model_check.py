@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertmesh.adapters.read import check_adapter
+from expertmesh.adapters.start import check_adapter
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError

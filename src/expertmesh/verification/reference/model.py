@@ -37,8 +37,7 @@ from expertmesh.verification.compare import gather
 from expertmesh.verification.forward_record import TEACHER, ForwardRecord, kept_tokens, recording
 from expertmesh.verification.job import Losses, ProvenJob
 from expertmesh.verification.reference import unsharded
-from expertmesh.verification.reference.streaming import StreamedModel
-from expertmesh.verification.reference.weights import Weights
+from expertmesh.verification.reference.streaming import StreamedModel, Weights
 from expertmesh.verification.samples import PlacedSample, StepData
 from expertmesh.verification.setup import Setup
 
