@@ -29,7 +29,8 @@ def train_by_hand(config: Config, model: Any) -> ByTrl:
     rows: list[dict[str, float]] = []
     gradients: dict[str, Tensor] = {}
     for step in (samples[start : start + size] for start in range(0, len(samples), size)):
-        batch = unsharded.Batch.of([(torch.from_numpy(each.input_ids), torch.from_numpy(each.labels)) for each in step])
+        pairs = [(torch.from_numpy(each.input_ids), torch.from_numpy(each.labels)) for each in step]
+        batch = unsharded.PaddedSamples.of(pairs)
         logits, token_losses = unsharded.forward(model, batch)
         loss = unsharded.preference_loss(token_losses, batch, config.objective, None) / (len(step) // 2)
         rewards_2P = _by_trl(config.objective, logits, batch.labels_BS, float(loss.detach()))

@@ -81,7 +81,7 @@ def samples_of_steps(config: Config) -> Iterator[list[unsharded.Sample]]:
 
 def plain_losses(config: Config, model: Any, teacher: Any, samples: list[unsharded.Sample]) -> Tensor:
     """The loss of each target, written out from probabilities."""
-    batch, objective = unsharded.Batch.of(samples), config.objective
+    batch, objective = unsharded.PaddedSamples.of(samples), config.objective
     logits, token_losses = unsharded.forward(model, batch)
     with torch.no_grad():
         other_logits, _ = unsharded.forward(teacher, batch)
