@@ -86,17 +86,16 @@ reason instead is what `train` and `load_model` say before they read a weight.
 Refused in the default precision (bfloat16 computed over float32 parameters), so to be trained with
 `precision.compute: float32`: {_in_default_precision(outcomes)}.
 
-`longcat_flash` stays refused because transformers {transformers.__version__} cannot read its published files either:
-its class has gate and up projections for the identity experts too, which have no weights in the files
-(`tests/families/test_families.py` reproduces it).
+transformers {transformers.__version__} cannot read published files of `longcat_flash` either: its class has
+projections for identity experts, which the files lack (`tests/families/test_families.py` reproduces it).
 
 `jetmoe`'s attention is a mixture as well, of projections before and behind it: dense parameters, which tp leaves whole.
-Both routers of a layer wait for the device once, to learn the counts, and compute in bf16 under bf16. Its class
-declares that it does not support activation checkpointing, which is refused therefore.
+Both routers of a layer wait for the device once, and compute in bf16 under bf16. Its class does not support activation
+checkpointing.
 
-Models that bring their own code (`model.trust_remote_code`) may hold their experts in an `nn.ModuleList` of MLPs. The
-list is fused when it is loaded and written back under its own names, if a small copy of the block proves on the spot
-that nothing changes; `tests/weights/test_module_list.py` holds this to the model's own code, and names what is refused.
+Models with code of their own (`model.trust_remote_code`) may hold experts in an `nn.ModuleList` of MLPs. It is fused
+when loaded and written back under its own names, if a small copy of the block proves that nothing changes
+(`tests/weights/test_module_list.py`).
 
 Kimi-K2 (`model_type: kimi_k2`) is trained as transformers' `deepseek_v3`, whose tensors' names it has: the code beside
 its weights never runs, and what is saved says `kimi_k2`. The language model of Kimi-K2.5 is read by the same rule. Its
