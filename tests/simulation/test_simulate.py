@@ -119,17 +119,15 @@ class _HostInput(by_layer.HostInput):
             self._storage.resize_(self._size)
 
 
-@pytest.mark.slow_cases(r"3", why="one round stays")
-@pytest.mark.parametrize("size", [None, 3])
-def test_simulated_rank_with_inputs_on_the_host_is_what_the_formulas_say(
-    size: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow(why="inputs on the device stay")
+def test_simulated_rank_with_inputs_on_the_host_is_what_the_formulas_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_layer, "HostInput", _HostInput)
-    order = Order(by_layer=True, round=size, inputs_on_host=True)
+    order = Order(by_layer=True, inputs_on_host=True)
     _check("qwen", ParallelConfig(ep=8, cp=2), "full", LoraConfig(), Batch(4, 6, order), "all", 0)
 
 
-def test_inputs_on_the_host_that_were_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow(why="with the one above")
+def test_inputs_on_the_host_that_were_forgotten_would_be_noticed() -> None:
     order = Order(by_layer=True, inputs_on_host=True)  # here the copies count
     with pytest.raises(AssertionError):
         _check("qwen", ParallelConfig(ep=8, cp=2), "full", LoraConfig(), Batch(4, 6, order), "all", 0)

@@ -48,9 +48,9 @@ get_checkpoint_conversion_mapping("qwen3_moe")
 LIMIT_SECONDS = 500
 # How long the others get to fail as well when a rank has.
 GRACE_SECONDS = 30
-# How many functions the same ranks run: their groups stay, each with threads and sockets, of which a process may have
-# 1,024 on many machines.
-TURNS = 16
+# How many functions the same ranks run: their groups stay, each with sockets, and with a thread of gloo that wakes a
+# hundred times a second.
+TURNS = 6
 
 
 class RankFailed(AssertionError):
