@@ -43,6 +43,8 @@ OTHERS = {
     "packed": (2, ["parallel.cp=2", "data.packing=true"]),
     "interleaved": (2, ["parallel.pp=2", "parallel.ep=1", "parallel.pp_virtual_stages=2"]),
 }
+# What one axis alone has, dpo and sft have as well.
+WHOLE = {**{name: LAYOUTS[name] for name in ("one rank", "tp", "pp", "all", "replicas of ep")}, **OTHERS}
 STEPS = 3
 CHUNK = 5  # of targets: several of each micro-batch, and a part of one at its end
 
@@ -194,11 +196,11 @@ def check(output: Path, gradients: dict[str, Tensor], expected: ByTrl) -> None:
 
 
 @pytest.mark.slow_cases(r"(?!by layer|pp$).*", why="stages stay, and the other order with experts on two ranks")
-@pytest.mark.parametrize("layout", {**LAYOUTS, **OTHERS})
+@pytest.mark.parametrize("layout", WHOLE)
 def test_every_layout_equals_the_unsharded_models(
     inputs: Path, tmp_path: Path, by_hand: Callable[..., ByTrl], layout: str
 ) -> None:
-    world, chosen = {**LAYOUTS, **OTHERS}[layout]
+    world, chosen = WHOLE[layout]
     kl = "reverse" if layout in ("tp", "pp", "by layer") else "forward"
     own = [options(inputs, kl=kl), *(each for each in chosen if each.startswith(("data.", "train.global")))]
     config = distill_config(inputs, tmp_path / "run", *EXACT, *own, *chosen)
@@ -206,7 +208,7 @@ def test_every_layout_equals_the_unsharded_models(
 
 
 @pytest.mark.slow(why="the whole model's layouts stay")
-@pytest.mark.parametrize("layout", {**ADAPTED, "by layer": OTHERS["by layer"]})
+@pytest.mark.parametrize("layout", ["replicate", "tp", "all", "by layer"])
 def test_adapters_equal_stock_pefts(inputs: Path, tmp_path: Path, by_hand: Callable[..., ByTrl], layout: str) -> None:
     world, chosen = {**ADAPTED, **OTHERS}[layout]
     own = [options(inputs, kl="reverse"), LORA]
