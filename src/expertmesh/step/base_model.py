@@ -43,7 +43,7 @@ def run_base(
     captured: list[ModelOutput] = []
     recorded: list[tuple[torch.Tensor, ...]] = []
     config: Any = model.config
-    # A config that asks for router logits would make the model add its own loss: it is told no.
+    # With output_router_logits in its config the model would add its own loss: the argument overrides it.
     chosen = router_logits or getattr(config.get_text_config(), "output_router_logits", False)
 
     def ask_for_router_logits(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -36,7 +36,6 @@ from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
 from expertmesh.step.base_model import base_name, head_of, model_inputs, run_base
-from expertmesh.step.divergence import divergence
 from expertmesh.step.objective import IGNORED, CrossEntropy, Distilling, Objective, Term, TokenLosses
 from expertmesh.step.router_losses import active_router_losses
 
@@ -142,9 +141,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows = logits_CW.shape[-1]
         here_C = (place_C >= 0) & (place_C < rows)
         place_C1 = place_C.clamp(0, rows - 1).unsqueeze(1)
-        highest_C = logits_CW.amax(-1)
-        dist.all_reduce(highest_C, dist.ReduceOp.MAX, group=group)
-        shifted_CW = logits_CW - highest_C.unsqueeze(1)
+        shifted_CW = logits_CW - _highest(logits_CW, group).unsqueeze(1)
         # Not a product: another row's logit may be infinite.
         chosen_C = torch.where(here_C, shifted_CW.gather(1, place_C1).squeeze(1), 0.0)
         exp_CW = shifted_CW.exp_()
@@ -162,6 +159,80 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_C: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient_CW,) = ctx.saved_tensors
         return gradient_CW * grad_C.unsqueeze(1), None, None
+
+
+def divergence(
+    logits_CW: torch.Tensor,
+    teacher_CW: torch.Tensor,
+    *,
+    temperature: float,
+    reverse: bool,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Return temperature² times KL(teacher || model) of each token, `[C]`; `reverse`: KL(model || teacher).
+
+    Both models' logits are divided by the temperature. Only `logits_CW` gets gradients. Logits of minus infinity are
+    words without probability.
+
+    Args:
+        logits_CW: The model's, in the dtype to compute in.
+        teacher_CW: The teacher's, in any dtype.
+        group: The ranks that have the other words; None if this rank has all.
+
+    Collectives: all ranks of `group` call it; five small all-reduces. The result is equal on all of them.
+    """
+    value_C: torch.Tensor = _Divergence.apply(logits_CW, teacher_CW, temperature, reverse, group)
+    return value_C
+
+
+class _Divergence(torch.autograd.Function):
+    """Compute the gradient in forward and keep it: the probabilities of both models are freed with the chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_CW: torch.Tensor,
+        teacher_CW: torch.Tensor,
+        temperature: float,
+        reverse: bool,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        own_CW = _log_probabilities(logits_CW / temperature, group)
+        other_CW = _log_probabilities(teacher_CW.to(logits_CW.dtype, copy=True).div_(temperature), group)
+        p_CW = (own_CW if reverse else other_CW).exp()
+        ratio_CW = own_CW.sub_(other_CW) if reverse else other_CW.sub_(own_CW)
+        # Not a product: a word without probability in both models has a ratio of NaN.
+        ratio_CW.masked_fill_(p_CW == 0, 0.0)
+        value_C: torch.Tensor = torch.linalg.vecdot(p_CW, ratio_CW)
+        if group is not None:
+            dist.all_reduce(value_C, group=group)
+        gradient_CW = ratio_CW.sub_(value_C.unsqueeze(1)).mul_(p_CW) if reverse else own_CW.exp_().sub_(p_CW)
+        # Of the two factors of the temperature one is that of the logits, which were divided by it.
+        ctx.save_for_backward(gradient_CW.mul_(temperature))
+        return value_C * temperature**2
+
+    @staticmethod
+    def backward(ctx: Any, grad_C: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient_CW,) = ctx.saved_tensors
+        return gradient_CW * grad_C.unsqueeze(1), None, None, None, None
+
+
+def _log_probabilities(logits_CW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the log-probabilities, in place."""
+    logits_CW.sub_(_highest(logits_CW, group).unsqueeze(1))
+    total_C = logits_CW.exp().sum(-1)
+    if group is not None:
+        dist.all_reduce(total_C, group=group)
+    log_probability_CW: torch.Tensor = logits_CW.sub_(total_C.log().unsqueeze(1))
+    return log_probability_CW
+
+
+def _highest(logits_CW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the largest logit of each token, `[C]`. Collectives: one all-reduce, if other ranks have other words."""
+    highest_C = logits_CW.amax(-1)
+    if group is not None:
+        dist.all_reduce(highest_C, dist.ReduceOp.MAX, group=group)
+    return highest_C
 
 
 def causal_lm_loss(
@@ -323,10 +394,12 @@ class _Head:
         root = self.model if isinstance(self.model, FSDPModule) else None
         if root is not None:
             root.unshard()
-        # Views of the rows as they are now: gathering may have made other tensors.
-        yield self if self.split is None else replace(self, split=self.split.share.split(head_of(self.model)))
-        if root is not None:
-            root.reshard()
+        try:
+            # Views of the rows as they are now: gathering may have made other tensors.
+            yield self if self.split is None else replace(self, split=self.split.share.split(head_of(self.model)))
+        finally:
+            if root is not None:
+                root.reshard()
 
     def losses_and_hits(
         self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype

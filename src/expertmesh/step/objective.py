@@ -17,7 +17,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Distilling:
-    """What a model's next-token probabilities are compared with a teacher's by."""
+    """The comparison of a model's next-token probabilities with a teacher's."""
 
     temperature: float = 1.0
     """Divisor of both models' logits."""

@@ -43,12 +43,15 @@ class Distill:
         return replace(self, teacher=[term.losses for term in terms if isinstance(term, _Kept)]), numbered
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
+        # The host has just waited for the targets' places: this wait finds the device idle.
         total = losses.distilled(self.teacher[int(batch["teacher"][0])], self.options)
         return Term(total / self.count, total.new_zeros(0, dtype=torch.float64))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept(Term):
+    """A term of nothing, with the `TokenLosses` of its micro-batch."""
+
     losses: TokenLosses
 
 
