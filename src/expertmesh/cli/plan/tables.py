@@ -157,6 +157,7 @@ def _row(job: Job, candidate: Candidate) -> tuple[str, ...]:
     batch = f"{workload.batch.rows} x {workload.batch.accumulation}"
     if workload.batch.together:
         batch += f" by layer{f', {workload.batch.passes} rounds' if workload.batch.passes > 1 else ''}"
+        batch += ", inputs on host" if workload.batch.order.inputs_on_host else ""
     peak = f"{candidate.memory.total / GIB:.1f} GiB"
     return (*axes, workload.mode, batch, peak, f"{speed.seconds:.2f}", f"{per_device:,.0f}", f"{speed.mfu:.1%}")
 

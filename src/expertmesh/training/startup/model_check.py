@@ -223,10 +223,10 @@ def order_that_fits(
     if order.round is not None:
         return chosen
     # In several rounds a larger one needs more. Rounds are of nearly equal size, so not every size makes a difference.
-    for size in sorted({-(-accumulation // rounds) for rounds in range(2, accumulation)}, reverse=True):
-        for place in places:
-            if fits(smaller := replace(place, round=size)):
-                return smaller, f"{why}; more of a round are predicted not to fit"
+    sizes = sorted({-(-accumulation // rounds) for rounds in range(2, accumulation)}, reverse=True)
+    if sizes and any(fits(replace(place, round=sizes[-1])) for place in places):
+        smaller = (replace(place, round=size) for size in sizes for place in places)
+        return next(filter(fits, smaller)), f"{why}; more of a round are predicted not to fit"
     if wish.accumulate == "auto":
         return Order(), "by layer, two micro-batches of a round are predicted not to fit"
     return replace(order, round=1), f"{why}; more of a round are predicted not to fit"
