@@ -111,7 +111,7 @@ class _HostInput(by_layer.HostInput):
     """One without its copy, which here would count as memory of the device."""
 
     def __init__(self, received: torch.Tensor) -> None:
-        self._storage, self._device, self._is_back = received.untyped_storage(), received.device, None
+        self._storage, self._stream, self._is_back = received.untyped_storage(), None, None
         self._size = self._storage.nbytes()
 
     def fetch(self) -> None:

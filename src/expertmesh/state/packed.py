@@ -75,13 +75,14 @@ class HostCopies:
         if device.type != "cuda":
             self._ahead = self._source.to(device, copy=True)
             return
-        with torch.cuda.stream(_side_stream(device)):
+        with torch.cuda.stream(side_stream(device, "experts")):
             self._ahead = self._source.to(device, non_blocking=True)
             self._done = torch.cuda.current_stream(device).record_event()
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device, copied: str) -> torch.cuda.Stream:
+    """Return the stream for copies between device and host memory of what `copied` names, made once."""
     return torch.cuda.Stream(device)
 
 

@@ -18,7 +18,7 @@ the rest.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from expertmesh.parallel.pipeline import running
 from expertmesh.parallel.sequence import Batch, padded, sequence_share
 from expertmesh.parallel.stages import BlockCall
 from expertmesh.state.other_code import media_in
+from expertmesh.state.packed import side_stream
 from expertmesh.state.patching import replaced
 from expertmesh.step.base_model import model_inputs, run_base
 from expertmesh.step.pipeline_schedule import StageOutput
@@ -48,14 +49,16 @@ class HostInput:
         """Start the copy of `received`, and of all else in its storage, to host memory."""
         self._storage, self._device = received.untyped_storage(), received.device
         self._copy = torch.empty(self._storage.nbytes(), dtype=torch.uint8, pin_memory=received.is_cuda)
+        # Not that of frozen experts (parallel.offload), whose next layer must not wait for inputs.
+        self._stream = side_stream(self._device, "inputs") if received.is_cuda else None
         self._is_back: torch.cuda.Event | None = None
-        self._run(lambda: self._copy.copy_(self._bytes(), non_blocking=True))
+        self._run(lambda: self._copy.copy_(self._bytes(), non_blocking=self._stream is not None))
 
     def free(self) -> None:
         """Free the storage, once the forward that reads it has been issued."""
-        if self._device.type == "cuda":
+        if self._stream is not None:
             # The allocator must not reuse it before the side stream has read it.
-            self._bytes().record_stream(_side_stream(self._device))
+            self._bytes().record_stream(self._stream)
         self._storage.resize_(0)
 
     def fetch(self) -> None:
@@ -63,9 +66,9 @@ class HostInput:
         if self._storage.nbytes() == 0:
             self._storage.resize_(self._copy.numel())
             # Through a tensor of its own: autograd would refuse an input that changes after its forward.
-            self._run(lambda: self._bytes().copy_(self._copy, non_blocking=True))
-            if self._device.type == "cuda":
-                self._is_back = _side_stream(self._device).record_event()
+            self._run(lambda: self._bytes().copy_(self._copy, non_blocking=self._stream is not None))
+            if self._stream is not None:
+                self._is_back = self._stream.record_event()
 
     def wait(self) -> None:
         """Make the current stream wait for the copy back, which starts here at the latest."""
@@ -78,18 +81,12 @@ class HostInput:
 
     def _run(self, copy: Callable[[], object]) -> None:
         """Issue a copy behind all that the current stream has been given, without keeping that waiting."""
-        if self._device.type != "cuda":
+        if self._stream is None:
             copy()
             return
-        stream = _side_stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             copy()
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 @dataclass(slots=True)
