@@ -176,8 +176,10 @@ def plan_cut(meta_model: nn.Module, anatomy: Anatomy, layout: Layout, frozen: Se
         for name, parameter in meta_model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad and not any(is_inside(name, module) for module in frozen)
     ]
+    # A model without gradients at all, a teacher, only hands tokens on.
+    learns = any(parameter.requires_grad for parameter in meta_model.parameters())
     for rank in range(layout.pp):
-        if trained and not any(
+        if learns and not any(
             rank in ranks and (name == part or is_inside(name, part))
             for part, ranks in parts.items()
             for name in trained
