@@ -3,8 +3,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.expertmesh-installed
-# Tests fork many ranks on few cores; more threads than cores make them crawl.
-export OMP_NUM_THREADS ?= 1
 # Tests are rewritten for their assertions, seconds in each process, and started again and again: keep what was compiled.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -57,6 +55,7 @@ test-newest:
 	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 # Every Mixture-of-Experts family of the installed transformers; rewrites docs/models.md. About half an hour on two cores.
+families: export OMP_NUM_THREADS ?= 1
 families: setup
 	$(BIN)/python -m tests.families
 	$(BIN)/python -m tests.families.known

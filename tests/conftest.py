@@ -17,8 +17,10 @@ from tests.support.one_launch import Launched, Launches
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Before anything imports torch. More ranks than cores, and threads that spin for one another, make tests crawl.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.option.markexpr != "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything imports torch
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,9 +48,8 @@ get_checkpoint_conversion_mapping("qwen3_moe")
 LIMIT_SECONDS = 500
 # How long the others get to fail as well when a rank has.
 GRACE_SECONDS = 30
-# How many functions the same ranks run: their groups stay, each with sockets, and with a thread of gloo that wakes a
-# hundred times a second.
-TURNS = 6
+# How many functions the same ranks run: their groups stay, each with sockets and sleeping threads.
+TURNS = 60
 
 
 class RankFailed(AssertionError):
@@ -269,6 +268,7 @@ def _living_rank_main(
     fns: Sequence[Callable[[], Any]], orders: Connection, rank: int, world: int, scratch: str, timeout: float
 ) -> None:
     _set_up(rank, scratch)
+    _share_one_device()
     parent = os.getppid()
     left: list[Any] = []
     random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
@@ -308,6 +308,19 @@ def _set_up(rank: int, scratch: str) -> None:
     faulthandler.register(signal.SIGUSR1, stack)
 
 
+def _share_one_device() -> None:
+    """Give all gloo groups of this process one device: each has a thread that wakes a hundred times a second."""
+    gloo: Any = dist.ProcessGroupGloo
+    make, device = gloo.__init__, gloo.create_default_device()
+
+    def make_on_device(self: Any, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = gloo._Options()
+        options._devices, options._timeout = [device], timeout
+        make(self, store, rank, size, options)
+
+    gloo.__init__ = make_on_device
+
+
 def _run(fn: Callable[[], Any], rank: int, world: int, scratch: str, store: str, timeout: float) -> bool:
     """Write what `fn` gives in a default group of its own, or the traceback of what it raises, and return false."""
     # A Trainer's arguments may have set up one process alone in the process that forked.
@@ -317,6 +330,7 @@ def _run(fn: Callable[[], Any], rank: int, world: int, scratch: str, store: str,
         limit = datetime.timedelta(seconds=timeout)
         file_store = dist.FileStore(store, world)
         dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world, timeout=limit)
+        dist.barrier()  # a rank that ends while another still connects takes that one's traceback with it
         result = fn()
         dist.barrier()
         Path(scratch, f"result-{rank}").write_bytes(pickle.dumps(result))
