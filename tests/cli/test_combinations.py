@@ -1,9 +1,9 @@
 """Each pair of the lists in docs/parallelism.md, an option along an axis, is started by the command line as one types
 it: two steps give the losses of one process, or the pair is refused by the key that the page names.
 
-Ranks are forked, as those of srun, and shared by all pairs of as many ranks; options that leave something behind in a
-process have ranks of their own. `train.compile` traces with torch's own "aot_eager", which is the same graph without
-generated code.
+A job takes all options of one line of `TOGETHER`. Ranks are forked, as those of srun, and shared by all jobs of as many
+ranks; options that leave something behind in a process have ranks of their own. `train.compile` traces with torch's own
+"aot_eager", which is the same graph without generated code.
 """
 
 import json
@@ -36,6 +36,14 @@ AXES = {
     "cp": (2, "parallel.cp=2 parallel.ep=2"),
     "pp": (4, "parallel.pp=2 parallel.ep=2"),
 }
+# Several axes at once.
+PLACES: dict[str, tuple[int, str]] = {
+    "fsdp": AXES["fsdp"],
+    "replicate-tp": (4, "parallel.replicate=2 parallel.tp=2 parallel.ep=2"),
+    "cp": AXES["cp"],
+    "cp-pp": (4, "parallel.cp=2 parallel.pp=2 parallel.ep=2"),
+    "pp": AXES["pp"],
+}
 ONE_PROCESS = (1, "parallel.ep=1")
 # DeepSeek-V3 of two blocks has all that an option may be about, but for these. tp cuts its linear layers where formats
 # of 4 bits have the border of a block.
@@ -67,6 +75,81 @@ def _table() -> dict[str, dict[str, str]]:
 
 TABLE = _table()
 CELLS = [(option, axis, cell) for option, cells in TABLE.items() for axis, cell in cells.items()]
+R4, BY_LAYER = "lora={r: 4}", "train.accumulate=by_layer"
+# Options that one job takes. With the axes that it has at once, a quarter as many jobs have each pair, which also meets
+# others.
+TOGETHER: dict[str, list[str]] = {
+    "packed": [
+        "data.packing=true",
+        "train.activation_checkpointing=selective",
+        "moe.dispatch=all_to_all",
+        "moe.compute=grouped_mm",
+        "moe.z_loss_coef=0.01",
+        "optim={name: adamw_8bit}",
+        "checkpoint={asynchronous: false, every_steps: 1}",
+    ],
+    "streamed": [
+        "data.stream=true",
+        "train.activation_checkpointing=full train.checkpoint_layers=[1]",
+        "moe.compute=loop",
+        "moe.bias_update_rate=0.01",
+        "optim={name: muon}",
+        "model.attention=sdpa",
+    ],
+    "float64": [
+        "precision={params: float64, compute: float64, reduce: float64}",
+        "train.activation_checkpointing=none",
+        "train.accumulate=by_micro_batch",
+        "moe.router=frozen",
+        "optim={name: sgd}",
+        "model.attention=eager",
+    ],
+    "router in bfloat16": [
+        "moe.router_dtype=compute precision.compute=bfloat16",
+        "objective.name=simpo",
+        "train.activation_checkpointing=full",
+    ],
+    "weights in bfloat16": [
+        "optim={stochastic_rounding: true} precision={params: bfloat16, compute: bfloat16}",
+        "objective.name=dpo",
+    ],
+    "reduced in bfloat16": [
+        "precision={params: float32, compute: bfloat16, reduce: bfloat16}",
+        "train.eval_every_steps=1 eval.samples=1 eval.sample_tokens=3",
+    ],
+    "aux loss": ["moe.aux_loss_coef=0.01"],
+    "lora": [R4, "moe.kernels=torch"],
+    "lora on all": [
+        "lora={r: 4, dropout: 0.1, targets: [attention, experts, router, shared_experts], use_rslora: true, "
+        "init: gaussian}"
+    ],
+    "float8": [f"{R4} precision.frozen=float8", f"objective.name=dpo {R4}"],
+    "nf4": [f"{R4} precision.frozen=nf4"],
+    "mxfp4": [f"{R4} precision.frozen=mxfp4"],
+    "nvfp4": [f"{R4} precision.frozen=nvfp4"],
+    "published": [f"{R4} precision.frozen=as_published"],
+    "offload": [f"{R4} precision.frozen=nf4 parallel.offload=experts"],
+    "orpo": ["objective.name=orpo lora={r: 4, dropout: 0.1}"],
+    "distill": [f"objective={{name: distill, teacher: MODEL, kl: reverse}} {R4} precision.frozen=nf4"],
+    "compiled": ["train.compile=true"],
+    "by node": ["moe.dispatch=hierarchical parallel.ep_across_nodes=true", "train.deterministic=true"],
+    "by layer": [BY_LAYER, f"{BY_LAYER} train.round=1 train.keep_inputs=device", f"{BY_LAYER} objective.name=simpo"],
+    "by layer from host": [
+        f"{BY_LAYER} train.activation_checkpointing=full train.keep_inputs=host",
+        f"{BY_LAYER} data.packing=true",
+        f"{BY_LAYER} moe.bias_update_rate=0.01",
+    ],
+    "by layer, lora": [f"{BY_LAYER} train.activation_checkpointing=selective lora={{r: 4, dropout: 0.1}}"],
+    "by layer, offload": [
+        f"{BY_LAYER} train.keep_inputs=host {R4} precision.frozen=nf4 parallel.offload=experts",
+        f"{BY_LAYER} objective.name=dpo {R4}",
+    ],
+    "by layer, aux loss": [f"{BY_LAYER} moe.aux_loss_coef=0.01"],
+    "by layer, compiled": [f"{BY_LAYER} train.compile=true", f"{BY_LAYER} train.deterministic=true"],
+    "gpipe": ["parallel.pp_schedule=gpipe"],
+    "1f1b": ["parallel.pp_schedule=1f1b"],
+    "interleaved": ["parallel.pp_schedule=interleaved_1f1b parallel.pp_virtual_stages=2"],
+}
 
 
 def _words(option: str) -> list[str]:
@@ -155,8 +238,22 @@ def _about(option: str, losses: list[float]) -> Any:
     return pytest.approx(losses, rel=1e-2 if "bfloat16" in option else 1e-4)
 
 
-PAIRS_THAT_TRAIN = [cell[:2] for cell in CELLS if cell[2] == "yes"]
-SHARE_RANKS = [pair for pair in PAIRS_THAT_TRAIN if not LEAVES_SOMETHING.match(pair[0])]
+def _places(options: list[str]) -> list[str]:
+    """The places whose axes train all of the options."""
+    trained = [{axis for axis, cell in TABLE[option].items() if cell == "yes"} for option in options]
+    common = set.intersection(*trained)
+    if common == {"pp"}:
+        return ["pp"]
+    assert common >= {"fsdp", "replicate", "tp", "cp"}, options
+    return ["fsdp", "replicate-tp", "cp-pp" if "pp" in common else "cp"]
+
+
+JOBS = [(name, place) for name, options in TOGETHER.items() for place in _places(options)]
+OPTION = {
+    name: " ".join(dict.fromkeys(word for option in options for word in _words(option)))
+    for name, options in TOGETHER.items()
+}
+SHARE_RANKS = [job for job in JOBS if not LEAVES_SOMETHING.match(OPTION[job[0]])]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +264,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def train_alone(root: Path) -> Iterator[Callable[[Path, str], list[float]]]:
     """The losses that one process gives with an option; the same process for all of them."""
-    jobs = sorted({(_inputs(root, option), _alone(option)) for option, _ in SHARE_RANKS})
+    options = {OPTION[name] for name, _ in SHARE_RANKS}
+    jobs = sorted({(_inputs(root, option), _alone(option)) for option in options})
     works = [_job(*job, ONE_PROCESS)[1] for job in jobs]
     ranks = LivingRanks(works, 1)
 
@@ -184,27 +282,32 @@ def train_alone(root: Path) -> Iterator[Callable[[Path, str], list[float]]]:
     ranks.end()
 
 
-@pytest.mark.slow_cases(
-    r"(?!objective.name=dpo-replicate|lora=.r: 4. precision.frozen=nf4-fsdp).*",
-    why="two options along two axes stay, and all refusals",
-)
-@pytest.mark.parametrize(("option", "axis"), SHARE_RANKS)
-@one_launch(lambda root, option, axis: _job(_inputs(root, option), option, AXES[axis]))
-def test_an_option_along_an_axis_trains_by_the_command_line(
-    launched: Launched, train_alone: Callable[[Path, str], list[float]], root: Path, option: str, axis: str
+@pytest.mark.slow_cases(r"(?!packed-replicate-tp|distill-cp-pp).*", why="two jobs stay, and all refusals")
+@pytest.mark.parametrize(("name", "place"), SHARE_RANKS)
+@one_launch(lambda root, name, place: _job(_inputs(root, OPTION[name]), OPTION[name], PLACES[place]))
+def test_options_along_axes_train_by_the_command_line(
+    launched: Launched, train_alone: Callable[[Path, str], list[float]], root: Path, name: str, place: str
 ) -> None:
+    option = OPTION[name]
     inputs = _inputs(root, option)
-    found = _losses(_output(inputs, option, AXES[axis]), launched())
+    found = _losses(_output(inputs, option, PLACES[place]), launched())
     assert found == _about(option, train_alone(inputs, _alone(option)))
 
 
 @pytest.mark.slow(
     why="launches; parallel/test_compiling.py compiles beside each axis, experts/test_dispatch.py has the dispatcher"
 )
-@pytest.mark.parametrize(("option", "axis"), [pair for pair in PAIRS_THAT_TRAIN if pair not in SHARE_RANKS])
-def test_an_option_that_changes_a_process_trains_along_an_axis(root: Path, option: str, axis: str) -> None:
+@pytest.mark.parametrize(("name", "place"), [job for job in JOBS if job not in SHARE_RANKS])
+def test_options_that_change_a_process_train_along_axes(root: Path, name: str, place: str) -> None:
+    option = OPTION[name]
     inputs = _inputs(root, option)
-    assert _train(inputs, option, AXES[axis]) == _about(option, _train(inputs, _alone(option), ONE_PROCESS))
+    assert _train(inputs, option, PLACES[place]) == _about(option, _train(inputs, _alone(option), ONE_PROCESS))
+
+
+def test_each_pair_of_the_page_is_in_a_job() -> None:
+    axes = {place: set(re.findall(rf"\b({'|'.join(AXES)})=", arguments)) for place, (_, arguments) in PLACES.items()}
+    found = {(option, axis) for name, place in JOBS for option in TOGETHER[name] for axis in axes[place]}
+    assert {cell[:2] for cell in CELLS if cell[2] == "yes"} <= found
 
 
 @pytest.mark.parametrize(("option", "axis", "key"), [cell for cell in CELLS if cell[2] != "yes"])
