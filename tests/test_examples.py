@@ -1,6 +1,7 @@
 """Every example is dry-run against its model's published config.json, and the example script trains on two ranks."""
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -127,33 +128,47 @@ def _write_inputs(directory: Path) -> None:
     (directory / "train.jsonl").write_text("".join(lines))
 
 
-def _start_with_trl(directory: Path, script: str, data: str, **environment: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += [str(EXAMPLES / script), "model", data, "out"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1", **environment}
-    run = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
+def _run(directory: Path, source: str, arguments: list[str], **environment: str) -> str:
+    """Run the code of an example as a rank of torchrun does, in a rank of `run_ranks`; returns what it printed."""
+    world = str(dist.get_world_size())
+    rank = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
+    worlds = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {**rank, **worlds, "HF_HUB_OFFLINE": "1", **environment}
+    os.chdir(directory)
+    printed = io.StringIO()
+    own_end = mock.patch.object(dist, "destroy_process_group")  # run_ranks ends the group itself
+    with contextlib.redirect_stdout(printed), own_end, mock.patch.object(sys, "argv", ["example", *arguments]):
+        exec(compile(source, "example", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
 
 
-@pytest.mark.slow(why="starts torchrun")
+def _run_with_trl(directory: Path, script: str, data: str, **environment: str) -> None:
+    run_ranks(functools.partial(_run, **environment), 2, directory, _source(script), ["model", data, "out"])
+
+
+def _source(script: str) -> str:
+    return (EXAMPLES / script).read_text()
+
+
+@pytest.mark.slow(why="test_sft.py has this trainer")
 def test_the_example_with_trl_trains_and_resumes(tmp_path: Path) -> None:
     _write_inputs(tmp_path)
     for steps in (2, 4):
-        _start_with_trl(tmp_path, "sft_with_trl.py", "train.jsonl", MAX_STEPS=str(steps))
+        _run_with_trl(tmp_path, "sft_with_trl.py", "train.jsonl", MAX_STEPS=str(steps))
         AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
     assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow(why="starts torchrun")
+@pytest.mark.slow(why="test_dpo.py and test_grpo.py have these trainers")
 def test_the_examples_with_preferences_and_rewards_run(tmp_path: Path) -> None:
     _write_inputs(tmp_path)
     row = {"prompt": "one and one is", "chosen": " 2", "rejected": " not known to anybody"}
     (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 8)
-    _start_with_trl(tmp_path, "dpo_with_trl.py", "pairs.jsonl", MAX_STEPS="2")
+    _run_with_trl(tmp_path, "dpo_with_trl.py", "pairs.jsonl", MAX_STEPS="2")
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
     (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": row["prompt"]}) + "\n") * 8)
-    _start_with_trl(tmp_path, "grpo_with_trl.py", "prompts.jsonl", MAX_STEPS="2", MAX_COMPLETION="4")
+    _run_with_trl(tmp_path, "grpo_with_trl.py", "prompts.jsonl", MAX_STEPS="2", MAX_COMPLETION="4")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
 
 
@@ -178,17 +193,12 @@ def test_the_python_example_trains_and_saves(tmp_path: Path) -> None:
 
 def _in_layout(directory: Path, parallel: str, rows: int) -> list[float]:
     """The example with another layout and as many rows in a step: its losses on rank 0."""
-    source = (EXAMPLES / "train_without_trainer.py").read_text()
+    source = _source("train_without_trainer.py")
     changes = {"em.ParallelConfig(ep=2)": f"em.ParallelConfig({parallel})", "= 10, 4, 256": f"= 3, {rows}, 256"}
     for old, new in changes.items():
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    arguments = ["example", str(directory / "model"), str(directory / "train.jsonl"), str(directory / parallel)]
-    printed = io.StringIO()
-    own_end = mock.patch.object(dist, "destroy_process_group")  # run_ranks ends the group itself
-    with contextlib.redirect_stdout(printed), own_end, mock.patch.object(sys, "argv", arguments):
-        exec(compile(source, "example", "exec"), {"__name__": "__main__"})
-    return _losses(printed.getvalue())
+    return _losses(_run(directory, source, ["model", "train.jsonl", parallel]))
 
 
 @pytest.mark.slow(why="test_readme.py runs a loop of the same interface")
