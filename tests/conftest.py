@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -80,14 +79,12 @@ def launched(request: pytest.FixtureRequest, _launches: Launches) -> Launched:
     return lambda: _launches.results(request.node)
 
 
-@pytest.fixture(scope="module")
-def shared_ranks() -> Iterator[Any]:
-    """Run functions on ranks that the module's tests share: what patches nothing, prints nothing and can be pickled."""
-    from tests.support.ranks import SharedRanks
-
-    shared = SharedRanks()
-    yield shared
-    shared.end()
+@pytest.fixture(scope="module", autouse=True)
+def _shared_ranks_end() -> Iterator[None]:
+    """The next module's functions start from ranks that nothing has run on."""
+    yield
+    if ranks := sys.modules.get("tests.support.ranks"):
+        ranks.shared_ranks.end()
 
 
 @pytest.fixture

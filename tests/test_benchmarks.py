@@ -15,7 +15,7 @@ from benchmarks.case import Case, LayerCase, Shape
 from benchmarks.probes import count_collectives
 from expertmesh.compat import all_gather_into, reduce_scatter_into
 from expertmesh.planning.trackers import CollectiveCount, UsageTracker
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 
 TINY = dataclasses.replace(Case(tokens=32, sequence=32, compute="float32").tiny(), ranks=2)
 LAYER = LayerCase(24, Shape(hidden=32, width=16, experts=4, top_k=2), "float32")
@@ -142,7 +142,7 @@ def _counted() -> list[tuple[list[str], dict[str, CollectiveCount]]]:
 
 
 def test_functional_collectives_are_counted_as_those_of_c10d_are() -> None:
-    plain, functional = run_ranks(_counted, 2)[0]
+    plain, functional = shared_ranks(_counted, 2)[0]
     assert plain == functional
     assert plain[1] == {kind: CollectiveCount(1, 64) for kind in ("all_gather", "reduce_scatter")} | {
         "all_reduce": CollectiveCount(1, 32)

@@ -29,7 +29,7 @@ from expertmesh.weights.meta_model import read_model_config
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PUBLISHED = Path(__file__).parent / "published"
@@ -204,10 +204,10 @@ def _in_layout(directory: Path, parallel: str, rows: int) -> list[float]:
 @pytest.mark.slow(why="test_readme.py runs a loop of the same interface")
 def test_the_python_example_computes_the_same_in_every_layout(tmp_path: Path) -> None:
     _write_inputs(tmp_path)
-    expected = run_ranks(_in_layout, 2, tmp_path, "ep=2", 4)[0]
+    expected = shared_ranks(_in_layout, 2, tmp_path, "ep=2", 4)[0]
     assert len(expected) == 3
     for parallel in ("ep=2, tp=2", "ep=2, cp=2", "ep=1, pp=2"):
-        assert run_ranks(_in_layout, 2, tmp_path, parallel, 8)[0] == pytest.approx(expected, rel=1e-2), parallel
+        assert shared_ranks(_in_layout, 2, tmp_path, parallel, 8)[0] == pytest.approx(expected, rel=1e-2), parallel
 
 
 if __name__ == "__main__":  # `python -m tests.test_examples`: the comments' figures anew, after the planner has changed

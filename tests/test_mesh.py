@@ -35,7 +35,7 @@ from expertmesh.distributed.mesh import build_mesh, current_device, init_mesh, s
 from expertmesh.experts import dispatch
 from expertmesh.experts.install import Kernels
 from tests.support.models import tiny_model
-from tests.support.ranks import LIMIT_SECONDS, RankFailed, run_ranks
+from tests.support.ranks import LIMIT_SECONDS, RankFailed, run_ranks, shared_ranks
 
 LIMIT = 1
 
@@ -292,8 +292,8 @@ def _on_nodes_of_other_sizes(ep: int | str) -> str:
 
 
 def test_ranks_agree_on_the_mesh_where_nodes_have_different_numbers_of_them() -> None:
-    assert run_ranks(_on_nodes_of_other_sizes, 2, 2) == ["moe.dispatch-needs-nodes"] * 2
-    assert run_ranks(_on_nodes_of_other_sizes, 4, "auto") == ["launch.local-world-sizes-differ"] * 4
+    assert shared_ranks(_on_nodes_of_other_sizes, 2, 2) == ["moe.dispatch-needs-nodes"] * 2
+    assert shared_ranks(_on_nodes_of_other_sizes, 4, "auto") == ["launch.local-world-sizes-differ"] * 4
 
 
 def _shard_where_one_rank_refuses(directory: str) -> list[str]:
@@ -311,7 +311,7 @@ def _shard_where_one_rank_refuses(directory: str) -> list[str]:
 
 def test_what_one_rank_alone_cannot_run_is_refused_on_all(tmp_path: Path) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    assert run_ranks(_shard_where_one_rank_refuses, 2, str(tmp_path)) == [["moe.kernels-unsupported"] * 2] * 2
+    assert shared_ranks(_shard_where_one_rank_refuses, 2, str(tmp_path)) == [["moe.kernels-unsupported"] * 2] * 2
 
 
 def _how_long_rank_0_waits_in_each_group(done: Path) -> dict[str, float]:
@@ -333,7 +333,7 @@ def _how_long_rank_0_waits_in_each_group(done: Path) -> dict[str, float]:
 
 
 def test_the_timeout_reaches_every_group_of_both_views(tmp_path: Path) -> None:
-    waited, *_ = run_ranks(_how_long_rank_0_waits_in_each_group, 8, tmp_path / "done")
+    waited, *_ = shared_ranks(_how_long_rank_0_waits_in_each_group, 8, tmp_path / "done")
     assert list(waited) == ["replicate", "fsdp", "efsdp", "ep"]
     assert all(LIMIT <= seconds < LIMIT_SECONDS / 10 for seconds in waited.values()), waited
 
@@ -368,7 +368,7 @@ def _train_while_rank_1_hangs(where: str, given_up: Path) -> None:
 )
 def test_a_training_step_does_not_wait_longer_than_the_limit(where: str, stack: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as failed:
-        run_ranks(_train_while_rank_1_hangs, 4, where, tmp_path / "given up")
+        shared_ranks(_train_while_rank_1_hangs, 4, where, tmp_path / "given up")
     waiting = [said for said in re.split(r"^(?=rank \d)", str(failed.value), flags=re.M) if "woken up" not in said]
     limit = f"{stack}(Timed out waiting {4000 * LIMIT}ms|Application timeout)"
     assert any(re.search(limit, said, re.DOTALL) for said in waiting), failed.value

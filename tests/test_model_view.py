@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 import expertmesh as em
 from expertmesh.state.model_view import ModelView
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 
 TIED = ["model.embed_tokens.weight", "lm_head.weight"]
 
@@ -62,7 +62,7 @@ def _stage(stage_of_norm: int) -> None:
 
 
 def test_a_stage_shows_all_names_and_shapes_and_holds_its_own() -> None:
-    run_ranks(_stage, 2, 1)
+    shared_ranks(_stage, 2, 1)
 
 
 def test_a_view_is_made_again_after_parameters_were_replaced() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import expertmesh as em
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import TURNS, LivingRanks, RankFailed, SharedRanks
+from tests.support.ranks import TURNS, LivingRanks, RankFailed, SharedRanks, shared_ranks
 
 _STARTED_BY = os.getpid()
 
@@ -110,7 +110,7 @@ def test_new_ranks_take_over_before_groups_that_stay_are_too_many() -> None:
     assert not set(ranks[0]) & set(ranks[TURNS])
 
 
-def test_shared_ranks_stay_until_one_fails(shared_ranks: SharedRanks) -> None:
+def test_shared_ranks_stay_until_one_fails() -> None:
     first = shared_ranks(os.getpid, 2)
     assert shared_ranks(os.getpid, 2) == first
     with pytest.raises(RankFailed, match=BROKEN["one raises"][1]):

@@ -18,7 +18,7 @@ from expertmesh.experts.lora_state import Dropout, adapter_state, keep_mask, sal
 from tests.adapters.reference import TARGETS, random_adapter, take_steps, trainables, worst
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import rows_of_step
 
 FAMILY = "deepseek_v3"
@@ -89,10 +89,10 @@ def _called(adapter: Path, give: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_model_that_is_called_alone_takes_row_numbers_and_is_refused_without(adapter: Path) -> None:
-    ((ours, alone),) = run_ranks(_called, 1, adapter, True)
+    ((ours, alone),) = shared_ranks(_called, 1, adapter, True)
     torch.testing.assert_close(alone, ours)
     with refused_on_ranks("data.row-numbers-mismatch", naming="none are numbered"):
-        run_ranks(_called, 1, adapter, False)
+        shared_ranks(_called, 1, adapter, False)
 
 
 def test_a_mask_that_depends_on_the_rank_is_seen(adapter: Path, alone: dict[str, torch.Tensor]) -> None:
@@ -139,5 +139,5 @@ def _two_forwards_then_two_backwards(adapter: Path, checkpointed: bool) -> dict[
 
 
 def test_a_recomputed_block_drops_what_its_own_forward_dropped(adapter: Path) -> None:
-    kept, recomputed = (run_ranks(_two_forwards_then_two_backwards, 1, adapter, each)[0] for each in (False, True))
+    kept, recomputed = (shared_ranks(_two_forwards_then_two_backwards, 1, adapter, each)[0] for each in (False, True))
     assert worst(recomputed, kept)[0] <= 1e-6

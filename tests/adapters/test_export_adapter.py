@@ -23,7 +23,7 @@ from expertmesh.verification.checkpoint.verify import verify
 from tests.adapters.stock import adapted, base_model, logits, write_family
 from tests.checkpoint.damage import flip_a_bit, remove
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 ADAPTER = "adapter_model.safetensors"
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps on two ranks with a checkpoint after each, and the adapter at the end."""
     root = tmp_path_factory.mktemp("run")
     config = run_config(write_inputs(root / "inputs"), root / "run", *LORA, "parallel.ep=2", "checkpoint.every_steps=1")
-    run_ranks(train, 2, config)
+    shared_ranks(train, 2, config)
     return root / "run"
 
 
@@ -151,7 +151,7 @@ def test_verify_finds_a_damaged_or_missing_note_on_the_adapter(run: Path, tmp_pa
 
 @pytest.mark.slow_cases(r"(mixtral|qwen3_moe)", why="one family stays")
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_stock_peft_reads_keys_for_each_expert_as_well(shared_ranks: SharedRanks, family: str, tmp_path: Path) -> None:
+def test_stock_peft_reads_keys_for_each_expert_as_well(family: str, tmp_path: Path) -> None:
     """PEFT turns adapters of the separate matrices that transformers 4 had into those of fused ones."""
     path, expected = _checkpoint_of(family, tmp_path)
     arguments = ["export", str(path), "--output", str(tmp_path / "out"), "--adapter-format", "per-expert"]
@@ -189,7 +189,7 @@ def test_stock_peft_reads_keys_for_each_expert_as_well(shared_ranks: SharedRanks
     ids=["mixtral", "deepseek_v3"],
 )
 def test_ranks_and_scalings_by_pattern_are_those_of_single_experts(
-    shared_ranks: SharedRanks, family: str, config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, expected = _checkpoint_of(family, tmp_path, **config)
     assert main(["export", str(path), "--output", str(tmp_path / "out"), "--adapter-format", "per-expert"]) == 0
@@ -252,7 +252,7 @@ def test_keys_for_each_expert_are_merged_with_what_stands_beside_them(tmp_path: 
     assert _error(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected) <= 1e-5
 
 
-def test_shared_experts_alone_are_not_taken_for_routed_ones(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_shared_experts_alone_are_not_taken_for_routed_ones(tmp_path: Path) -> None:
     base = base_model("deepseek_v3")
     base.save_pretrained(tmp_path / "base")
     expected = adapted(base, ["o_proj"], ["shared_experts.up_proj.weight"], tmp_path / "adapter")
@@ -273,7 +273,7 @@ def test_models_without_names_for_each_expert_are_refused(tmp_path: Path) -> Non
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_format_for_adapters_is_refused_for_a_whole_model(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_a_format_for_adapters_is_refused_for_a_whole_model(tmp_path: Path) -> None:
     shared_ranks(_write_whole, 1, tmp_path)
     with refused("checkpoint.no-adapter"):
         export(tmp_path / "step-00000001", tmp_path / "out", adapter_format="peft")

@@ -36,7 +36,7 @@ from tests.adapters.reference import TARGETS, AdapterDistance, PeftRun, random_a
 from tests.adapters.stock import logits
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import worst
 
 TOLERANCE = 1e-5
@@ -282,7 +282,7 @@ def _offloaded(
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointed"])
 def test_experts_from_host_memory_come_a_layer_ahead_in_both_directions(options: dict[str, Any]) -> None:
     run = _expected("qwen3_moe", "mxfp4", num_hidden_layers=4)
-    distance, events = run_ranks(functools.partial(_offloaded, **options), 2, run, {"ep": 2})[0]
+    distance, events = shared_ranks(functools.partial(_offloaded, **options), 2, run, {"ep": 2})[0]
     distance.check(TOLERANCE)
     assert max(layers for *_, layers in events) == 2
     # Of the second step: two matrices of each layer, both ways, while the one before is used; the ends are not ahead.
@@ -296,7 +296,7 @@ def test_experts_from_host_memory_come_a_layer_ahead_in_both_directions(options:
 @pytest.mark.slow_cases(r"4-.*", why="one rank stays, and ep 2 in the order of copies")
 @pytest.mark.parametrize(("world", "layout"), [(4, layout) for layout in OFFLOADED[2:]] + [(1, {"ep": 1})], ids=str)
 def test_experts_from_host_memory_train_the_same_in_every_layout(world: int, layout: dict[str, int]) -> None:
-    distance, events = run_ranks(_offloaded, world, _expected("qwen3_moe", "mxfp4"), layout)[0]
+    distance, events = shared_ranks(_offloaded, world, _expected("qwen3_moe", "mxfp4"), layout)[0]
     distance.check(TOLERANCE)
     assert max(layers for *_, layers in events) <= 2
 
@@ -333,12 +333,13 @@ def _refusal(frozen: str, lora: em.LoraConfig | None, tp: int = 1, **changes: An
 def test_what_cannot_be_packed_is_refused_by_name() -> None:
     lora = em.LoraConfig(r=2)
     assert (
-        "precision.frozen-unsupported: precision.frozen: nf4: model.layers.0" in run_ranks(_refusal, 1, "nf4", None)[0]
+        "precision.frozen-unsupported: precision.frozen: nf4: model.layers.0"
+        in shared_ranks(_refusal, 1, "nf4", None)[0]
     )
-    assert "a model in memory has no files" in run_ranks(_refusal, 1, "as_published", lora)[0]
-    odd = run_ranks(functools.partial(_refusal, num_experts=6), 4, "nf4", lora)
+    assert "a model in memory has no files" in shared_ranks(_refusal, 1, "as_published", lora)[0]
+    odd = shared_ranks(functools.partial(_refusal, num_experts=6), 4, "nf4", lora)
     assert "efsdp cuts model.layers.0.mlp.experts.gate_up_proj inside its experts" in odd[0]
-    rows = run_ranks(
+    rows = shared_ranks(
         functools.partial(_refusal, num_attention_heads=2, num_key_value_heads=1, head_dim=2), 4, "nf4", lora
     )
     assert "4 ranks cannot share the 2 rows of model.layers.0.self_attn.k_proj.weight evenly" in rows[0]
@@ -358,9 +359,7 @@ def _train_nothing(directory: Path, frozen: str, target: Path) -> dict[str, torc
 
 @pytest.mark.slow_cases(r"gpt_oss-nf4", why="scales of two kinds stay")
 @pytest.mark.parametrize(("family", "frozen"), [("qwen3_moe", "nvfp4"), ("gpt_oss", "nf4")])
-def test_merging_adds_to_what_was_trained_on(
-    shared_ranks: SharedRanks, family: str, frozen: str, tmp_path: Path
-) -> None:
+def test_merging_adds_to_what_was_trained_on(family: str, frozen: str, tmp_path: Path) -> None:
     """Base and adapter apart in PEFT, together by the command, and streamed to an engine: the same values."""
     run = _expected(family, frozen)
     plain: Any = run.initial

@@ -28,7 +28,7 @@ from tests.adapters.reference import random_adapter
 from tests.adapters.stock import EXPERTS, adapted, base_model, logits, write_family
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "llama4")
@@ -242,7 +242,6 @@ def _train_nothing(source: Path, precision: em.PrecisionConfig, adapter: Path, d
 
 @pytest.mark.parametrize("precision", [FP32, em.PrecisionConfig()], ids=["fp32", "bf16"])
 def test_the_base_is_the_one_that_was_trained_on_or_refused(
-    shared_ranks: SharedRanks,
     written: dict[str, tuple[Path, torch.Tensor]],
     precision: em.PrecisionConfig,
     tmp_path: Path,

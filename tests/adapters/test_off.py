@@ -16,7 +16,7 @@ from expertmesh.step.objective import CrossEntropy
 from tests.adapters.reference import PeftRun, tiny_peft_run
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import padded
 
 LAYOUTS: list[dict[str, Any]] = [{"ep": 2}, {"ep": 1, "replicate": 2}, {"ep": 2, "tp": 2}, {"ep": 1, "pp": 2}]
@@ -55,7 +55,7 @@ def _every_layout(run: PeftRun) -> list[list[float]]:
 
 
 def test_the_base_computes_alone_in_every_layout(run: PeftRun) -> None:
-    ranks = run_ranks(_every_layout, 2, run)
+    ranks = shared_ranks(_every_layout, 2, run)
     for number, layout in enumerate(LAYOUTS):
         for base, off, _, again in (found[number] for found in ranks):
             assert base == off == again, layout

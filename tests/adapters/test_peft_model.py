@@ -23,7 +23,7 @@ from tests.adapters.test_save import logits_of, peft_error
 from tests.families.tiny import random_model
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import full
 
 PROMPT = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def _train(run: PeftRun, parallel: dict[str, int], directory: Path) -> AdapterDi
 def test_it_trains_and_saves_as_stock_peft(family: str, world: int, parallel: dict[str, int], tmp_path: Path) -> None:
     modules = {"llama4": (["q_proj"], ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"])}
     run = tiny_peft_run(family, tmp_path / "start", *modules.get(family, ((), ())))
-    for distance in run_ranks(_train, world, run, parallel, tmp_path / "saved"):
+    for distance in shared_ranks(_train, world, run, parallel, tmp_path / "saved"):
         distance.check(1e-5)
         assert peft_error(run, tmp_path / "saved", distance.after) <= 1e-5
 
@@ -72,7 +72,7 @@ def _scrambled(run: PeftRun, directory: Path) -> AdapterDistance:
 
 def test_experts_in_each_others_place_are_caught(tmp_path: Path) -> None:
     run = tiny_peft_run("qwen3_moe", tmp_path / "start")
-    for distance in run_ranks(_scrambled, 2, run, tmp_path / "saved"):
+    for distance in shared_ranks(_scrambled, 2, run, tmp_path / "saved"):
         with pytest.raises(AssertionError, match="AdapterDistance"):
             distance.check(1e-5)
 
@@ -178,7 +178,7 @@ def _injected_by_transformers() -> None:
 
 
 def test_adapters_that_transformers_has_injected_are_taken_over() -> None:
-    run_ranks(_injected_by_transformers, 2)
+    shared_ranks(_injected_by_transformers, 2)
 
 
 def _left_over() -> None:
@@ -198,7 +198,7 @@ def _left_over() -> None:
 
 
 def test_the_empty_peft_model_says_where_its_adapters_are() -> None:
-    run_ranks(_left_over, 2)
+    shared_ranks(_left_over, 2)
 
 
 def _differing() -> None:
@@ -210,4 +210,4 @@ def _differing() -> None:
 
 def test_adapters_that_differ_between_ranks_are_refused() -> None:
     with refused_on_ranks("model.replicas-differ", IntegrityError, naming="lora_A"):
-        run_ranks(_differing, 2)
+        shared_ranks(_differing, 2)

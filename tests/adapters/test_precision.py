@@ -13,7 +13,7 @@ import expertmesh as em
 from expertmesh.verification.reference import unsharded
 from tests.adapters.reference import TARGETS, in_files, random_adapter
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import Row, padded, rows_of_step, whole
 
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -43,9 +43,7 @@ def _sharded(directory: Path, adapter: Path, rows: list[Row], ep: int) -> tuple[
 
 @pytest.mark.slow(why="parallel/test_precision.py has the whole model")
 @pytest.mark.parametrize("family", ALL_EXPERTS)
-def test_bf16_error_is_at_most_one_and_a_half_times_unsharded_pefts(
-    shared_ranks: SharedRanks, family: str, tmp_path: Path
-) -> None:
+def test_bf16_error_is_at_most_one_and_a_half_times_unsharded_pefts(family: str, tmp_path: Path) -> None:
     """Every token goes to all experts: where there is a choice, a few tokens on its border decide who is worse."""
     model: Any = tiny_model(family, initializer_range=0.1, num_experts_per_tok=8, **ALL_EXPERTS[family])
     model.save_pretrained(tmp_path / "model")

@@ -31,7 +31,7 @@ from tests.families.tiny import random_model
 from tests.parallel.test_uneven_routing import route_by_half
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import rows_of_step
 
 IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(7))
@@ -93,7 +93,7 @@ def test_stock_peft_gives_the_trainers_logits_and_every_layout_writes_the_same_f
         assert worst(other, files[0])[0] <= 1e-5
 
 
-def test_a_file_that_is_only_read_and_written_is_the_same_file(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_a_file_that_is_only_read_and_written_is_the_same_file(tmp_path: Path) -> None:
     run = tiny_peft_run("gpt_oss", tmp_path / "start")
     shared_ranks(_read_and_write, 4, run, tmp_path / "again")
     first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "again"))
@@ -159,9 +159,7 @@ def _of_expert_r(directory: Path) -> tuple[dict[str, tuple[int, float]], Tensor]
     return {target.weight: (target.r, target.scaling) for target in plan.targets}, logits_of(model)
 
 
-def test_experts_have_the_rank_of_expert_r_unless_a_pattern_says_another(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_experts_have_the_rank_of_expert_r_unless_a_pattern_says_another(tmp_path: Path) -> None:
     (ranks, trained), *_ = shared_ranks(_of_expert_r, 2, tmp_path / "saved")
     layers = [f"model.layers.{number}" for number in (0, 1)]
     others = [rank for name, rank in ranks.items() if ".experts." not in name]
@@ -183,9 +181,7 @@ def _filled(directory: Path) -> dict[str, tuple[float, ...]]:
     return em.save_adapter(model, directory).filled
 
 
-def test_experts_that_saw_tokens_are_filled_and_the_others_are_still_zero(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_experts_that_saw_tokens_are_filled_and_the_others_are_still_zero(tmp_path: Path) -> None:
     for filled in shared_ranks(_filled, 4, tmp_path / "saved"):
         assert len(filled) == 4  # two layers of two parameters
         for shares in filled.values():
@@ -208,7 +204,7 @@ def _untrained(directory: Path) -> tuple[str, ...]:
     return saved.untrained
 
 
-def test_what_no_gradient_has_moved_is_said(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_what_no_gradient_has_moved_is_said(tmp_path: Path) -> None:
     leaves = ("wq_b", "wk", "weights_proj")
     indexers = [f"model.layers.{n}.self_attn.indexer.{leaf}" for n in range(2) for leaf in leaves]
     for untrained in shared_ranks(_untrained, 2, tmp_path / "idle"):
@@ -223,4 +219,4 @@ def _save_without_adapters(directory: Path) -> None:
 
 def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     with refused_on_ranks("model.no-adapters"):
-        run_ranks(_save_without_adapters, 1, tmp_path / "saved")
+        shared_ranks(_save_without_adapters, 1, tmp_path / "saved")

@@ -13,7 +13,7 @@ from expertmesh.config.errors import IntegrityError
 from tests.adapters.reference import EXPERTS, random_adapter, trainables
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 
 TARGETS = ("attention", "experts", "router")
 
@@ -25,7 +25,7 @@ def _started(ep: int, replicate: int, seed: int = 3, **lora: Any) -> dict[str, t
     return trainables(model)
 
 
-def test_every_layout_starts_from_the_same_adapter(shared_ranks: SharedRanks) -> None:
+def test_every_layout_starts_from_the_same_adapter() -> None:
     (first,) = shared_ranks(_started, 1, 1, 1)
     for world, ep, replicate in [(2, 2, 1), (4, 1, 1), (4, 4, 1), (4, 2, 2)]:
         for started in shared_ranks(_started, world, ep, replicate):
@@ -33,7 +33,7 @@ def test_every_layout_starts_from_the_same_adapter(shared_ranks: SharedRanks) ->
             assert all(torch.equal(started[name], tensor) for name, tensor in first.items())
 
 
-def test_seeds_layers_and_experts_have_values_of_their_own_and_b_is_zero(shared_ranks: SharedRanks) -> None:
+def test_seeds_layers_and_experts_have_values_of_their_own_and_b_is_zero() -> None:
     (one,), (other,) = shared_ranks(_started, 1, 1, 1, 3), shared_ranks(_started, 1, 1, 1, 4)
     seen = []
     for tensors in (one, other):
@@ -47,7 +47,7 @@ def test_seeds_layers_and_experts_have_values_of_their_own_and_b_is_zero(shared_
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])
-def test_a_is_distributed_as_pefts(shared_ranks: SharedRanks, init: str) -> None:
+def test_a_is_distributed_as_pefts(init: str) -> None:
     (started,) = shared_ranks(_attention_and_experts, 1, init)
     names = {"modules": ["q_proj"], "parameters": EXPERTS}
     said: Any = {"init_lora_weights": True if init == "default" else init}
@@ -83,9 +83,7 @@ def _from_adapter(directory: Path, targets_base: float) -> dict[str, torch.Tenso
     return trainables(model)
 
 
-def test_a_peft_directory_with_weights_is_continued_and_without_them_started_anew(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_a_peft_directory_with_weights_is_continued_and_without_them_started_anew(tmp_path: Path) -> None:
     random_adapter(tiny_model("qwen3_moe"), tmp_path / "adapter", ["q_proj"], EXPERTS)
     (continued,) = shared_ranks(_from_adapter, 1, tmp_path / "adapter", 0.0)
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -100,9 +98,9 @@ def test_a_peft_directory_with_weights_is_continued_and_without_them_started_ane
 def test_a_heads_weight_beside_its_adapter_has_to_be_the_bases(tmp_path: Path) -> None:
     """PEFT writes it there and reads it back, so another one would change the base in silence."""
     random_adapter(tiny_model("qwen3_moe"), tmp_path / "adapter", ["lm_head"], EXPERTS)
-    run_ranks(_from_adapter, 2, tmp_path / "adapter", 0.0)
+    shared_ranks(_from_adapter, 2, tmp_path / "adapter", 0.0)
     with refused_on_ranks("adapter.other-base", IntegrityError, naming="lm_head.base_layer.weight"):
-        run_ranks(_from_adapter, 2, tmp_path / "adapter", 1e-3)
+        shared_ranks(_from_adapter, 2, tmp_path / "adapter", 1e-3)
 
 
 def _continued(start: Path, target: Path, changed: float) -> None:
@@ -117,12 +115,12 @@ def _continued(start: Path, target: Path, changed: float) -> None:
 
 def test_an_adapter_of_another_base_is_not_continued_unless_its_note_is_removed(tmp_path: Path) -> None:
     first, note = tmp_path / "first", tmp_path / "first" / "expertmesh.json"
-    run_ranks(_continued, 1, first, first, 0.0)
-    run_ranks(_continued, 1, first, tmp_path / "same", 0.0)
+    shared_ranks(_continued, 1, first, first, 0.0)
+    shared_ranks(_continued, 1, first, tmp_path / "same", 0.0)
     with refused_on_ranks("adapter.other-base", IntegrityError, naming="expertmesh.json"):
-        run_ranks(_continued, 2, first, tmp_path / "other", 1e-3)
+        shared_ranks(_continued, 2, first, tmp_path / "other", 1e-3)
     note.unlink()
-    run_ranks(_continued, 1, first, tmp_path / "other", 1e-3)
+    shared_ranks(_continued, 1, first, tmp_path / "other", 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -149,4 +147,4 @@ def test_a_file_that_does_not_fit_its_config_is_refused(damage: str, cause: str,
         tensors["base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"] = tensors[key].clone()
     save_file(tensors, path)
     with refused_on_ranks(cause, IntegrityError, naming=naming):
-        run_ranks(_from_adapter, 1, tmp_path / "adapter", 0.0)
+        shared_ranks(_from_adapter, 1, tmp_path / "adapter", 0.0)

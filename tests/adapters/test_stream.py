@@ -19,7 +19,7 @@ from expertmesh.export.merge import merge
 from tests.adapters.stock import write_family
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 
 Layouts = list[dict[str, Any]]
 TWO: Layouts = [{"ep": 2}, {"ep": 1}, {"ep": 2, "tp": 2}, {"ep": 1, "pp": 2}]
@@ -70,9 +70,7 @@ def _saved_and_streamed(family: str, layouts: Layouts, root: Path) -> list[list[
     ("family", "world", "layouts"),
     [("qwen3_moe", 2, TWO), ("deepseek_v3", 4, FOUR), ("gpt_oss", 2, TWO[:2])],
 )
-def test_it_gives_what_save_model_writes(
-    shared_ranks: SharedRanks, family: str, world: int, layouts: Layouts, tmp_path: Path
-) -> None:
+def test_it_gives_what_save_model_writes(family: str, world: int, layouts: Layouts, tmp_path: Path) -> None:
     for found in shared_ranks(_saved_and_streamed, world, family, layouts, tmp_path):
         assert found == [[]] * (2 * len(layouts))
 
@@ -98,7 +96,7 @@ def _merged_and_streamed(root: Path, layouts: Layouts, dtype: str) -> list[tuple
     [("qwen3_moe", 2, TWO), ("qwen3_moe", 4, FOUR), ("gpt_oss", 2, TWO[:1]), ("llama4", 2, TWO[:1])],
 )
 def test_adapters_are_merged_as_the_command_merges_them(
-    shared_ranks: SharedRanks, family: str, world: int, layouts: Layouts, tmp_path: Path
+    family: str, world: int, layouts: Layouts, tmp_path: Path
 ) -> None:
     write_family(family, tmp_path)
     merge(tmp_path / "adapter", tmp_path / "merged-float32")
@@ -122,7 +120,7 @@ def _with_a_bug(root: Path) -> list[str]:
 def test_experts_that_are_merged_wrongly_are_seen(tmp_path: Path) -> None:
     write_family("qwen3_moe", tmp_path)
     merge(tmp_path / "adapter", tmp_path / "merged-float32")
-    for found in run_ranks(_with_a_bug, 2, tmp_path):
+    for found in shared_ranks(_with_a_bug, 2, tmp_path):
         assert found
         assert all(".experts." in name for name in found)
 
@@ -155,7 +153,7 @@ def _measured() -> tuple[int, int, int]:
     return watch.bytes, 4 * largest, 4 * own
 
 
-def test_memory_is_that_of_one_tensor(shared_ranks: SharedRanks) -> None:
+def test_memory_is_that_of_one_tensor() -> None:
     for seen, largest, own in shared_ranks(_measured, 2):
         # In fp64, and A and B of a layer's experts; a layer's experts themselves are many times that, on each rank too.
         assert seen <= 3 * largest
@@ -173,7 +171,7 @@ def _too_large() -> None:
     dist.barrier()
 
 
-def test_what_the_dtype_cannot_hold_is_refused_on_every_rank(shared_ranks: SharedRanks) -> None:
+def test_what_the_dtype_cannot_hold_is_refused_on_every_rank() -> None:
     shared_ranks(_too_large, 2)
 
 

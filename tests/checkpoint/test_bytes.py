@@ -15,7 +15,7 @@ from expertmesh.io.safetensors_reader import read_header
 from expertmesh.state.shards import local_tensor
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 
 
 def _save(directory: Path, parallel: em.ParallelConfig) -> SavedCheckpoint:
@@ -26,9 +26,7 @@ def _save(directory: Path, parallel: em.ParallelConfig) -> SavedCheckpoint:
 
 @pytest.mark.slow_cases(r"parallel1", why="another layout stays")
 @pytest.mark.parametrize("parallel", [em.ParallelConfig(ep=2), em.ParallelConfig(ep=2, replicate=2)])
-def test_all_ranks_together_write_each_tensor_once(
-    shared_ranks: SharedRanks, tmp_path: Path, parallel: em.ParallelConfig
-) -> None:
+def test_all_ranks_together_write_each_tensor_once(tmp_path: Path, parallel: em.ParallelConfig) -> None:
     saved = shared_ranks(_save, 4, tmp_path, parallel)
     assert len({each.total_bytes for each in saved}) == 1
     assert sum(each.bytes_written for each in saved) == saved[0].total_bytes
@@ -48,7 +46,7 @@ def test_all_ranks_together_write_each_tensor_once(
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of four ranks."""
     directory = tmp_path_factory.mktemp("checkpoints")
-    run_ranks(_save, 4, directory, em.ParallelConfig(ep=2))
+    shared_ranks(_save, 4, directory, em.ParallelConfig(ep=2))
     return directory
 
 
@@ -75,9 +73,7 @@ def _bytes_read(directory: Path, parallel: em.ParallelConfig) -> tuple[int, int]
     ("world", "parallel"),
     [(4, em.ParallelConfig(ep=4)), (2, em.ParallelConfig(ep=2)), (2, em.ParallelConfig(ep=1, replicate=2))],
 )
-def test_each_rank_reads_what_it_holds_and_no_more(
-    shared_ranks: SharedRanks, saved: Path, world: int, parallel: em.ParallelConfig
-) -> None:
+def test_each_rank_reads_what_it_holds_and_no_more(saved: Path, world: int, parallel: em.ParallelConfig) -> None:
     for got, held in shared_ranks(_bytes_read, world, saved, parallel):
         assert got == held
 
@@ -97,9 +93,7 @@ def _headers_read(directory: Path) -> set[str]:
     return set(opened)
 
 
-def test_each_header_is_checked_by_somebody_and_read_by_those_who_need_it(
-    shared_ranks: SharedRanks, saved: Path
-) -> None:
+def test_each_header_is_checked_by_somebody_and_read_by_those_who_need_it(saved: Path) -> None:
     ranks = shared_ranks(_headers_read, 4, saved)
     assert set().union(*ranks) == {path.name for path in (saved / "step-00000001").glob("*.safetensors")}
     # Two to check, and its own two on the layout that wrote it; rank 0's files also hold the optimizer's step counts.

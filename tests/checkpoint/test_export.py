@@ -26,7 +26,7 @@ from tests.families import tiny as families
 from tests.support.errors import refused
 from tests.support.list_models import write_list_model
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 from tests.weights.test_unmapped import MTP, source_with_mtp
 from tests.weights.tiny import mixtral, random_model, write_fused
 
@@ -77,7 +77,7 @@ def _check_exports(root: Path, **options: Any) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DeepSeek-V3 on four ranks, experts over two, everything twice."""
     root = tmp_path_factory.mktemp("run")
-    run_ranks(_train_and_write, 4, "deepseek_v3", em.ParallelConfig(ep=2, replicate=2), root)
+    shared_ranks(_train_and_write, 4, "deepseek_v3", em.ParallelConfig(ep=2, replicate=2), root)
     return root
 
 
@@ -100,9 +100,7 @@ def test_what_is_exported_is_what_saving_the_live_model_writes(run: Path) -> Non
 
 @pytest.mark.slow_cases(r"efsdp", why="parallel/test_parity.py trains them, fused and computed files stay")
 @pytest.mark.parametrize("shape", ["efsdp", "fused", "computed"])
-def test_it_is_so_for_other_shardings_layouts_of_files_and_rules_that_compute(
-    shared_ranks: SharedRanks, shape: str, tmp_path: Path
-) -> None:
+def test_it_is_so_for_other_shardings_layouts_of_files_and_rules_that_compute(shape: str, tmp_path: Path) -> None:
     if shape == "efsdp":
         shared_ranks(_train_and_write, 4, "mixtral", em.ParallelConfig(ep=2), tmp_path)
     elif shape == "fused":
@@ -114,9 +112,7 @@ def test_it_is_so_for_other_shardings_layouts_of_files_and_rules_that_compute(
     _check_exports(tmp_path)
 
 
-def test_it_has_the_dtypes_of_the_source_unless_the_run_or_the_command_says_otherwise(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_it_has_the_dtypes_of_the_source_unless_the_run_or_the_command_says_otherwise(tmp_path: Path) -> None:
     random_model(mixtral(num_local_experts=8), torch.bfloat16).save_pretrained(tmp_path / "source")
     shared_ranks(_load_and_write, 2, tmp_path / "source", 2, tmp_path, False)
     _check_exports(tmp_path)
@@ -139,9 +135,7 @@ def _dtypes(directory: Path) -> set[torch.dtype]:
         return {tensor.dtype for tensor in files.tensors.values()}
 
 
-def test_tensors_that_the_model_leaves_out_are_copied_from_where_they_are_or_said_to_be_lost(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_tensors_that_the_model_leaves_out_are_copied_from_where_they_are_or_said_to_be_lost(tmp_path: Path) -> None:
     source_with_mtp(tmp_path / "source")
     shared_ranks(_load_and_write, 2, tmp_path / "source", 2, tmp_path, False)
     _check_exports(tmp_path)
@@ -153,9 +147,7 @@ def test_tensors_that_the_model_leaves_out_are_copied_from_where_they_are_or_sai
     assert not report.kept
 
 
-def test_code_of_the_model_s_own_runs_only_with_the_flag(
-    shared_ranks: SharedRanks, tmp_path: Path, cache_of_model_code: None
-) -> None:
+def test_code_of_the_model_s_own_runs_only_with_the_flag(tmp_path: Path, cache_of_model_code: None) -> None:
     write_list_model(tmp_path / "source")
     shared_ranks(_load_and_write, 2, tmp_path / "source", 2, tmp_path, True)
     with refused("model.remote-code"):

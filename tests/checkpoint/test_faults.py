@@ -33,7 +33,7 @@ from tests.checkpoint.damage import (
 )
 from tests.checkpoint.tiny import Job, save
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 
 MODEL, OPTIMIZER = "model-00001-of-00002.safetensors", "optimizer-00000-of-00002.safetensors"
 SMALL = ("state.json", RNG_FILE, "layout.json")
@@ -42,7 +42,7 @@ SMALL = ("state.json", RNG_FILE, "layout.json")
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
-    run_ranks(save, 2, "qwen3_moe", em.ParallelConfig(ep=2), 1, directory)
+    shared_ranks(save, 2, "qwen3_moe", em.ParallelConfig(ep=2), 1, directory)
     return directory / "step-00000001"
 
 
@@ -194,9 +194,7 @@ DAMAGED: dict[str, tuple[Damage, type[ExpertmeshError], str]] = {
 }
 
 
-def test_whatever_is_wrong_is_named_alike_on_all_ranks_before_anything_is_changed(
-    shared_ranks: SharedRanks, good: Path, tmp_path: Path
-) -> None:
+def test_whatever_is_wrong_is_named_alike_on_all_ranks_before_anything_is_changed(good: Path, tmp_path: Path) -> None:
     paths = _copies(good, tmp_path, {name: damage for name, (damage, _, _) in DAMAGED.items()})
     first, second = shared_ranks(_load_each, 2, [*paths, good])
     assert first == second
@@ -208,7 +206,7 @@ def test_whatever_is_wrong_is_named_alike_on_all_ranks_before_anything_is_change
     assert first[-1] == (None, "")
 
 
-def test_a_pickle_under_any_name_is_never_opened(shared_ranks: SharedRanks, good: Path, tmp_path: Path) -> None:
+def test_a_pickle_under_any_name_is_never_opened(good: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     content = pickle.dumps(Canary(canary))
     names = [path.relative_to(good).as_posix() for path in sorted(good.rglob("*")) if path.is_file()]

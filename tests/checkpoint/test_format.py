@@ -21,7 +21,7 @@ from expertmesh.verification.checkpoint.verify import verify
 from tests.checkpoint.damage import change_manifest, flip_a_bit
 from tests.checkpoint.make_golden import GOLDEN, STEP, golden_job, sha256
 from tests.checkpoint.tiny import save
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
 CHECKPOINT = GOLDEN / f"step-{STEP:08d}"
@@ -56,7 +56,7 @@ def test_the_reader_on_the_page_reads_the_golden_checkpoint(tmp_path: Path) -> N
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """Of every axis there is: replicas, and experts cut over ep and efsdp."""
     directory = tmp_path_factory.mktemp("checkpoints")
-    states = run_ranks(save, 8, "mixtral", em.ParallelConfig(ep=2, replicate=2), 2, directory)
+    states = shared_ranks(save, 8, "mixtral", em.ParallelConfig(ep=2, replicate=2), 2, directory)
     return directory / "step-00000002", states[0]
 
 
@@ -119,9 +119,7 @@ def _load_golden(parallel: em.ParallelConfig) -> tuple[dict[str, str], dict[str,
 @pytest.mark.slow_cases(r"2-2-1", why="four ranks with replicas stay")
 @pytest.mark.slow_cases(r"4-4-1", why="two groups of ep 2 on four ranks stay")
 @pytest.mark.parametrize(("world", "ep", "replicate"), [(1, 1, 1), (2, 2, 1), (4, 4, 1), (4, 2, 2)])
-def test_the_golden_checkpoint_is_read_into_any_layout(
-    shared_ranks: SharedRanks, world: int, ep: int, replicate: int
-) -> None:
+def test_the_golden_checkpoint_is_read_into_any_layout(world: int, ep: int, replicate: int) -> None:
     parallel = em.ParallelConfig(ep=ep, replicate=replicate)
     for hashes, state, sums in shared_ranks(_load_golden, world, parallel):
         assert hashes == _hashes()
@@ -172,7 +170,7 @@ def _refusals(path: Path) -> list[str]:
     return [str(caught.value)]
 
 
-def test_a_newer_schema_is_refused_by_number_whatever_else_it_holds(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_a_newer_schema_is_refused_by_number_whatever_else_it_holds(tmp_path: Path) -> None:
     newer = shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)
     change_manifest(lambda m: m.update(schema_version=SCHEMA_VERSION + 1, model=[], more={"a": 1}))(newer)
     said = shared_ranks(_refusals, 1, newer)[0]

@@ -14,7 +14,7 @@ from expertmesh.config.errors import DistributedFailure
 from tests.checkpoint.tiny import Job
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 
 
 def _names(directory: Path) -> list[str]:
@@ -32,9 +32,7 @@ def _save_an_earlier_step(directory: Path) -> None:
         em.save_checkpoint(job.model, job.optimizer, directory, step=6, keep_last=0)
 
 
-def test_a_step_before_the_newest_is_refused_and_not_saved_to_be_removed_at_once(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_a_step_before_the_newest_is_refused_and_not_saved_to_be_removed_at_once(tmp_path: Path) -> None:
     shared_ranks(_save_an_earlier_step, 2, tmp_path)
     assert _names(tmp_path) == ["step-00000005"]
 
@@ -50,7 +48,7 @@ def _fail_on_rank_0(directory: Path) -> None:
 
 
 def test_what_fails_on_one_rank_alone_leaves_no_other_waiting(tmp_path: Path) -> None:
-    run_ranks(_fail_on_rank_0, 2, tmp_path)
+    shared_ranks(_fail_on_rank_0, 2, tmp_path)
     assert _names(tmp_path) == []
 
 
@@ -59,7 +57,7 @@ def _save_where_one_was_killed(directory: Path) -> None:
     em.save_checkpoint(job.model, job.optimizer, directory, step=1)
 
 
-def test_what_an_interrupted_save_has_left_is_removed_by_the_next(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_what_an_interrupted_save_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "step-00000001.tmp-12ab").mkdir()
     (tmp_path / "mine").mkdir()
     shared_ranks(_save_where_one_was_killed, 2, tmp_path)
@@ -81,9 +79,7 @@ def _load_from(root: Path) -> list[str]:
     return found
 
 
-def test_a_checkpoint_is_found_by_its_path_its_directory_its_run_or_a_link(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_found_by_its_path_its_directory_its_run_or_a_link(tmp_path: Path) -> None:
     assert shared_ranks(_load_from, 2, tmp_path)[1] == ["step-00000003"] * 3 + ["latest"]
 
 
@@ -98,7 +94,7 @@ def _load_into_another_optimizer(directory: Path) -> None:
     assert em.load_checkpoint(job.model, None, directory).step == 1
 
 
-def test_moments_are_never_given_to_an_optimizer_of_another_kind(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_moments_are_never_given_to_an_optimizer_of_another_kind(tmp_path: Path) -> None:
     shared_ranks(_load_into_another_optimizer, 2, tmp_path)
 
 
@@ -123,9 +119,7 @@ def _load_weights_from_beside(directory: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_weights_that_lie_beside_a_checkpoint_come_back_in_another_layout(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_weights_that_lie_beside_a_checkpoint_come_back_in_another_layout(tmp_path: Path) -> None:
     saved, loaded = (
         shared_ranks(_save_weights_beside, 2, tmp_path)[0],
         shared_ranks(_load_weights_from_beside, 4, tmp_path)[0],

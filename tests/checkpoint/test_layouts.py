@@ -17,7 +17,7 @@ from expertmesh.config.errors import IntegrityError
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 
 FAMILY = "deepseek_v3"  # shared experts, dense layers, a persistent buffer in the router
 # (world, ep, replicate)
@@ -31,7 +31,9 @@ def _parallel(layout: tuple[int, int, int]) -> em.ParallelConfig:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, shared_ranks: SharedRanks) -> Saved:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Saved:
     """Write it with a layout: the checkpoint after two steps, and the whole state then."""
 
     @functools.cache
@@ -51,13 +53,12 @@ def _worst(one: State, other: State) -> float:
 @pytest.fixture(scope="module")
 def onward(saved: Saved) -> State:
     """The state two steps later, on the layout that wrote it."""
-    return run_ranks(load, 4, FAMILY, _parallel(LAYOUTS[1]), saved(LAYOUTS[1])[0], [2, 3])[0][1]
+    return shared_ranks(load, 4, FAMILY, _parallel(LAYOUTS[1]), saved(LAYOUTS[1])[0], [2, 3])[0][1]
 
 
 @pytest.mark.slow_cases(r"target[01246]", why="two ranks and one stay")
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_every_layout_reads_the_same_state_and_goes_on_alike(
-    shared_ranks: SharedRanks,
     saved: Saved,
     onward: State,
     target: tuple[int, int, int],
@@ -71,9 +72,7 @@ def test_every_layout_reads_the_same_state_and_goes_on_alike(
 
 @pytest.mark.slow_cases(r"source[03]", why="four ranks in two groups stay, and replicas")
 @pytest.mark.parametrize("source", LAYOUTS[:4])
-def test_what_every_layout_wrote_is_read_alike(
-    shared_ranks: SharedRanks, saved: Saved, source: tuple[int, int, int]
-) -> None:
+def test_what_every_layout_wrote_is_read_alike(saved: Saved, source: tuple[int, int, int]) -> None:
     path, state = saved(source)
     loaded, _ = shared_ranks(load, 1, FAMILY, _parallel((1, 1, 1)), path)[0]
     assert all(torch.equal(state[name], loaded[name]) for name in state)
@@ -90,9 +89,7 @@ def _swap_two_experts_moments(path: Path) -> State:
     return job.state()
 
 
-def test_experts_whose_moments_are_swapped_do_not_go_on_alike(
-    shared_ranks: SharedRanks, saved: Saved, onward: State
-) -> None:
+def test_experts_whose_moments_are_swapped_do_not_go_on_alike(saved: Saved, onward: State) -> None:
     path, _ = saved(LAYOUTS[1])
     assert _worst(onward, shared_ranks(_swap_two_experts_moments, 4, path)[0]) > 1e-4
 
@@ -127,10 +124,10 @@ def _generators(path: Path | None, directory: Path) -> list[float]:
 
 
 def test_random_generators_return_on_every_rank_that_the_saved_job_had(tmp_path: Path) -> None:
-    drawn = run_ranks(_generators, 2, None, tmp_path)
+    drawn = shared_ranks(_generators, 2, None, tmp_path)
     assert drawn[0] != drawn[1]
-    assert run_ranks(_generators, 2, tmp_path, tmp_path) == drawn
-    assert run_ranks(_generators, 4, tmp_path, tmp_path)[:2] == drawn
+    assert shared_ranks(_generators, 2, tmp_path, tmp_path) == drawn
+    assert shared_ranks(_generators, 4, tmp_path, tmp_path)[:2] == drawn
 
 
 def _let_replicas_drift(directory: Path) -> None:
@@ -142,7 +139,7 @@ def _let_replicas_drift(directory: Path) -> None:
         em.save_checkpoint(job.model, job.optimizer, directory, step=1)
 
 
-def test_replicas_that_differ_are_never_saved(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_replicas_that_differ_are_never_saved(tmp_path: Path) -> None:
     shared_ranks(_let_replicas_drift, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -155,7 +152,7 @@ def _save_thrice(directory: Path) -> None:
         em.save_checkpoint(job.model, job.optimizer, directory, step=3)
 
 
-def test_old_checkpoints_go_and_none_is_written_over(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_old_checkpoints_go_and_none_is_written_over(tmp_path: Path) -> None:
     shared_ranks(_save_thrice, 2, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
@@ -168,9 +165,7 @@ def _load_another_model(path: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in job.state().items())
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     shared_ranks(save, 2, "qwen3_moe", em.ParallelConfig(ep=2), 1, tmp_path)
     shared_ranks(_load_another_model, 2, tmp_path)
 

@@ -17,7 +17,7 @@ from expertmesh.weights import write
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 
 FAMILY = "deepseek_v3"  # a dense block first, a persistent buffer in the router of the other
 State = dict[str, torch.Tensor]
@@ -39,15 +39,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, State]
     """A checkpoint of a model without stages, its state, and the state two steps later."""
     directory = tmp_path_factory.mktemp("whole")
     world, parallel = WHOLE
-    state = run_ranks(save, world, FAMILY, parallel, 2, directory)[0]
+    state = shared_ranks(save, world, FAMILY, parallel, 2, directory)[0]
     path = directory / "step-00000002"
-    return path, state, run_ranks(load, world, FAMILY, parallel, path, [2, 3])[0][1]
+    return path, state, shared_ranks(load, world, FAMILY, parallel, path, [2, 3])[0][1]
 
 
 @pytest.mark.slow_cases(r"pp 2(, replicate 2)?", why="pp 2 with ep 2 stays")
 @pytest.mark.parametrize("stages", STAGES)
 def test_stages_read_what_a_whole_model_wrote_and_go_on_alike(
-    shared_ranks: SharedRanks, whole: tuple[Path, State, State], tmp_path: Path, stages: str
+    whole: tuple[Path, State, State], tmp_path: Path, stages: str
 ) -> None:
     path, state, onward = whole
     world, parallel = STAGES[stages]
@@ -59,9 +59,7 @@ def test_stages_read_what_a_whole_model_wrote_and_go_on_alike(
 
 @pytest.mark.slow(why="the other direction stays")
 @pytest.mark.parametrize("stages", STAGES)
-def test_a_whole_model_reads_what_stages_wrote_and_the_export_is_the_same(
-    shared_ranks: SharedRanks, tmp_path: Path, stages: str
-) -> None:
+def test_a_whole_model_reads_what_stages_wrote_and_the_export_is_the_same(tmp_path: Path, stages: str) -> None:
     world, parallel = STAGES[stages]
     state = shared_ranks(save, world, FAMILY, parallel, 2, tmp_path)[0]
     path = tmp_path / "step-00000002"
@@ -89,7 +87,7 @@ def _tied(directory: Path) -> tuple[State, State]:
     return state, other.state()
 
 
-def test_a_weight_on_two_stages_is_written_once_and_read_by_both(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_a_weight_on_two_stages_is_written_once_and_read_by_both(tmp_path: Path) -> None:
     for state, loaded in shared_ranks(_tied, 2, tmp_path):
         assert state.keys() == loaded.keys()
         assert all(torch.equal(state[name], loaded[name]) for name in state)
@@ -110,7 +108,7 @@ def _let_stages_drift(directory: Path) -> None:
         em.save_checkpoint(job.model, job.optimizer, directory, step=1)
 
 
-def test_a_weight_that_differs_between_two_stages_is_never_saved(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_a_weight_that_differs_between_two_stages_is_never_saved(tmp_path: Path) -> None:
     shared_ranks(_let_stages_drift, 2, tmp_path)
 
 
@@ -127,9 +125,7 @@ def _gather_everything(source: Path, target: Path) -> None:
         _round(source, target, em.ParallelConfig(ep=2, pp=2))
 
 
-def test_tensors_that_are_computed_from_another_stage_are_written_right(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_tensors_that_are_computed_from_another_stage_are_written_right(tmp_path: Path) -> None:
     model: Any = tiny_model("qwen3_moe", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "source")
     shared_ranks(_gather_everything, 4, tmp_path / "source", tmp_path / "target")
@@ -140,9 +136,7 @@ def test_tensors_that_are_computed_from_another_stage_are_written_right(
 
 @pytest.mark.slow_cases(r"pp 2(, replicate 2)?", why="ep inside stages stays")
 @pytest.mark.parametrize("stages", STAGES)
-def test_each_stage_reads_and_writes_its_own_share_of_the_files(
-    shared_ranks: SharedRanks, tmp_path: Path, stages: str
-) -> None:
+def test_each_stage_reads_and_writes_its_own_share_of_the_files(tmp_path: Path, stages: str) -> None:
     model: Any = copy.deepcopy(tiny_model(FAMILY))
     model.save_pretrained(tmp_path / "source")
     world, parallel = STAGES[stages]

@@ -39,7 +39,7 @@ from tests.checkpoint.forge import forge_json, forge_metadata, forge_tensors
 from tests.checkpoint.test_faults import DAMAGED
 from tests.checkpoint.tiny import save
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 # Experts 0 to 3 are in the first files, 4 to 7 in the second; in the first are also the parts that all ranks held.
 MODEL = ("model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors")
@@ -52,14 +52,14 @@ NORM = "model.norm.weight"
 def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """A checkpoint, and the whole state that was saved in it."""
     directory = tmp_path_factory.mktemp("checkpoints")
-    states = run_ranks(save, 2, "qwen3_moe", em.ParallelConfig(ep=2), 1, directory)
+    states = shared_ranks(save, 2, "qwen3_moe", em.ParallelConfig(ep=2), 1, directory)
     return directory / "step-00000001", states[0]
 
 
 @pytest.fixture(scope="module")
 def replicated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
-    run_ranks(save, 2, "qwen3_moe", em.ParallelConfig(ep=1, replicate=2), 1, directory)
+    shared_ranks(save, 2, "qwen3_moe", em.ParallelConfig(ep=1, replicate=2), 1, directory)
     return directory / "step-00000001"
 
 

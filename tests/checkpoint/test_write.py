@@ -17,7 +17,7 @@ from expertmesh.checkpoint.write import IDLE, PUBLISHED, STATUSES, WRITING, WRIT
 from expertmesh.io.safetensors_writer import rename_synced
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 
 
 def _publish_slowly(directory: Path) -> None:
@@ -54,7 +54,7 @@ def _publish_slowly(directory: Path) -> None:
 
 
 def test_no_step_waits_for_rank_0_to_join_what_all_ranks_have_written(tmp_path: Path) -> None:
-    run_ranks(_publish_slowly, 2, tmp_path)
+    shared_ranks(_publish_slowly, 2, tmp_path)
 
 
 @contextmanager

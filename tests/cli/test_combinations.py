@@ -23,7 +23,7 @@ from expertmesh.config.base import Section
 from expertmesh.parallel import compiling
 from tests.cli.rank_of_srun import rank_of_srun
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import LivingRanks, run_ranks
+from tests.support.ranks import LivingRanks, run_ranks, shared_ranks
 from tests.training.dpo_by_trl import PAIRS
 from tests.training.tiny_run import ROWS, metrics, run_config, write_inputs
 
@@ -325,7 +325,7 @@ def test_what_an_axis_does_not_have_is_refused_before_ranks_start(
 
 def test_a_refusal_of_all_ranks_is_told_by_rank_0(root: Path) -> None:
     inputs, output = _inputs(root, ""), root / "refused"
-    assert run_ranks(rank_of_srun, 2, _arguments(inputs, "parallel.ep=3", "", output), str(output), False) == [2, 2]
+    assert shared_ranks(rank_of_srun, 2, _arguments(inputs, "parallel.ep=3", "", output), str(output), False) == [2, 2]
     said = [Path(f"{output}.{rank}.txt").read_text() for rank in range(2)]
     assert [text.count("error: rank 0: parallel.ep 3 does not divide") for text in said] == [1, 0]
     assert "error" not in said[1]

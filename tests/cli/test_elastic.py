@@ -23,7 +23,7 @@ from expertmesh.training import lock
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.cli.jobs import ROOT, free_port, left_behind
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs
 
 STEPS = 120
@@ -83,7 +83,7 @@ def test_four_ranks_two_and_four_again_end_as_if_nothing_had_happened(tmp_path: 
     (inputs / "train.jsonl").write_text(5 * rows)
     run_config(inputs, tmp_path / "run")
     config = str(tmp_path / "run.yaml")
-    run_ranks(train, 4, load_config(config, [*RUN, f"output_dir={tmp_path / 'quiet'}"]))
+    shared_ranks(train, 4, load_config(config, [*RUN, f"output_dir={tmp_path / 'quiet'}"]))
 
     wanted = [config, *RUN, "parallel.ep_across_nodes=true", "checkpoint.every_steps=2", "--elastic", "2:4"]
     endpoint = f"localhost:{free_port()}"

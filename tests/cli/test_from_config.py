@@ -1,13 +1,13 @@
 """`model.from_config: true` on the command line: train from random weights, then prove and resume that very run."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from expertmesh.cli.main import main
 from tests.cli.rank_of_srun import rank_of_srun
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs
 
 
@@ -22,7 +22,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run.yaml"
 
 
-def test_a_run_from_a_config_trains_is_verified_and_goes_on(run: Path, shared_ranks: Callable[..., list[int]]) -> None:
+def test_a_run_from_a_config_trains_is_verified_and_goes_on(
+    run: Path,
+) -> None:
     def said(verb: str, *words: str) -> str:
         arguments = [verb, str(run), "model.from_config=true", "checkpoint.every_steps=1", *words]
         assert shared_ranks(rank_of_srun, 2, arguments, str(run)) == [0, 0]

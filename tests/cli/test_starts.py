@@ -20,7 +20,7 @@ from expertmesh.config import load_config
 from expertmesh.distributed.environment import Node, find_place
 from expertmesh.training.run import train
 from tests.cli.jobs import ROOT, free_port, wait_until
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 TRAIN = [sys.executable, "-m", "expertmesh", "train"]
@@ -249,7 +249,7 @@ def test_a_refusal_under_torchrun_is_said_once_and_its_restarts_do_not_try_it_ag
 @pytest.mark.slow(why="starts processes; test_verify.py starts ranks by the command line")
 def test_a_process_group_that_is_up(inputs: Path) -> None:
     """What Ray's TorchTrainer gives its workers."""
-    run_ranks(train, 2, load_config(inputs / "run.yaml", ["parallel.ep=2", f"output_dir={inputs / 'group'}"]))
+    shared_ranks(train, 2, load_config(inputs / "run.yaml", ["parallel.ep=2", f"output_dir={inputs / 'group'}"]))
     assert_same(inputs, "group")
 
 

@@ -21,7 +21,7 @@ from expertmesh.training.run import train
 from tests.cli.jobs import ROOT, free_port, left_behind
 from tests.cli.test_starts import TRAIN, assert_same, run_all
 from tests.support.nodes import ADDRESSES, Nodes, two_nodes
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import GLOBAL_BATCH, metrics, run_config, write_inputs
 
 STEPS, LENGTH, PORT = 12, 30, "23456"
@@ -61,7 +61,7 @@ def agents(nodes: Nodes, arguments: list[str]) -> list[tuple[list[str], dict[str
 @pytest.mark.slow(why="launches of four processes each, with limits of time to be waited for")
 def test_two_nodes_give_the_weights_of_one_and_send_what_was_planned(nodes: Nodes, inputs: Path) -> None:
     config, *local = [*arguments(inputs, "local", 4), "parallel.ep_across_nodes=false"]
-    run_ranks(train, 4, load_config(config, local))
+    shared_ranks(train, 4, load_config(config, local))
     nodes.run(0, "sh", "-c", "tc qdisc add dev cable0 root tbf rate 400mbit burst 256kb latency 100ms")
     before = nodes.sent()
     said, _ = run_all(agents(nodes, arguments(inputs, "nodes", 4)))

@@ -22,7 +22,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 
 HELLO = Conversation(({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}))
 NESTED_LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -187,7 +187,7 @@ def _render_on_this_rank(waits: bool) -> str:
 
 @pytest.mark.usefixtures("half_a_second")
 @pytest.mark.parametrize("waits", [False, True], ids=["escape", "endless"])
-def test_every_rank_refuses_in_the_same_words(shared_ranks: SharedRanks, waits: bool) -> None:
+def test_every_rank_refuses_in_the_same_words(waits: bool) -> None:
     first, second = shared_ranks(_render_on_this_rank, 2, waits)
     assert first == second
     assert "some/model is refused" in first

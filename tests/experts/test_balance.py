@@ -29,7 +29,7 @@ from expertmesh.training.run import train
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_config, tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import OPTIM, Row, padded
 from tests.training.tiny_run import metrics, run_config, train_steps, weights, write_inputs
 
@@ -195,7 +195,7 @@ def _skip() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_a_skipped_step_moves_nothing_and_its_counts_are_forgotten() -> None:
-    before, after, moved = run_ranks(_skip, 1)[0]
+    before, after, moved = shared_ranks(_skip, 1)[0]
     assert torch.equal(before, after)
     assert torch.equal(moved, expected().biases[0])
 
@@ -205,9 +205,9 @@ def test_a_resumed_run_has_the_biases_of_the_uninterrupted_one_and_exports_them(
     inputs = write_inputs(tmp_path / "inputs", "deepseek_v3")
     options = [f"moe.bias_update_rate={RATE}", "train.max_steps=4", "train.num_epochs=2", "parallel.ep=2"]
     whole, broken = (run_config(inputs, tmp_path / name, *options) for name in ("whole", "broken"))
-    run_ranks(train, 2, whole)
-    run_ranks(train_steps, 2, broken, 2)
-    run_ranks(train, 2, broken)
+    shared_ranks(train, 2, whole)
+    shared_ranks(train_steps, 2, broken, 2)
+    shared_ranks(train, 2, broken)
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "broken")
     assert all(torch.equal(first[name], second[name]) for name in first)
     published: Any = AutoModelForCausalLM.from_pretrained(inputs / "model")
@@ -223,8 +223,8 @@ def test_the_trainer_reports_router_losses_apart_from_the_token_loss(tmp_path: P
     options = ["moe.aux_loss_coef=0.5", "moe.z_loss_coef=0.01", "data.packing=true", "data.max_length=64"]
     options += ["train.global_batch_size=4", "train.max_steps=null"]  # one epoch; ranks without rows in its last step
     for name, world in (("one", 1), ("four", 4)):
-        run_ranks(train, world, run_config(inputs, tmp_path / name, *options))
-    run_ranks(train, 1, run_config(inputs, tmp_path / "off", *options[2:]))
+        shared_ranks(train, world, run_config(inputs, tmp_path / name, *options))
+    shared_ranks(train, 1, run_config(inputs, tmp_path / "off", *options[2:]))
     one, four, off = (metrics(tmp_path / name) for name in ("one", "four", "off"))
     keys = ("loss", "aux_loss", "z_loss", "grad_norm")
     assert [[row[key] for key in keys] for row in four] == [pytest.approx([r[k] for k in keys], rel=1e-5) for r in one]
@@ -273,7 +273,7 @@ def _lora_with_a_bias_update() -> None:
 
 def test_adapters_do_not_hold_a_bias() -> None:
     with refused_on_ranks("moe.router-bias-with-lora"):
-        run_ranks(_lora_with_a_bias_update, 1)
+        shared_ranks(_lora_with_a_bias_update, 1)
 
 
 def test_another_form_of_the_loss_is_told_by_its_values(monkeypatch: pytest.MonkeyPatch) -> None:

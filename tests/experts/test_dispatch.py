@@ -22,7 +22,7 @@ from expertmesh.experts.pairs import LocalPairs, segments_of
 from expertmesh.planning.traffic import _of_dispatch
 from tests.support.all_gather_dispatch import AllGatherDispatcher
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 3
 Routing = Callable[[int, int], torch.Tensor]
@@ -144,7 +144,7 @@ def test_each_token_travels_once_to_each_rank_that_holds_its_experts(launched: L
 
 
 def test_one_wait_for_the_host_in_forward_and_none_in_backward() -> None:
-    for counts in run_ranks(_count_traffic, 4, _spread):
+    for counts in shared_ranks(_count_traffic, 4, _spread):
         assert counts["host"] == (1, 0)
         assert counts["waits"] == []
 
@@ -260,7 +260,7 @@ def _through_wide(
 def test_between_nodes_a_row_travels_once_to_each_and_the_result_is_that_of_the_flat_dispatch() -> None:
     experts, top_k = 32, 4
     flat, tiered = (
-        run_ranks(_between_nodes, 8, kind, experts, top_k) for kind in (AllToAllDispatcher, HierarchicalDispatcher)
+        shared_ranks(_between_nodes, 8, kind, experts, top_k) for kind in (AllToAllDispatcher, HierarchicalDispatcher)
     )
     for one, other in zip(flat, tiered, strict=True):
         for got, want in zip(other["results"], one["results"], strict=True):

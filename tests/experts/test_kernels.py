@@ -32,7 +32,7 @@ from tests.experts.test_compute import inputs_of as layer_inputs
 from tests.experts.test_dispatch import EXPERTS, ROUTINGS, routed_inputs, sent_through
 from tests.experts.test_lora import adapted_case, adapter_gradients, lean_experts
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 INSTALLED, INTERPRETED = importlib.util.find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs triton (the extra kernels)")
@@ -167,7 +167,7 @@ def _dispatched(triton: bool) -> list[torch.Tensor]:
 
 @interpreted
 def test_dispatch_and_combine_equal_torchs_bit_for_bit_on_ranks() -> None:
-    for got, want in zip(run_ranks(_dispatched, 4, True), run_ranks(_dispatched, 4, False), strict=True):
+    for got, want in zip(shared_ranks(_dispatched, 4, True), shared_ranks(_dispatched, 4, False), strict=True):
         assert all(map(torch.equal, got, want))
 
 

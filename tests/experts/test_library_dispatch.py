@@ -36,7 +36,7 @@ from tests.families.tiny import random_model
 from tests.support import fake_deep_ep
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import RankFailed, run_ranks, shared_ranks
 from tests.support.reference import padded, reference, rows_of_step, train_sharded
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -117,7 +117,7 @@ def _compared(routing: Routing, dtype: torch.dtype) -> tuple[float, list[str]]:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_results_and_gradients_equal_the_all_to_alls(routing: str, dtype: torch.dtype) -> None:
     with _installed(dtype):
-        for error, calls in run_ranks(_compared, 4, ROUTINGS[routing], dtype):
+        for error, calls in shared_ranks(_compared, 4, ROUTINGS[routing], dtype):
             assert error <= (1e-6 if dtype == torch.float32 else 2**-7)
             # Counts, rows and weights in one; the numbers; the way back; in backward its reverse, then the first's.
             assert calls == ["open", "dispatch", "cached dispatch", "combine", "cached dispatch", "combine"]
@@ -214,7 +214,7 @@ def test_recomputation_changes_no_bit_and_exchanges_no_counts(
     family: str, model_class: str, layers: int, again: int
 ) -> None:
     with _taken():
-        for changed, distance, calls, alive in run_ranks(_in_every_mode, 2, model_class, family):
+        for changed, distance, calls, alive in shared_ranks(_in_every_mode, 2, model_class, family):
             assert changed == []
             assert distance <= 1e-5
             # The host waits in "dispatch" alone. In backward a layer dispatches results' gradients and combines rows'.
@@ -226,7 +226,7 @@ def test_recomputation_changes_no_bit_and_exchanges_no_counts(
 @pytest.mark.slow(why="adapters/test_dropout.py stays")
 def test_dropout_of_adapters_drops_the_same(tmp_path: Path) -> None:
     random_adapter(tiny_model(FAMILY, **BLOCKS), tmp_path, *TARGETS[FAMILY])
-    (alone,) = run_ranks(with_dropout, 1, tmp_path, 1)
+    (alone,) = shared_ranks(with_dropout, 1, tmp_path, 1)
     moe = DEEPEP
     with _taken():
         for mode in ("none", "full"):

@@ -27,7 +27,7 @@ from tests.families.proof import TOLERANCE, Layout, Run, Subject, measure, prove
 from tests.families.table import PATH, read, read_axes, read_lora, read_refused_in_bf16
 from tests.families.tiny import EXPERTS, random_model
 from tests.families.variants import Variant, prove_variant, published
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import RankFailed, shared_ranks
 
 CORE = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
 ROTATING = 3
@@ -135,7 +135,7 @@ def _step_on_text(source: Path, target: Path) -> None:
 
 def test_a_vision_tower_is_as_it_was_after_training_on_text(tmp_path: Path) -> None:
     random_model(PUBLISHED["qwen3_5_moe"], "qwen3_5_moe").save_pretrained(tmp_path / "source")
-    run_ranks(_step_on_text, 2, tmp_path / "source", tmp_path / "out")
+    shared_ranks(_step_on_text, 2, tmp_path / "source", tmp_path / "out")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "out"))
     tower = {name for name in before if "visual" in name}
     unchanged = {name for name in before if torch.equal(before[name], after[name])}

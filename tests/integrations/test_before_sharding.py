@@ -21,7 +21,7 @@ from tests.integrations.test_other_code import LORA, small_batch
 from tests.support.errors import refused
 from tests.support.list_models import write_list_model
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import padded, rows_of_step, whole, worst
 
 pytestmark = pytest.mark.usefixtures("cache_of_model_code")
@@ -85,7 +85,7 @@ def _optimizers_from_before(layout: dict[str, int], list_model: nn.Module) -> li
 @pytest.mark.slow_cases(r"(1-layout0|2-layout1)", why="two layouts of two ranks stay")
 @pytest.mark.parametrize(("world", "layout"), [(1, {"ep": 1}), (2, {"ep": 2}), (2, {"tp": 2}), (2, {"pp": 2})])
 def test_an_optimizer_from_before_stops_before_it_trains_nothing(
-    shared_ranks: SharedRanks, world: int, layout: dict[str, int], tmp_path: Path
+    world: int, layout: dict[str, int], tmp_path: Path
 ) -> None:
     for found in shared_ranks(_optimizers_from_before, world, layout, write_list_model(tmp_path / "list")):
         assert {key for key, _ in found} == {"model.parameter-from-before"}
@@ -104,7 +104,7 @@ def _freed() -> None:
 
 
 def test_parameters_from_before_that_nobody_holds_are_freed() -> None:
-    run_ranks(_freed, 2)
+    shared_ranks(_freed, 2)
 
 
 def _averaged(model: Any, average: AveragedModel, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -140,7 +140,7 @@ def _averages() -> None:
     assert worst(found[1], whole(dict(tiny_model("qwen3_moe").named_parameters())))[0] > 1e-4
 
 
-def test_an_average_from_before_is_parallelized_beside_its_model(shared_ranks: SharedRanks) -> None:
+def test_an_average_from_before_is_parallelized_beside_its_model() -> None:
     shared_ranks(_averages, 2)
 
 
@@ -163,7 +163,7 @@ def _compiled() -> None:
 
 
 def test_a_compiled_model_is_one_sentence_and_the_model_itself_runs() -> None:
-    run_ranks(_compiled, 2)
+    shared_ranks(_compiled, 2)
 
 
 def _calls_of_hooks(model: Any, run: Callable[[Any], torch.Tensor]) -> dict[str, list[int]]:
@@ -198,7 +198,7 @@ def _hooks_of_modules() -> None:
     assert {n: c for n, c in found.items() if n not in inside} == {n: c for n, c in expected.items() if n not in inside}
 
 
-def test_hooks_of_modules_are_called_as_before(shared_ranks: SharedRanks) -> None:
+def test_hooks_of_modules_are_called_as_before() -> None:
     shared_ranks(_hooks_of_modules, 2)
 
 
@@ -229,7 +229,7 @@ def _lost(list_model: nn.Module) -> None:
         em.parallelize(wrapped, mesh)
 
 
-def test_hooks_and_gradients_that_sharding_would_lose_are_refused(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_hooks_and_gradients_that_sharding_would_lose_are_refused(tmp_path: Path) -> None:
     shared_ranks(_lost, 2, write_list_model(tmp_path / "list"))
 
 
@@ -242,5 +242,5 @@ def _after() -> None:
     assert sorted(called) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_hooks_of_parameters_registered_after_are_called_once_each(shared_ranks: SharedRanks) -> None:
+def test_hooks_of_parameters_registered_after_are_called_once_each() -> None:
     shared_ranks(_after, 2)

@@ -20,7 +20,7 @@ import expertmesh as em
 from expertmesh.integrations import callbacks
 from tests.integrations.support import ONE_LAYER, Job, accumulating, build, sharded, stock
 from tests.support.errors import refused, refused_on_ranks
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 MODULES = (
     transformers.integrations.integration_utils,
@@ -124,7 +124,7 @@ def _adds_it_later(output: str) -> None:
 @pytest.mark.slow(why="launches; one number stays, and that each callback is known")
 def test_a_callback_that_is_added_later_is_refused_before_training(tmp_path: Path) -> None:
     with refused_on_ranks("trainer.unsupported-callback", naming="BEMACallback"):
-        run_ranks(_adds_it_later, 2, str(tmp_path))
+        shared_ranks(_adds_it_later, 2, str(tmp_path))
 
 
 def test_prompts_that_ranks_would_generate_for_in_different_numbers() -> None:

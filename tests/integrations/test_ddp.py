@@ -21,7 +21,7 @@ import expertmesh as em
 from expertmesh.state import other_code
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import OPTIM, padded, rows_of_step, whole, worst
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
@@ -103,7 +103,7 @@ def _every_layout(world: int, loss_of: Loss) -> None:
     [(4, own_loss), (2, from_several_outputs), (2, fed_back)],
     ids=["own_loss", "several_outputs", "fed_back"],
 )
-def test_gradients_and_steps_are_ddps(shared_ranks: SharedRanks, world: int, loss_of: Loss) -> None:
+def test_gradients_and_steps_are_ddps(world: int, loss_of: Loss) -> None:
     shared_ranks(_every_layout, world, world, loss_of)
 
 
@@ -117,7 +117,7 @@ def _counted_over_ranks() -> None:
     assert all(torch.equal(tensor, gradients[1][name]) for name, tensor in gradients[0].items())
 
 
-def test_a_loss_over_the_targets_of_all_ranks_stays_as_it_is(shared_ranks: SharedRanks) -> None:
+def test_a_loss_over_the_targets_of_all_ranks_stays_as_it_is() -> None:
     shared_ranks(_counted_over_ranks, 2)
 
 
@@ -128,7 +128,7 @@ def _summed() -> None:
 
 def test_gradients_that_are_summed_are_caught() -> None:
     with pytest.raises(AssertionError, match=r"assert .* == approx"):
-        run_ranks(_summed, 2)
+        shared_ranks(_summed, 2)
 
 
 def _with_accelerate() -> None:
@@ -162,7 +162,7 @@ def _with_accelerate() -> None:
 
 
 def test_a_loop_of_accelerate_trains_as_with_ddp() -> None:
-    run_ranks(_with_accelerate, 2)
+    shared_ranks(_with_accelerate, 2)
 
 
 def _on_shared_rows() -> None:
@@ -174,7 +174,7 @@ def _on_shared_rows() -> None:
         model(**padded(rows_of_step(0, ())))
 
 
-def test_ranks_that_share_rows_are_refused(shared_ranks: SharedRanks) -> None:
+def test_ranks_that_share_rows_are_refused() -> None:
     shared_ranks(_on_shared_rows, 2)
     with refused("model.not-parallelized"):
         em.like_ddp(tiny_model("qwen3_moe"))

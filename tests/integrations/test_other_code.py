@@ -22,7 +22,7 @@ import expertmesh as em
 from expertmesh.config.errors import InputError
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import full, padded, rows_of_step
 
 LORA = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"], task_type="CAUSAL_LM")
@@ -110,7 +110,7 @@ def _sentences() -> list[tuple[str, str]]:
     return found
 
 
-def test_what_cannot_be_right_is_one_sentence_on_every_rank(shared_ranks: SharedRanks) -> None:
+def test_what_cannot_be_right_is_one_sentence_on_every_rank() -> None:
     first, second = shared_ranks(_sentences, 2)
     assert first == second
     for (key, sentence), (expected, naming) in zip(first, WHAT.values(), strict=True):
@@ -128,7 +128,7 @@ def _fully_shard_again() -> None:
             fully_shard(part(_sharded()))
 
 
-def test_torch_itself_refuses_to_shard_twice(shared_ranks: SharedRanks) -> None:
+def test_torch_itself_refuses_to_shard_twice() -> None:
     shared_ranks(_fully_shard_again, 2)
 
 
@@ -149,7 +149,7 @@ def _as_ever() -> None:
     torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=f"{directory}/dcp-{os.getppid()}")
 
 
-def test_evaluation_losses_of_ones_own_and_dcp_work_as_ever(shared_ranks: SharedRanks) -> None:
+def test_evaluation_losses_of_ones_own_and_dcp_work_as_ever() -> None:
     shared_ranks(_as_ever, 2)
 
 
@@ -158,7 +158,7 @@ def _alone() -> None:
     model(**small_batch()).loss.backward()
 
 
-def test_one_data_rank_has_nothing_to_average(shared_ranks: SharedRanks) -> None:
+def test_one_data_rank_has_nothing_to_average() -> None:
     shared_ranks(_alone, 1)
 
 
@@ -186,7 +186,7 @@ def _every_layout() -> None:
 
 
 @pytest.mark.slow(why="parallel/test_gradients.py compares clipped norms")
-def test_torchs_clipping_is_ours_in_every_layout(shared_ranks: SharedRanks) -> None:
+def test_torchs_clipping_is_ours_in_every_layout() -> None:
     shared_ranks(_every_layout, 4)
 
 
@@ -200,7 +200,7 @@ def _plain_models_are_clipped_as_ever() -> None:
     assert float(scaled) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_other_models_are_clipped_as_ever(shared_ranks: SharedRanks) -> None:
+def test_other_models_are_clipped_as_ever() -> None:
     shared_ranks(_plain_models_are_clipped_as_ever, 2)
 
 
@@ -214,7 +214,7 @@ def _stages() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-def test_a_stage_is_not_clipped_alone(shared_ranks: SharedRanks) -> None:
+def test_a_stage_is_not_clipped_alone() -> None:
     shared_ranks(_stages, 2)
 
 
@@ -225,7 +225,7 @@ def _copied() -> None:
     model.load_state_dict(state)
 
 
-def test_a_state_dict_goes_back_into_its_model(shared_ranks: SharedRanks) -> None:
+def test_a_state_dict_goes_back_into_its_model() -> None:
     shared_ranks(_copied, 2)
 
 
@@ -251,7 +251,7 @@ def _already_sharded(source: Path) -> list[tuple[str, str]]:
 def test_a_model_that_is_sharded_already_is_one_sentence_on_every_rank(tmp_path: Path) -> None:
     model: Any = tiny_model("qwen3_moe")
     model.save_pretrained(tmp_path)
-    first, second = run_ranks(_already_sharded, 2, tmp_path)
+    first, second = shared_ranks(_already_sharded, 2, tmp_path)
     assert first == second
     expected = ["parallelized already", "model.norm.weight is a DTensor", "is a DTensor"] + [
         "transformers has sharded"

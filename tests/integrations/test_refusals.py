@@ -24,7 +24,7 @@ from expertmesh.integrations import refusals
 from tests.integrations.support import Job, even_rows, sharded, tokenizer
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 
 # Parts of arguments, and those that say whatever they say; arguments that are refused whole are in test_arguments.py.
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def _without_args(directory: Path) -> list[dict[str, Any]]:
 
 
 def test_without_args_the_stock_ones_are_taken(tmp_path: Path) -> None:
-    ours, stock, plain, stock_plain = run_ranks(_without_args, 1, tmp_path)[0]
+    ours, stock, plain, stock_plain = shared_ranks(_without_args, 1, tmp_path)[0]
     assert ours == stock
     assert ours["output_dir"].endswith("-SFT")
     assert plain == stock_plain

@@ -16,7 +16,7 @@ import expertmesh as em
 from expertmesh.config.errors import IntegrityError
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 
 IDS = torch.randint(96, (2, 1, 16), generator=torch.Generator().manual_seed(0))
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -86,7 +86,7 @@ def _norm_after_a_forgotten_loss() -> tuple[float, float]:
     return norm, float(em.clip_grad_norm_(model, None))
 
 
-def test_a_loss_without_backward_does_not_hide_gradients_from_the_norm(shared_ranks: SharedRanks) -> None:
+def test_a_loss_without_backward_does_not_hide_gradients_from_the_norm() -> None:
     for before, after in shared_ranks(_norm_after_a_forgotten_loss, 2):
         assert before == after
 
@@ -100,7 +100,7 @@ def _train_with_frozen_router() -> set[str]:
     return {n for n, p in model.named_parameters() if torch.equal(p.detach().full_tensor(), before[n])}
 
 
-def test_a_frozen_router_is_what_stays_and_everything_else_moves(shared_ranks: SharedRanks) -> None:
+def test_a_frozen_router_is_what_stays_and_everything_else_moves() -> None:
     routers = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
     assert shared_ranks(_train_with_frozen_router, 2) == [routers, routers]
 
@@ -114,7 +114,7 @@ def test_a_router_that_is_not_recognised_cannot_be_frozen_silently() -> None:
     model = tiny_model("qwen3_moe")
     model.model.layers[1].mlp.gate = Chooser()
     with refused_on_ranks("moe.router-not-recognised", naming="model.layers.1.mlp"):
-        run_ranks(_parallelize, 1, model, em.MoeConfig(router="frozen"))
+        shared_ranks(_parallelize, 1, model, em.MoeConfig(router="frozen"))
 
 
 def _parallelize(model: nn.Module, moe: em.MoeConfig | None = None, tamper: str = "") -> None:
@@ -132,4 +132,4 @@ def _parallelize(model: nn.Module, moe: em.MoeConfig | None = None, tamper: str 
 @pytest.mark.parametrize(("tamper", "name"), [("swap", "experts.down_proj"), ("bias", "e_score_correction_bias")])
 def test_copies_that_differ_between_ranks_are_refused_by_name(tamper: str, name: str) -> None:
     with refused_on_ranks("model.replicas-differ", IntegrityError, naming=f"{name} on rank 1"):
-        run_ranks(_parallelize, 2, tiny_model("deepseek_v3"), None, tamper)
+        shared_ranks(_parallelize, 2, tiny_model("deepseek_v3"), None, tamper)

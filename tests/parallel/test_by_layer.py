@@ -24,7 +24,7 @@ from tests.support.collectives import Collectives
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import Distance, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
@@ -129,7 +129,7 @@ def test_each_layer_is_gathered_twice_and_reduced_once_a_round(
     micro_batches: int, round: int | None, rounds: int
 ) -> None:
     """Units: embedding, three blocks and their experts, and the root; the last block and the root are gathered once."""
-    for counts, is_sharded in run_ranks(_count_collectives, 2, micro_batches, {**BY_LAYER, "round": round}):
+    for counts, is_sharded in shared_ranks(_count_collectives, 2, micro_batches, {**BY_LAYER, "round": round}):
         gathers, reductions = rounds * (2 + 2 * 4 + 2 + 1), rounds * (1 + 6 + 1)
         # transformers looks at each micro-batch's mask, and again at its positions behind the blocks.
         assert counts == {"_allgather": gathers, "_reduce_scatter": reductions, "waits": 2 * micro_batches}
@@ -155,7 +155,7 @@ def _inputs_left_on_the_device() -> list[list[int]]:
 
 
 def test_inputs_on_the_host_leave_the_device_but_for_the_last_layers() -> None:
-    for second, third, last in run_ranks(_inputs_left_on_the_device, 2):
+    for second, third, last in shared_ranks(_inputs_left_on_the_device, 2):
         assert second == third == [0, 0, 0]
         assert all(last)
 
@@ -233,7 +233,7 @@ def _refuse_images() -> None:
 
 
 def test_images_are_refused_by_name() -> None:
-    run_ranks(_refuse_images, 1)
+    shared_ranks(_refuse_images, 1)
 
 
 def _refuse_stages() -> None:
@@ -245,4 +245,4 @@ def _refuse_stages() -> None:
 
 
 def test_pipeline_stages_are_refused_by_name() -> None:
-    run_ranks(_refuse_stages, 2)
+    shared_ranks(_refuse_stages, 2)

@@ -25,7 +25,7 @@ from expertmesh.parallel.checkpointing import checkpointed_blocks, checkpointed_
 from tests.families.tiny import random_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import padded, rows_of_step
 
 MODES = ("none", "selective", "full")
@@ -68,7 +68,7 @@ def _differences(family: str, ep: int) -> list[str]:
     why="one family stays",
 )
 @pytest.mark.parametrize(("family", "ep"), CASES)
-def test_no_gradient_changes_by_a_bit(shared_ranks: SharedRanks, family: str, ep: int) -> None:
+def test_no_gradient_changes_by_a_bit(family: str, ep: int) -> None:
     assert shared_ranks(_differences, 4, family, ep) == [[]] * 4
 
 

@@ -38,7 +38,7 @@ from tests.parallel.test_router_loss import expected, packed_rows, with_losses
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import Distance, padded, reference, rows_of_step, train_sharded
 
 TOLERANCE = 1e-5
@@ -141,8 +141,8 @@ def _dropping(adapter: Path, axes: Axes, micro_batch: int, **options: Any) -> di
 @pytest.mark.slow(why="adapters/test_dropout.py compares layouts")
 def test_dropout_of_adapters_drops_what_it_drops_on_whole_rows(tmp_path: Path) -> None:
     random_adapter(tiny_model("qwen3_moe"), tmp_path, *TARGETS["qwen3_moe"])
-    alone = run_ranks(_dropping, 1, tmp_path, {"ep": 1}, 1)[0]
-    split = run_ranks(_dropping, 4, tmp_path, WITH_EP, 2)[0]
+    alone = shared_ranks(_dropping, 1, tmp_path, {"ep": 1}, 1)[0]
+    split = shared_ranks(_dropping, 4, tmp_path, WITH_EP, 2)[0]
     again = run_ranks(lambda: _dropping(tmp_path, {"cp": 2, "ep": 1}, 2, activation_checkpointing=True), 2)[0]
     assert worst(split, alone)[0] <= TOLERANCE
     assert worst(again, alone)[0] <= TOLERANCE
@@ -169,7 +169,7 @@ def _short_rows(axes: Axes) -> list[float]:
     return [*values.tolist(), float(norm)]
 
 
-def test_rows_shorter_than_cp_and_evaluation(shared_ranks: SharedRanks) -> None:
+def test_rows_shorter_than_cp_and_evaluation() -> None:
     alone = shared_ranks(_short_rows, 1, {"ep": 1})[0]
     for values in shared_ranks(_short_rows, 4, {"cp": 4, "ep": 4}):
         assert values == pytest.approx(alone, rel=1e-5)
@@ -213,7 +213,7 @@ def _flash(axes: Axes) -> list[Any]:
     return seen
 
 
-def test_flash_attention_sees_the_samples_of_the_whole_row(shared_ranks: SharedRanks) -> None:
+def test_flash_attention_sees_the_samples_of_the_whole_row() -> None:
     for seen in shared_ranks(_flash, 4, {"cp": 4, "ep": 1}):
         assert seen == [[[0, 1, 2, 0, 1, 2, 3, 0]], (1, 1), 8, "flash_attention_2"]
 
@@ -229,7 +229,7 @@ def _kept_alive() -> tuple[int, int]:
     return seen[0].untyped_storage().nbytes(), seen[0].numel() * 4
 
 
-def test_no_rank_keeps_whole_rows_until_backward(shared_ranks: SharedRanks) -> None:
+def test_no_rank_keeps_whole_rows_until_backward() -> None:
     for behind, own in shared_ranks(_kept_alive, 2):
         assert behind == own == 4 * 32 * 4
 
@@ -295,7 +295,7 @@ def _flex() -> list[Any]:
     return seen
 
 
-def test_flex_attention_gets_its_own_mask_of_whole_rows(shared_ranks: SharedRanks) -> None:
+def test_flex_attention_gets_its_own_mask_of_whole_rows() -> None:
     assert shared_ranks(_flex, 2) == [[("block mask", 8, 8), 8]] * 2
 
 
@@ -383,7 +383,7 @@ def _attends(times: int) -> None:
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_block_that_attends_another_number_of_times_is_an_error(times: int) -> None:
     with refused_on_ranks("layout.cp-attention-calls", naming=f"model.layers.1.self_attn attended {times} times"):
-        run_ranks(_attends, 2, times)
+        shared_ranks(_attends, 2, times)
 
 
 def _generates() -> None:
@@ -394,4 +394,4 @@ def _generates() -> None:
 
 def test_generation_is_refused_by_name() -> None:
     with refused_on_ranks("layout.cannot-generate"):
-        run_ranks(_generates, 2)
+        shared_ranks(_generates, 2)

@@ -13,7 +13,7 @@ from expertmesh.export.checkpoint import export
 from expertmesh.training.run import train
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import metrics, run_config, train_steps, weights, write_inputs
 
 SPLIT, DATA = em.ParallelConfig(cp=2, ep=4), em.ParallelConfig(ep=1)
@@ -47,15 +47,15 @@ def test_a_run_has_the_losses_and_weights_of_one_without_cp(
 
 @pytest.mark.slow(why="checkpoint/ tests it without the trainer")
 def test_a_run_goes_on_with_another_cp(inputs: Path, tmp_path: Path) -> None:
-    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *OPTIONS))
-    run_ranks(train_steps, 2, run_config(inputs, tmp_path / "broken", *OPTIONS, "parallel.cp=2"), 2)
-    run_ranks(train, 2, run_config(inputs, tmp_path / "broken", *OPTIONS, "parallel.ep=2"))
+    shared_ranks(train, 2, run_config(inputs, tmp_path / "whole", *OPTIONS))
+    shared_ranks(train_steps, 2, run_config(inputs, tmp_path / "broken", *OPTIONS, "parallel.cp=2"), 2)
+    shared_ranks(train, 2, run_config(inputs, tmp_path / "broken", *OPTIONS, "parallel.ep=2"))
     whole, broken = weights(tmp_path / "whole"), weights(tmp_path / "broken")
     assert all((broken[name] - whole[name]).norm() <= 1e-5 * whole[name].norm() for name in whole)
 
 
 @pytest.mark.slow(why="checkpoint/test_layouts.py and the tp one stay")
-def test_checkpoints_cross_cp_both_ways(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_checkpoints_cross_cp_both_ways(tmp_path: Path) -> None:
     after = {}
     for name, writer, reader in (("split", SPLIT, DATA), ("data", DATA, SPLIT)):
         directory = tmp_path / name
@@ -74,9 +74,7 @@ def _write(root: Path) -> None:
     em.save_model(job.model, root / "live")
 
 
-def test_an_export_is_what_saving_the_model_writes_and_names_nothing_of_ours(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_an_export_is_what_saving_the_model_writes_and_names_nothing_of_ours(tmp_path: Path) -> None:
     shared_ranks(_write, 2, tmp_path)
     export(tmp_path / "checkpoints" / "step-00000002", tmp_path / "exported")
     for name in ("model.safetensors", "config.json"):
@@ -105,7 +103,7 @@ def _exchanged(family: str, cp: int, checkpointing: bool, changes: dict[str, Any
     ],
 )
 def test_the_bytes_of_a_step_are_those_of_the_formula(
-    shared_ranks: SharedRanks, family: str, cp: int, checkpointing: bool, sizes: tuple[int, int, int, int]
+    family: str, cp: int, checkpointing: bool, sizes: tuple[int, int, int, int]
 ) -> None:
     heads, key_heads, of_key, of_value = sizes
     layers, tokens, fp32 = 2, 2 * 16, 4

@@ -10,7 +10,7 @@ import expertmesh as em
 from expertmesh.step.grad_norm import global_norm
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 
 MODEL = tiny_model("qwen3_moe")
 
@@ -26,9 +26,7 @@ def _norm_of_known_gradients(norm_type: float, max_norm: float) -> tuple[float, 
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
-def test_the_norm_equals_the_unsharded_one_and_clipping_reaches_the_limit(
-    shared_ranks: SharedRanks, norm_type: float
-) -> None:
+def test_the_norm_equals_the_unsharded_one_and_clipping_reaches_the_limit(norm_type: float) -> None:
     values = [parameter.detach().clone() for parameter in MODEL.parameters()]
     expected = float(torch.nn.utils.get_total_norm(values, norm_type))
     for before, after in shared_ranks(_norm_of_known_gradients, 4, norm_type, expected / 3):
@@ -42,7 +40,7 @@ def _norm_of_a_large_gradient(gradient: torch.Tensor) -> float:
     return float(global_norm([gradient], 2.0, model))
 
 
-def test_the_norm_of_a_large_gradient_is_not_lost_to_rounding(shared_ranks: SharedRanks) -> None:
+def test_the_norm_of_a_large_gradient_is_not_lost_to_rounding() -> None:
     """Added one after the other in fp32, four million squares of such sizes are 1e-5 off and more."""
     gradient = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 1e-3
     gradient[1 << 21 :] *= 100
@@ -63,7 +61,7 @@ def _clip_a_gradient_that_is_not_finite() -> tuple[bool, bool]:
     return bool(norm.isnan()), untouched
 
 
-def test_a_norm_that_is_not_finite_is_seen_by_every_rank_and_scales_nothing(shared_ranks: SharedRanks) -> None:
+def test_a_norm_that_is_not_finite_is_seen_by_every_rank_and_scales_nothing() -> None:
     assert shared_ranks(_clip_a_gradient_that_is_not_finite, 2) == [(True, True), (True, True)]
 
 

@@ -19,7 +19,7 @@ import expertmesh as em
 from tests.families.tiny import random_model
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import whole, worst
 
 MODELS = {
@@ -161,7 +161,7 @@ def _on_one_rank(model: Any, with_images: int) -> None:
 
 
 @pytest.mark.parametrize("with_images", [0, 1])
-def test_images_on_some_ranks_are_one_sentence_on_all(shared_ranks: SharedRanks, with_images: int) -> None:
+def test_images_on_some_ranks_are_one_sentence_on_all(with_images: int) -> None:
     shared_ranks(_on_one_rank, 2, _model("qwen3_5_moe"), with_images)
 
 
@@ -183,4 +183,4 @@ def test_images_that_a_layout_cannot_split_are_refused(
     family: str, layout: dict[str, int], key: str, naming: str
 ) -> None:
     with refused_on_ranks(key, naming=naming):
-        run_ranks(_in_layout, 2, _model(family), layout)
+        shared_ranks(_in_layout, 2, _model(family), layout)

@@ -15,7 +15,7 @@ from expertmesh.distributed import collectives
 from expertmesh.experts import dispatch
 from expertmesh.experts.layer import SharedExpert
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 HIDDEN = 32
 
@@ -67,7 +67,7 @@ def _both(mode: Any) -> tuple[bool, int, int]:
 @pytest.mark.slow_cases(r"none-.*", why="recomputed blocks stay")
 @pytest.mark.parametrize(("mode", "runs", "ahead"), [("none", 1, 1), ("full", 2, 2), ("selective", 2, 0)])
 def test_loss_and_every_gradient_are_those_without_overlap_bit_for_bit(mode: str, runs: int, ahead: int) -> None:
-    assert run_ranks(_both, 2, mode) == [(True, runs, ahead)] * 2
+    assert shared_ranks(_both, 2, mode) == [(True, runs, ahead)] * 2
 
 
 def _order(mode: Any) -> list[str]:
@@ -102,5 +102,5 @@ def _order(mode: Any) -> list[str]:
 def test_rows_are_sent_before_the_shared_expert_runs_and_awaited_behind_it() -> None:
     forward = ["pairs sent", "rows sent", "wait", "shared forward", "wait", "rows sent, awaited"]
     backward = ["rows sent, awaited", "pairs sent", "rows sent", "shared backward", "wait", "wait"]
-    for events in run_ranks(_order, 2, "none"):
+    for events in shared_ranks(_order, 2, "none"):
         assert events == forward + backward

@@ -23,7 +23,7 @@ from tests.adapters.reference import tiny_peft_run, train_adapters
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import RankFailed, SharedRanks, run_ranks
+from tests.support.ranks import RankFailed, run_ranks, shared_ranks
 from tests.support.reference import Distance, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
@@ -123,7 +123,7 @@ def test_checkpointed_blocks_give_the_same_result(launched: Launched, mode: str,
 
 
 @pytest.mark.slow(why="training/test_pipeline_run.py has adapters on stages")
-def test_adapters_equal_stock_peft(shared_ranks: SharedRanks, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_adapters_equal_stock_peft(tmp_path_factory: pytest.TempPathFactory) -> None:
     for family, parallel in (("qwen3_moe", {"pp": 2}), ("deepseek_v3", {"pp": 2, "ep": 2})):
         run = tiny_peft_run(family, tmp_path_factory.mktemp(family))
         config = em.ParallelConfig(**{"ep": 1, **parallel})
@@ -137,7 +137,7 @@ def _adapt_the_last_block() -> None:
         em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1, pp=2)), lora=lora)
 
 
-def test_a_stage_without_anything_to_train_is_refused(shared_ranks: SharedRanks) -> None:
+def test_a_stage_without_anything_to_train_is_refused() -> None:
     shared_ranks(_adapt_the_last_block, 2)
 
 
@@ -195,7 +195,7 @@ def _refused(family: str, parallel: em.ParallelConfig, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_more_stages_than_blocks_are_refused(shared_ranks: SharedRanks) -> None:
+def test_more_stages_than_blocks_are_refused() -> None:
     for message in shared_ranks(_refused, 3, "qwen3_moe", em.ParallelConfig(ep=1, pp=3)):
         assert message == (
             "parallel.pp: 3 stages (pp) need as many blocks, and the model has 2; lower parallel.pp or "
@@ -210,7 +210,7 @@ def _call_alone() -> None:
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
 
 
-def test_a_stage_is_never_taken_for_the_model(shared_ranks: SharedRanks) -> None:
+def test_a_stage_is_never_taken_for_the_model() -> None:
     shared_ranks(_call_alone, 2)
 
 
@@ -222,7 +222,7 @@ def _loss_alone() -> None:
         em.causal_lm_loss(model, batch, target_tokens=3)
 
 
-def test_the_loss_of_one_stage_is_refused_and_points_to_the_step(shared_ranks: SharedRanks) -> None:
+def test_the_loss_of_one_stage_is_refused_and_points_to_the_step() -> None:
     shared_ranks(_loss_alone, 2)
 
 
@@ -251,7 +251,7 @@ def _count_messages(virtual: int) -> list[int]:
 
 @pytest.mark.slow_cases(r"1", why="virtual stages stay")
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_a_step_sends_what_the_formula_says(shared_ranks: SharedRanks, virtual: int) -> None:
+def test_a_step_sends_what_the_formula_says(virtual: int) -> None:
     """pp · v - 1 borders, m micro-batches, both ways, B · S · H elements each."""
     batches, size = 4, 2 * 23 * 32 * 4
     sent = shared_ranks(_count_messages, 2, virtual)

@@ -22,7 +22,7 @@ from expertmesh.step import pipeline_schedule, router_losses
 from tests.experts import test_balance as bias
 from tests.parallel.test_router_loss import MOE, Expected, Found, expected
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import OPTIM, of_all_stages, padded
 
 TOLERANCE = 1e-5
@@ -75,7 +75,7 @@ def test_router_losses_equal_the_unsharded_models_on_the_global_batch(layout: st
     want = expected("qwen3_moe", **changes)
     config = em.ParallelConfig(**{"ep": 1, **parallel})
     layers = changes.get("num_hidden_layers", 2)
-    for found in run_ranks(_train, world, want, config, micro_batch, MOE):
+    for found in shared_ranks(_train, world, want, config, micro_batch, MOE):
         assert max(found.loss, found.aux_loss, found.z_loss, found.gradient[0]) <= TOLERANCE, found
         assert found.load == 2 * layers * sum(len(ids) for ids, _ in want.rows)
 
@@ -110,7 +110,7 @@ def _no_gradient_for_the_term(mesh: Mesh) -> None:
 @pytest.mark.parametrize("bug", [_drop_the_first_stages_loss, _fractions_of_one_stage, _no_gradient_for_the_term])
 def test_a_stage_that_drops_its_router_loss_is_seen(bug: Callable[[Mesh], None]) -> None:
     want = expected("qwen3_moe")
-    for found in run_ranks(_train, 2, want, em.ParallelConfig(ep=1, pp=2), 4, MOE, bug):
+    for found in shared_ranks(_train, 2, want, em.ParallelConfig(ep=1, pp=2), 4, MOE, bug):
         assert found.router > 1e-2, found
 
 
@@ -141,9 +141,7 @@ def _move_biases(parallel: em.ParallelConfig, per_micro_batch: bool) -> list[tor
 
 @pytest.mark.slow_cases(r"2-parallel0", why="four ranks stay")
 @pytest.mark.parametrize(("world", "parallel"), [(2, {"ep": 1, "pp": 2}), (4, {"ep": 2, "pp": 2})])
-def test_biases_move_by_the_whole_steps_counts_on_the_stage_that_has_them(
-    shared_ranks: SharedRanks, world: int, parallel: dict[str, Any]
-) -> None:
+def test_biases_move_by_the_whole_steps_counts_on_the_stage_that_has_them(world: int, parallel: dict[str, Any]) -> None:
     want = bias.expected()
     for rank, biases in enumerate(shared_ranks(_move_biases, world, em.ParallelConfig(**parallel), False)):
         assert len(biases) == (0 if rank < world // 2 else bias.STEPS)
@@ -151,7 +149,7 @@ def test_biases_move_by_the_whole_steps_counts_on_the_stage_that_has_them(
             assert torch.allclose(found, exact, atol=1e-6)
 
 
-def test_a_bias_that_moves_per_micro_batch_is_seen(shared_ranks: SharedRanks) -> None:
+def test_a_bias_that_moves_per_micro_batch_is_seen() -> None:
     want = bias.expected()
     *_, biases = shared_ranks(_move_biases, 2, em.ParallelConfig(ep=1, pp=2), True)
     assert not torch.allclose(biases[-1], want.biases[-1], atol=1e-3)

@@ -14,7 +14,7 @@ import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.compat import tree_leaves
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import full
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "ernie4_5_moe"]
@@ -51,9 +51,7 @@ def _sharded(model: nn.Module, ep: int, router: Any) -> tuple[dict[str, torch.Te
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("ep", "router"), [(4, "compute"), (2, "float32")])
-def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(
-    shared_ranks: SharedRanks, family: str, ep: int, router: Any
-) -> None:
+def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family: str, ep: int, router: Any) -> None:
     model = tiny_model(family, initializer_range=0.1)
     exact = gradients_of(copy.deepcopy(model))
     in_bf16 = copy.deepcopy(model).to(torch.bfloat16)
@@ -91,7 +89,7 @@ def _dtypes_in_forward() -> dict[str, torch.dtype]:
     return seen
 
 
-def test_what_the_family_keeps_in_fp32_is_never_cast(shared_ranks: SharedRanks) -> None:
+def test_what_the_family_keeps_in_fp32_is_never_cast() -> None:
     """ERNIE declares its router so; transformers keeps it in fp32 inside bf16 models."""
     for seen in shared_ranks(_dtypes_in_forward, 2):
         assert seen == {
@@ -110,7 +108,7 @@ def _all_bf16() -> tuple[dict[str, torch.Tensor], set[str]]:
     return gradients, {str(parameter.grad.dtype) for parameter in model.parameters()}
 
 
-def test_bf16_parameters_are_no_further_off_than_the_unsharded_bf16_model(shared_ranks: SharedRanks) -> None:
+def test_bf16_parameters_are_no_further_off_than_the_unsharded_bf16_model() -> None:
     model = tiny_model("qwen3_moe", initializer_range=0.1)
     exact = gradients_of(copy.deepcopy(model))
     unsharded = gradients_of(copy.deepcopy(model).to(torch.bfloat16))
@@ -129,7 +127,7 @@ def _parameters_in_memory(ep: int) -> int:
 
 @pytest.mark.slow_cases(r"[12]", why="four ranks stay")
 @pytest.mark.parametrize("ep", [1, 2, 4])
-def test_every_parameter_is_held_exactly_once(shared_ranks: SharedRanks, ep: int) -> None:
+def test_every_parameter_is_held_exactly_once(ep: int) -> None:
     total = sum(parameter.numel() for parameter in tiny_model("qwen3_moe").parameters())
     assert shared_ranks(_parameters_in_memory, 4, ep) == [total] * 4
 
@@ -161,7 +159,7 @@ def _routed(model: nn.Module, dtype: Literal["float32", "compute"]) -> tuple[dic
     return seen, dtypes, files
 
 
-def test_routers_in_float32_choose_as_the_fp32_model_for_more_tokens(shared_ranks: SharedRanks) -> None:
+def test_routers_in_float32_choose_as_the_fp32_model_for_more_tokens() -> None:
     """Where scores have a large part in common, whose rounding is more than what tells experts apart."""
     model = tiny_model("qwen3_moe", initializer_range=0.1, num_experts=64)
     with torch.no_grad():

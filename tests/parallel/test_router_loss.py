@@ -30,7 +30,7 @@ from expertmesh.step import router_losses
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import Row, padded
 
 AUX, Z = 0.5, 0.05
@@ -330,7 +330,7 @@ def _with_an_own_loss() -> None:
     _without_a_step(None, {})
 
 
-def test_a_models_own_auxiliary_loss_is_not_dropped_silently(shared_ranks: SharedRanks) -> None:
+def test_a_models_own_auxiliary_loss_is_not_dropped_silently() -> None:
     shared_ranks(_with_an_own_loss, 1)
 
 
@@ -397,6 +397,6 @@ def _counted_and_trained() -> tuple[list[float], list[float]]:
         return router._step.pairs_E.tolist(), trained.tolist()
 
 
-def test_counting_forwards_draw_the_random_numbers_of_training(shared_ranks: SharedRanks) -> None:
+def test_counting_forwards_draw_the_random_numbers_of_training() -> None:
     counted, trained = shared_ranks(_counted_and_trained, 1)[0]
     assert counted == trained

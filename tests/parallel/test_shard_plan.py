@@ -16,7 +16,7 @@ from expertmesh.parallel.shard_plan import ShardOptions, expert_traffic
 from expertmesh.state.model_view import ModelView
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 
 FP32 = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -61,9 +61,7 @@ def _planned_and_done(family: str, axes: dict[str, Any]) -> tuple[Any, Any, bool
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_parameter_is_in_the_group_that_the_plan_names(
-    shared_ranks: SharedRanks, layout: str, family: str
-) -> None:
+def test_every_parameter_is_in_the_group_that_the_plan_names(layout: str, family: str) -> None:
     for planned, done, split in shared_ranks(_planned_and_done, 2, family, LAYOUTS[layout]):
         assert done == planned
         assert split

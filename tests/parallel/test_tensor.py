@@ -32,7 +32,7 @@ from tests.parallel.test_router_loss import expected as expected_with_router_los
 from tests.parallel.test_router_loss import with_losses as train_with_router_losses
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import Distance, Reference, padded, reference, rows_of_step, train_sharded
 
 TOLERANCE = 1e-5
@@ -185,7 +185,7 @@ def _losses_with_and_without_gradients() -> tuple[float, float, float]:
     return losses[0], losses[1], losses[2]
 
 
-def test_evaluation_gives_the_same_loss_and_leaves_training_alone(shared_ranks: SharedRanks) -> None:
+def test_evaluation_gives_the_same_loss_and_leaves_training_alone() -> None:
     for before, training, after in shared_ranks(_losses_with_and_without_gradients, 2):
         assert before == training == after
 
@@ -206,7 +206,7 @@ def _packed(parallel: em.ParallelConfig) -> tuple[float, dict[str, torch.Tensor]
     return float(total), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def test_packed_samples_stay_apart(shared_ranks: SharedRanks) -> None:
+def test_packed_samples_stay_apart() -> None:
     ((loss, gradients),) = shared_ranks(_packed, 1, em.ParallelConfig(ep=1))
     for found, split in shared_ranks(_packed, 2, em.ParallelConfig(tp=2, ep=2)):
         assert found == pytest.approx(loss, rel=1e-6)
@@ -282,7 +282,7 @@ def _exchanged(family: str, changes: dict[str, Any], checkpointed: bool) -> list
 
 @pytest.mark.slow_cases(r"False", why="True stays")
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_bytes_over_tp_are_those_of_the_formula(shared_ranks: SharedRanks, checkpointed: bool) -> None:
+def test_bytes_over_tp_are_those_of_the_formula(checkpointed: bool) -> None:
     """docs/parallelism.md: four times the hidden states of the group's positions for each part, twice for the head."""
     states = 2 * 16 * 32 * 4  # rows, padded positions, hidden size, fp32
     passes = 6 if checkpointed else 4

@@ -15,7 +15,7 @@ from tests.checkpoint.tiny import Job, load, save
 from tests.parallel.test_precision import BF16, IDS, gradients_of, joint_error
 from tests.parallel.test_precision import TARGETS as TOKENS
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
 
 FAMILY = "deepseek_v3"
@@ -77,7 +77,7 @@ def _load_and_save(source: Path, target: Path) -> None:
     em.save_model(model, target)
 
 
-def test_weights_are_read_and_written_as_they_are_in_the_files(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_weights_are_read_and_written_as_they_are_in_the_files(tmp_path: Path) -> None:
     model: Any = tiny_model(FAMILY, tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "source")
     shared_ranks(_load_and_save, TP[0], tmp_path / "source", tmp_path / "target")
@@ -134,7 +134,7 @@ def _sharded_in_bf16(model: Any) -> State:
 
 @pytest.mark.slow_cases(r"(deepseek_v3|ernie4_5_moe)", why="one family stays")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "ernie4_5_moe"])
-def test_bf16_compute_is_no_further_off_than_the_unsharded_bf16_model(shared_ranks: SharedRanks, family: str) -> None:
+def test_bf16_compute_is_no_further_off_than_the_unsharded_bf16_model(family: str) -> None:
     """ERNIE keeps its router in fp32, inside blocks that tp splits."""
     model = tiny_model(family, initializer_range=0.1)
     exact = gradients_of(tiny_model(family, initializer_range=0.1))

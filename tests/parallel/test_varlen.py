@@ -23,7 +23,7 @@ from expertmesh.parallel import compiling, packing
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.tiny import tiny_config as family_config
 from tests.support.models import tiny_config, tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 
 CUDA = torch.device("cuda", 0)
 CALLS: list[dict[str, Any]] = []
@@ -93,8 +93,8 @@ def _gradients(family: str, axes: dict[str, int], by_samples: bool, mode: Any) -
 )
 def test_packed_rows_have_the_gradients_of_a_dense_mask(family: str, axes: dict[str, int], mode: Any) -> None:
     world = axes.get("cp", 1)
-    (loss, asked), found = run_ranks(_gradients, world, family, axes, True, mode)[0]
-    (dense_loss, unasked), dense = run_ranks(_gradients, world, family, axes, False, mode)[0]
+    (loss, asked), found = shared_ranks(_gradients, world, family, axes, True, mode)[0]
+    (dense_loss, unasked), dense = shared_ranks(_gradients, world, family, axes, False, mode)[0]
     assert not unasked
     assert asked
     assert all(call["lengths"] == [11, 1, 12, 5, 19] for call in asked)

@@ -28,7 +28,7 @@ from tests.families.packing import check_packing
 from tests.families.proof import Run, Subject, computing_in, measure
 from tests.families.test_families import FAMILIES
 from tests.families.tiny import EXPERTS, random_model, tiny_config
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import of_all_stages
 
 TOLERANCE = 1e-5
@@ -128,8 +128,8 @@ def _with_adapters(family: str, cp: int, mode: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.slow_cases(r"lfm2_moe", why="one family stays")
 @pytest.mark.parametrize("family", ["lfm2_moe", "deepseek_v32"])
 def test_adapters_and_their_dropout_are_what_they_are_on_whole_rows(family: str) -> None:
-    alone = run_ranks(_with_adapters, 1, family, 1, "none")[0]
-    split = run_ranks(_with_adapters, 2, family, 2, "full")[0]
+    alone = shared_ranks(_with_adapters, 1, family, 1, "none")[0]
+    split = shared_ranks(_with_adapters, 2, family, 2, "full")[0]
     assert worst(split, alone)[0] <= TOLERANCE
 
 
@@ -160,9 +160,7 @@ def _bytes(family: str, cp: int, mode: Any) -> dict[str, tuple[int, int]]:
 @pytest.mark.slow_cases(r"jamba-4-False", why="the family stays whose attention is split beside")
 @pytest.mark.slow_cases(r"inkling2-.*", why="the other families stay")
 @pytest.mark.parametrize(("family", "parts", "split"), [("deepseek_v32", 2, True), ("jamba", 4, False), INKLING2])
-def test_the_bytes_of_a_step_are_those_of_the_formula(
-    shared_ranks: SharedRanks, family: str, parts: int, split: bool
-) -> None:
+def test_the_bytes_of_a_step_are_those_of_the_formula(family: str, parts: int, split: bool) -> None:
     """B·S·H·b a gather or reduce-scatter; by heads one of each in forward and in backward, whole a gather in forward
     and its reduce-scatter in backward: the positions that are kept cost nothing.
     """
@@ -192,9 +190,7 @@ def _products(family: str, cp: int) -> int:
 
 @pytest.mark.slow(why="that gradients and bytes are right stays")
 @pytest.mark.parametrize("family", ["deepseek_v32", "jamba"])
-def test_what_every_rank_computes_of_whole_rows_is_predicted_to_the_last_product(
-    shared_ranks: SharedRanks, family: str
-) -> None:
+def test_what_every_rank_computes_of_whole_rows_is_predicted_to_the_last_product(family: str) -> None:
     (alone,), split = shared_ranks(_products, 1, family, 1), shared_ranks(_products, 2, family, 2)
     precision = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
     model = figures_of(tiny_config(_class_of(family), family), length=16, precision=precision, packed=False)

@@ -24,7 +24,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.training.run import train
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 OPERATIONS = ("open", "write", "ftruncate", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "link")
@@ -115,7 +115,7 @@ def _save_with_faults(directory: Path, fault: Fault, victim: int, stride: int) -
 
 @pytest.mark.slow(why="150 saves")
 def test_a_kill_before_any_file_operation_of_a_save_loses_nothing(tmp_path: Path) -> None:
-    ((points, lost, _),) = run_ranks(_save_with_faults, 1, tmp_path, "kill", 0, 1)
+    ((points, lost, _),) = shared_ranks(_save_with_faults, 1, tmp_path, "kill", 0, 1)
     assert points > 40
     assert lost > points / 2
     print(f"{points} points, {lost} saves that came to nothing")
@@ -134,7 +134,7 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_nothing(tmp_path: Path
 def test_an_error_of_any_file_operation_of_a_save_is_said_and_loses_nothing(
     fault: Fault, world: int, victim: int, stride: int, key: str, tmp_path: Path
 ) -> None:
-    results = run_ranks(_save_with_faults, world, tmp_path, fault, victim, stride)
+    results = shared_ranks(_save_with_faults, world, tmp_path, fault, victim, stride)
     points, lost, keys = results[victim]
     assert points > 10
     assert lost > points / (2 * stride)
@@ -196,7 +196,7 @@ def _syncs_around_renames(config: Config) -> list[tuple[str, bool, bool]]:
 def test_a_rename_publishes_what_the_disk_holds_and_is_on_the_disk_itself(tmp_path: Path) -> None:
     overrides = ("checkpoint.every_steps=1", "checkpoint.keep_last=1", "checkpoint.asynchronous=false")
     config = run_config(write_inputs(tmp_path / "inputs"), tmp_path / "run", *overrides)
-    [renames] = run_ranks(_syncs_around_renames, 1, config)
+    [renames] = shared_ranks(_syncs_around_renames, 1, config)
     kinds = {"checkpoints/step-00000003", "model", "config.yaml", "metrics.jsonl", "run.json", "manifest"}
     kinds |= {".old-", "prepared/"}
     targets = [target for target, _, _ in renames]

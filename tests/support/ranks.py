@@ -1,9 +1,11 @@
-"""Real gloo ranks for tests: `run_ranks(fn, world_size, *args)` forks processes, runs `fn`, returns what each gave.
+"""Real gloo ranks for tests: `shared_ranks(fn, world_size, *args)` runs `fn` on each and returns what each gave.
 
-Forking keeps torch and transformers imported (0.3 s for four ranks instead of 15 s through a launcher). Every run
-has a wall-clock limit for the whole job and a shorter one for each collective, and leaves no process behind,
-whether it passes, fails or hangs. `LivingRanks` are started once for many functions: what a process pays at its first
-steps (pages that it copies after the fork, code that runs for the first time) is then paid once.
+What patches this process before it starts ranks, or a rank for good, prints, or cannot be pickled, is for
+`run_ranks(fn, world_size, *args)`, which forks new ones. Forking keeps torch and transformers imported (0.3 s for four
+ranks instead of 15 s through a launcher). Every run has a wall-clock limit for the whole job and a shorter one for each
+collective, and leaves no process behind, whether it passes, fails or hangs. `LivingRanks` are started once for many
+functions: what a process pays at its first steps (pages that it copies after the fork, code that runs for the first
+time) is then paid once.
 """
 
 import datetime
@@ -180,7 +182,7 @@ class LivingRanks:
 
 class SharedRanks:
     """Called as `run_ranks`, with functions that can be pickled and leave the process as it was; ranks stay for the
-    next call, by their number, until `end`.
+    next call, by their number, until `end`, as conftest.py does behind each module.
     """
 
     def __init__(self) -> None:
@@ -200,6 +202,10 @@ class SharedRanks:
         for ranks in self._ranks.values():
             if ranks.alive:
                 ranks.end()
+        self._ranks = {}
+
+
+shared_ranks = SharedRanks()
 
 
 def _start(processes: Sequence[BaseProcess], scratch: str) -> None:

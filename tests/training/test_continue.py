@@ -31,7 +31,7 @@ from expertmesh.training.startup import prepare
 from expertmesh.training.startup.preflight import preflight
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
 
 # Steps 1 to 4 are the first epoch. The rate is the same whatever the number of steps.
@@ -48,7 +48,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(inputs: Path) -> Path:
     """A run of six steps."""
-    run_ranks(train, 2, run_config(inputs, inputs / "whole", *RUN, SIX))
+    shared_ranks(train, 2, run_config(inputs, inputs / "whole", *RUN, SIX))
     return inputs / "whole"
 
 
@@ -122,7 +122,7 @@ def test_what_makes_it_another_run_is_refused_by_name_and_nothing_is_written(
     for config in (same_place, elsewhere):
         sgd = OptimConfig(name="sgd", learning_rate=1e-2, weight_decay=0.01, max_grad_norm=0.5)
         config.append(config[0].model_copy(update={"optim": sgd, "train": config[1].train.model_copy()}))
-    first, second = run_ranks(_sentences, 2, [*same_place, *elsewhere])
+    first, second = shared_ranks(_sentences, 2, [*same_place, *elsewhere])
     assert first == second
     expected = [*cases.values(), "optim.name was adamw and is sgd"]
     for text, here, there in zip(expected, first[: len(expected)], first[len(expected) :], strict=True):
@@ -160,7 +160,7 @@ def test_other_content_under_the_same_name_is_refused_and_nothing_is_written(
 ) -> None:
     before = _contents(four)
     with _changed(inputs / file, old, new):
-        first, second = run_ranks(_sentences, 2, [run_config(inputs, four, *RUN, SIX)])
+        first, second = shared_ranks(_sentences, 2, [run_config(inputs, four, *RUN, SIX)])
     assert first == second
     assert said in first[0]
     assert _contents(four) == before
@@ -212,7 +212,7 @@ def test_which_checkpoint_to_resume_from_is_refused_in_words_where_it_cannot_be(
         "train.max_steps=3": "step-00000004 is after step 4, but this configuration ends after 3 steps; raise ",
     }
     before = _contents(four)
-    first, second = run_ranks(_sentences, 2, [run_config(inputs, four, *RUN, SIX, case) for case in cases])
+    first, second = shared_ranks(_sentences, 2, [run_config(inputs, four, *RUN, SIX, case) for case in cases])
     assert first == second
     for (case, text), sentence in zip(cases.items(), first, strict=True):
         assert text in sentence, case
@@ -352,11 +352,11 @@ def test_another_run_starts_from_the_weights_of_a_checkpoint_alone(
 @pytest.mark.slow(why="checkpoint/test_layouts.py without the trainer, and test_lora_run.py across one change with it")
 def test_four_ranks_then_two_then_one_then_eight_equal_two_all_the_way(inputs: Path, tmp_path: Path) -> None:
     base = ["train.global_batch_size=8", "train.max_steps=8", "train.num_epochs=4", "data.shuffle=true"]
-    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *base, "parallel.ep=2"))
+    shared_ranks(train, 2, run_config(inputs, tmp_path / "whole", *base, "parallel.ep=2"))
     for world, ep in ((4, 4), (2, 2), (1, 1)):
-        run_ranks(train_steps, world, run_config(inputs, tmp_path / "run", *base, f"parallel.ep={ep}"), 2)
+        shared_ranks(train_steps, world, run_config(inputs, tmp_path / "run", *base, f"parallel.ep={ep}"), 2)
     last = ["parallel.ep=4", "parallel.replicate=2"]
-    run_ranks(train, 8, run_config(inputs, tmp_path / "run", *base, *last))
+    shared_ranks(train, 8, run_config(inputs, tmp_path / "run", *base, *last))
     expected, got = metrics(tmp_path / "whole"), metrics(tmp_path / "run")
     for key in ("step", "epoch", "target_tokens", "learning_rate"):
         assert [row[key] for row in got] == [row[key] for row in expected]
@@ -392,7 +392,7 @@ def _train_by_a_clock(config: Config, minutes_per_step: float) -> list[int]:
 @pytest.mark.slow(why="checkpoints by steps stay")
 def test_minutes_are_rank_0s_and_alone_decide_when_steps_do_not(inputs: Path, tmp_path: Path) -> None:
     every = ["checkpoint.every_steps=null", "checkpoint.every_minutes=5", "checkpoint.keep_last=1", "train.max_steps=8"]
-    saved = run_ranks(_train_by_a_clock, 2, run_config(inputs, tmp_path / "run", *RUN, *every), 2.1)
+    saved = shared_ranks(_train_by_a_clock, 2, run_config(inputs, tmp_path / "run", *RUN, *every), 2.1)
     assert saved == [[3, 6], [3, 6]]
     assert [path.name for _, path in published(tmp_path / "run" / "checkpoints")] == ["step-00000006"]
 
@@ -436,11 +436,11 @@ def _train_and_count(config: Config, steps: int | None) -> list[int]:
 @pytest.mark.slow(why="seven launches")
 def test_counters_of_an_unfinished_report_continue(inputs: Path, tmp_path: Path) -> None:
     reports = ["train.max_steps=8", "log.every_steps=3"]
-    counted = run_ranks(_train_and_count, 2, run_config(inputs, tmp_path / "whole", *RUN, *reports), None)[0]
+    counted = shared_ranks(_train_and_count, 2, run_config(inputs, tmp_path / "whole", *RUN, *reports), None)[0]
     config = run_config(inputs, tmp_path / "run", *RUN, *reports)
-    before = run_ranks(_train_and_count, 2, config, 2)[0]
-    between = run_ranks(_train_and_count, 2, config, 3)[0]
-    after = run_ranks(_train_and_count, 2, config, None)[0]
+    before = shared_ranks(_train_and_count, 2, config, 2)[0]
+    between = shared_ranks(_train_and_count, 2, config, 3)[0]
+    after = shared_ranks(_train_and_count, 2, config, None)[0]
     assert (len(before), len(between), len(after)) == (0, 1, 2)
     assert before + between + after == counted
     assert rows_without_times(tmp_path / "run") == rows_without_times(tmp_path / "whole")

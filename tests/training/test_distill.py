@@ -18,7 +18,7 @@ from expertmesh.state.shards import local_tensor
 from expertmesh.step.loss import divergence
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, write_inputs
 
 
@@ -138,7 +138,7 @@ def _held_and_predicted(config: Config, world: int) -> tuple[float, float]:
 def test_the_planner_counts_what_ranks_hold_of_a_teacher(inputs: Path, tmp_path: Path, layout: str) -> None:
     large = write_inputs(tmp_path / "large", num_experts=16, num_hidden_layers=3, hidden_size=48)
     config = distill_config(inputs, tmp_path / "run", f"parallel={layout}", teacher=str(large / "model"))
-    found = run_ranks(_held_and_predicted, 2, config, 2)
+    found = shared_ranks(_held_and_predicted, 2, config, 2)
     for held, predicted in found:
         assert held == pytest.approx(predicted, rel=0.01)
     checked, devices = preflight(config, 2), devices_here(2)
@@ -162,7 +162,7 @@ def test_the_planner_counts_what_ranks_hold_of_a_teacher(inputs: Path, tmp_path:
 @pytest.mark.slow(why="what a checkpoint holds is not the objective's")
 def test_a_run_that_goes_on_equals_one_without_a_stop(inputs: Path, tmp_path: Path) -> None:
     whole, stopped = (distill_config(inputs, tmp_path / name, "parallel.ep=2") for name in ("whole", "stopped"))
-    run_ranks(train, 2, whole)
-    run_ranks(train_steps, 2, stopped, 2)
-    run_ranks(train, 2, stopped)
+    shared_ranks(train, 2, whole)
+    shared_ranks(train_steps, 2, stopped, 2)
+    shared_ranks(train, 2, stopped)
     assert rows_without_times(tmp_path / "stopped") == rows_without_times(tmp_path / "whole")

@@ -29,7 +29,7 @@ from expertmesh.training import loop
 from expertmesh.training.run import train
 from expertmesh.training.teacher import Teacher
 from expertmesh.verification.reference import unsharded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import worst
 from tests.training.dpo_by_trl import ByTrl
 from tests.training.test_dpo_parity import ADAPTED, LAYOUTS, LORA, train_keeping_gradients
@@ -110,7 +110,7 @@ def by_hand(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             for name in (config.model.name_or_path, config.objective.teacher)
         )
         if config.lora is not None:
-            run_ranks(start_adapter, 1, config, scratch / "start")
+            shared_ranks(start_adapter, 1, config, scratch / "start")
             model = peft.PeftModel.from_pretrained(
                 model, str(scratch / "start"), is_trainable=True, autocast_adapter_dtype=False
             )
@@ -204,7 +204,7 @@ def test_every_layout_equals_the_unsharded_models(
     kl = "reverse" if layout in ("tp", "pp", "by layer") else "forward"
     own = [options(inputs, kl=kl), *(each for each in chosen if each.startswith(("data.", "train.global")))]
     config = distill_config(inputs, tmp_path / "run", *EXACT, *own, *chosen)
-    check(tmp_path / "run", run_ranks(train_beside_a_teacher, world, config)[0], by_hand(*own))
+    check(tmp_path / "run", shared_ranks(train_beside_a_teacher, world, config)[0], by_hand(*own))
 
 
 @pytest.mark.slow(why="the whole model's layouts stay")
@@ -213,7 +213,7 @@ def test_adapters_equal_stock_pefts(inputs: Path, tmp_path: Path, by_hand: Calla
     world, chosen = {**ADAPTED, **OTHERS}[layout]
     own = [options(inputs, kl="reverse"), LORA]
     config = distill_config(inputs, tmp_path / "run", *EXACT, *own, *chosen)
-    check(tmp_path / "run", run_ranks(train_beside_a_teacher, world, config)[0], by_hand(*own))
+    check(tmp_path / "run", shared_ranks(train_beside_a_teacher, world, config)[0], by_hand(*own))
 
 
 @pytest.mark.slow(why="the steps of the layouts stay")
@@ -228,7 +228,7 @@ def test_an_evaluation_has_the_plain_loss(
     config = distill_config(
         inputs, tmp_path / "run", *EXACT, own, layout, f"data.eval=[{{path: {inputs / 'eval.jsonl'}}}]"
     )
-    run_ranks(train, world, config)
+    shared_ranks(train, world, config)
     row = metrics(tmp_path / "run")[-1]
     assert row["eval_loss"] == pytest.approx(by_hand(own).evaluation["eval_loss"], rel=TOLERANCE)
 
@@ -255,7 +255,7 @@ def test_a_planted_bug_is_seen(
 ) -> None:
     own = options(inputs)
     config = distill_config(inputs, tmp_path / "run", *EXACT, own, "parallel.ep=2")
-    gradients = run_ranks(train_keeping_gradients, 2, config, bug)[0]
+    gradients = shared_ranks(train_keeping_gradients, 2, config, bug)[0]
     assert worst(gradients, by_hand(own).gradients)[0] > 1e-3
     with pytest.raises(AssertionError):
         check(tmp_path / "run", gradients, by_hand(own))

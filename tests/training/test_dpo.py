@@ -28,7 +28,7 @@ from expertmesh.training.reporting.first_loss import first_loss_of_pairs_lines
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused, refused_on_ranks
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.dpo_by_trl import FIGURES, preference_config
 from tests.training.tiny_run import metrics, rows_without_times, train_steps, weights, write_inputs
 
@@ -114,47 +114,47 @@ def test_planted_bugs_show(inputs: Path, tmp_path: Path, bug: str) -> None:
 @pytest.mark.slow(why="five launches; what is refused on resume stays, and every planted bug of the loss")
 def test_a_resumed_run_keeps_the_reference_it_began_with(inputs: Path, tmp_path: Path) -> None:
     options = [f"data.eval=[{{path: {inputs / 'pairs.jsonl'}}}]", "train.eval_every_steps=2", "parallel.ep=2"]
-    run_ranks(train, 2, preference_config(inputs, tmp_path / "whole", *options))
+    shared_ranks(train, 2, preference_config(inputs, tmp_path / "whole", *options))
     for name in ("broken", "bug"):
-        run_ranks(train_steps, 2, preference_config(inputs, tmp_path / name, *options), 2)
-    run_ranks(train, 2, preference_config(inputs, tmp_path / "broken", *options))
+        shared_ranks(train_steps, 2, preference_config(inputs, tmp_path / name, *options), 2)
+    shared_ranks(train, 2, preference_config(inputs, tmp_path / "broken", *options))
     whole, broken = rows_without_times(tmp_path / "whole"), rows_without_times(tmp_path / "broken")
     assert whole == broken
     assert all(torch.equal(weights(tmp_path / "whole")[n], w) for n, w in weights(tmp_path / "broken").items())
-    run_ranks(_with_the_current_weights_as_reference, 2, preference_config(inputs, tmp_path / "bug", *options))
+    shared_ranks(_with_the_current_weights_as_reference, 2, preference_config(inputs, tmp_path / "bug", *options))
     steps = [[row["loss"] for row in metrics(tmp_path / name) if "loss" in row] for name in ("whole", "bug")]
     assert abs(steps[0][2] - steps[1][2]) > 1e-3
 
 
 @pytest.mark.slow(why="checkpoint/ tests it; the resume on the same layout stays")
 def test_a_run_goes_on_in_another_layout(inputs: Path, tmp_path: Path) -> None:
-    run_ranks(train, 2, preference_config(inputs, tmp_path / "whole", "parallel.ep=2"))
-    run_ranks(train_steps, 2, preference_config(inputs, tmp_path / "broken", "parallel.ep=2"), 2)
-    run_ranks(train, 2, preference_config(inputs, tmp_path / "broken", "parallel.pp=2", "parallel.ep=1"))
+    shared_ranks(train, 2, preference_config(inputs, tmp_path / "whole", "parallel.ep=2"))
+    shared_ranks(train_steps, 2, preference_config(inputs, tmp_path / "broken", "parallel.ep=2"), 2)
+    shared_ranks(train, 2, preference_config(inputs, tmp_path / "broken", "parallel.pp=2", "parallel.ep=1"))
     for row, other in zip(_losses(tmp_path / "whole"), _losses(tmp_path / "broken"), strict=True):
         assert other == pytest.approx(row, rel=1e-5, abs=1e-5)
 
 
 def test_other_evaluation_data_and_a_damaged_reference_are_refused_on_resume(inputs: Path, tmp_path: Path) -> None:
     config = preference_config(inputs, tmp_path / "run")
-    run_ranks(train_steps, 1, config, 2)
+    shared_ranks(train_steps, 1, config, 2)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}))
     with refused_on_ranks("checkpoint.no-reference"):
-        run_ranks(train, 1, preference_config(inputs, tmp_path / "run", f"data.eval=[{{path: {other}}}]"))
+        shared_ranks(train, 1, preference_config(inputs, tmp_path / "run", f"data.eval=[{{path: {other}}}]"))
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     file = checkpoint / objective.REFERENCE_FILE
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with refused_on_ranks("checkpoint.damaged", IntegrityError):
-        run_ranks(train, 1, preference_config(inputs, tmp_path / "run"))
+        shared_ranks(train, 1, preference_config(inputs, tmp_path / "run"))
 
 
 def test_a_run_with_adapters_may_go_on_with_other_evaluation_data(inputs: Path, tmp_path: Path) -> None:
-    run_ranks(train_steps, 1, preference_config(inputs, tmp_path / "run", LORA), 2)
+    shared_ranks(train_steps, 1, preference_config(inputs, tmp_path / "run", LORA), 2)
     assert not (tmp_path / "run" / "checkpoints" / "step-00000002" / objective.REFERENCE_FILE).exists()
-    run_ranks(
+    shared_ranks(
         train, 1, preference_config(inputs, tmp_path / "run", LORA, f"data.eval=[{{path: {inputs / 'pairs.jsonl'}}}]")
     )
     assert metrics(tmp_path / "run")[-1].keys() >= {"eval_loss", *(f"eval_{name}" for name in FIGURES)}

@@ -20,7 +20,7 @@ from expertmesh.state.model_view import mesh_of
 from expertmesh.training import loop
 from expertmesh.training.run import train
 from tests.adapters.reference import in_files
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import of_all_stages, worst
 from tests.training.dpo_by_trl import FIGURES, STEPS, ByTrl, preference_config, train_by_trl
 from tests.training.pairs_by_hand import train_by_hand
@@ -98,7 +98,7 @@ def check(
 def test_loss_norm_gradients_and_weights_equal_trls(inputs: Path, tmp_path: Path, expected: ByTrl, layout: str) -> None:
     world, options = LAYOUTS[layout]
     config = preference_config(inputs, tmp_path / "run", *options)
-    gradients = run_ranks(train_keeping_gradients, world, config)[0]
+    gradients = shared_ranks(train_keeping_gradients, world, config)[0]
     trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
     check(tmp_path / "run", gradients, trained, expected)
 
@@ -110,14 +110,14 @@ def test_other_families_equal_trls(tmp_path: Path, family: str) -> None:
     # GPT-OSS's key biases have gradients that nearly cancel: of their rounding a small eps makes steps.
     config = preference_config(inputs, tmp_path / "run", "parallel.pp=2", "parallel.ep=2", "optim.eps=1e-4")
     by_trl = train_by_trl(config, tmp_path)
-    gradients = run_ranks(train_keeping_gradients, 4, config)[0]
+    gradients = shared_ranks(train_keeping_gradients, 4, config)[0]
     trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
     check(tmp_path / "run", gradients, trained, by_trl)
 
 
 def test_evaluation_equals_trls(inputs: Path, tmp_path: Path, expected: ByTrl) -> None:
     options = [f"data.eval=[{{path: {inputs / 'pairs.jsonl'}}}]", "parallel.pp=2", "parallel.ep=1"]
-    run_ranks(train, 2, preference_config(inputs, tmp_path / "run", *options))
+    shared_ranks(train, 2, preference_config(inputs, tmp_path / "run", *options))
     row = metrics(tmp_path / "run")[-1]
     assert row["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=TOLERANCE)
     for name in FIGURES:
@@ -128,7 +128,7 @@ def test_evaluation_equals_trls(inputs: Path, tmp_path: Path, expected: ByTrl) -
 def test_the_routers_loss_is_taken_over_both_responses_as_trls_is(inputs: Path, tmp_path: Path) -> None:
     config = preference_config(inputs, tmp_path / "run", "moe.aux_loss_coef=0.02", "parallel.ep=2")
     by_trl = train_by_trl(config, tmp_path / "trl", router_aux_loss_coef=0.02)
-    gradients = run_ranks(train_keeping_gradients, 2, config)[0]
+    gradients = shared_ranks(train_keeping_gradients, 2, config)[0]
     # TRL's loss has the routers' in it.
     rows = metrics(tmp_path / "run")
     total = [row["loss"] + 0.02 * row["aux_loss"] for row in rows]
@@ -172,7 +172,7 @@ def _adapted_by_trl(config: Config, adapter: Path, scratch: Path) -> ByTrl:
 def expected_adapted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> ByTrl:
     scratch = tmp_path_factory.mktemp("adapted")
     config = preference_config(inputs, scratch / "run", LORA, EPS)
-    run_ranks(_start_adapter, 1, config, scratch / "start", False)
+    shared_ranks(_start_adapter, 1, config, scratch / "start", False)
     return _adapted_by_trl(config, scratch / "start", scratch)
 
 
@@ -192,17 +192,17 @@ def test_adapters_equal_stock_pefts_under_trl(
 ) -> None:
     world, options = ADAPTED[layout]
     config = preference_config(inputs, tmp_path / "run", LORA, EPS, *options)
-    gradients = run_ranks(train_keeping_gradients, world, config)[0]
+    gradients = shared_ranks(train_keeping_gradients, world, config)[0]
     _check_adapted(tmp_path / "run", gradients, expected_adapted)
 
 
 @pytest.mark.slow(why="another run of TRL")
 def test_an_adapter_that_is_continued_is_its_own_reference(inputs: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
-    run_ranks(_start_adapter, 1, preference_config(inputs, tmp_path / "first", LORA), start, True)
+    shared_ranks(_start_adapter, 1, preference_config(inputs, tmp_path / "first", LORA), start, True)
     config = preference_config(inputs, tmp_path / "run", f"lora={{from_adapter: {start}}}", "parallel.ep=2")
     by_trl = _adapted_by_trl(config, start, tmp_path)
-    _check_adapted(tmp_path / "run", run_ranks(train_keeping_gradients, 2, config)[0], by_trl)
+    _check_adapted(tmp_path / "run", shared_ranks(train_keeping_gradients, 2, config)[0], by_trl)
 
 
 EXACT = ["precision={params: float64, compute: float64, reduce: float64}", "optim.eps=1.0e-4"]
@@ -238,7 +238,7 @@ def by_hand(in_fp64: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         model.set_experts_implementation("eager")
         if config.lora is not None:
             start = scratch / config.objective.name
-            run_ranks(_start_adapter, 1, config, start, False)
+            shared_ranks(_start_adapter, 1, config, start, False)
             model = peft.PeftModel.from_pretrained(model, str(start), is_trainable=True, autocast_adapter_dtype=False)
         return train_by_hand(config, model)
 
@@ -252,9 +252,9 @@ def test_objectives_without_a_reference_equal_the_unsharded_model(
 ) -> None:
     world, options = {**LAYOUTS, **BY_LAYER}[layout]
     own = [WITHOUT_REFERENCE[name], *EXACT]
-    gradients = run_ranks(train_keeping_gradients, world, preference_config(in_fp64, tmp_path / "run", *own, *options))[
-        0
-    ]
+    gradients = shared_ranks(
+        train_keeping_gradients, world, preference_config(in_fp64, tmp_path / "run", *own, *options)
+    )[0]
     trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
     check(tmp_path / "run", gradients, trained, by_hand(*own), 1e-10)
 
@@ -266,7 +266,7 @@ def test_objectives_without_a_reference_in_fp32(
 ) -> None:
     own = [WITHOUT_REFERENCE[name], EPS]
     config = preference_config(in_fp64, tmp_path / "run", *own, "parallel.ep=2", "parallel.tp=2")
-    gradients = run_ranks(train_keeping_gradients, 2, config)[0]
+    gradients = shared_ranks(train_keeping_gradients, 2, config)[0]
     trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
     check(tmp_path / "run", gradients, trained, by_hand(*own))
 
@@ -279,5 +279,5 @@ def test_adapters_without_a_reference_equal_stock_pefts(
     world, options = {**ADAPTED, **BY_LAYER}[layout]
     own = [WITHOUT_REFERENCE[name], *EXACT, LORA]
     config = preference_config(in_fp64, tmp_path / "run", *own, *options)
-    gradients = run_ranks(train_keeping_gradients, world, config)[0]
+    gradients = shared_ranks(train_keeping_gradients, world, config)[0]
     _check_adapted(tmp_path / "run", gradients, by_hand(*own), 1e-10)

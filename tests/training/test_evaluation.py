@@ -22,7 +22,7 @@ from expertmesh.training.evaluation import generate, prompt_of
 from expertmesh.training.resume import Best, Counters, read_counters
 from expertmesh.training.run import train
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import metrics, run_config, write_inputs
 
 LAYOUTS: list[dict[str, Any]] = [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 1, "cp": 2}, {"ep": 1, "pp": 2}]
@@ -66,7 +66,7 @@ def test_accuracy_and_loss_are_the_unsharded_models_in_every_layout() -> None:
     model = tiny_model("qwen3_moe").eval()
     batch, targets, hits, expected = _batch(model)
     assert 0 < hits < targets
-    shares = run_ranks(_evaluated, 2, model, batch, targets)
+    shares = shared_ranks(_evaluated, 2, model, batch, targets)
     for number, layout in enumerate(LAYOUTS):
         loss, accuracy = (sum(rank[number][figure] for rank in shares) for figure in (0, 1))
         assert round(accuracy * targets) == pytest.approx(accuracy * targets) == hits, layout
@@ -102,7 +102,7 @@ def test_answers_are_the_greedy_ones_of_the_unsharded_model_in_every_layout() ->
     end = free[0][3]
     expected = [by_transformers(*each, eos_token_id=end) for each in zip(PROMPTS, MOST, strict=True)]
     assert len(expected[0]) < MOST[0]
-    for rank in run_ranks(_answers, 2, model.train(), {end}):
+    for rank in shared_ranks(_answers, 2, model.train(), {end}):
         assert rank == [expected] * len(LAYOUTS)
 
 

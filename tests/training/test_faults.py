@@ -28,7 +28,7 @@ from expertmesh.data.loader import TrainingBatches
 from expertmesh.training.reporting.reporter import MetricsFile
 from expertmesh.training.run import train
 from tests.checkpoint.damage import Canary, flip_a_bit, replace_file
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import RankFailed, run_ranks, shared_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, weights, write_inputs
 
 # One epoch and a half of four steps, a checkpoint after every second.
@@ -44,7 +44,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(inputs: Path) -> Path:
     """The output of the run that nothing happened to."""
-    run_ranks(train, 2, run_config(inputs, inputs / "whole", *RUN))
+    shared_ranks(train, 2, run_config(inputs, inputs / "whole", *RUN))
     return inputs / "whole"
 
 
@@ -79,12 +79,12 @@ def test_bad_data_on_one_rank_ends_all_with_its_traceback_first_and_loses_nothin
 ) -> None:
     config = run_config(inputs, tmp_path / "run", *RUN, *mode)
     with pytest.raises(RankFailed) as failed:
-        run_ranks(_break_the_data_of_rank_1, 2, config)
+        shared_ranks(_break_the_data_of_rank_1, 2, config)
     first, second = str(failed.value).split("rank 0 raised:")
     assert first.startswith("rank 1 raised:")
     assert first.strip().endswith("OSError: [Errno 5] the data went away")
     assert "died" not in second
-    run_ranks(train, 2, config)
+    shared_ranks(train, 2, config)
     _assert_equal(tmp_path / "run", whole)
 
 
@@ -157,7 +157,7 @@ def test_a_full_disk_is_said_on_all_ranks_alike_and_the_run_continues_when_there
     )
     assert _names(tmp_path / "run") == ["step-00000002"]
     assert len(metrics(tmp_path / "run")) == disk.rows[asynchronous]
-    run_ranks(train, 2, config)
+    shared_ranks(train, 2, config)
     _assert_equal(tmp_path / "run", whole)
 
 
@@ -177,11 +177,11 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_the_run_before_the_disk_i
     inputs: Path, whole: Path, tmp_path: Path
 ) -> None:
     config = run_config(inputs, tmp_path / "run", *RUN, "checkpoint.keep_last=1", "checkpoint.every_steps=1")
-    first, second = run_ranks(_refused_to_remove, 2, config)
+    first, second = shared_ranks(_refused_to_remove, 2, config)
     assert first == second
     assert "step-00000001: cannot be removed, as checkpoint.keep_last demands: [Errno 13]" in first
     assert published(tmp_path / "run" / "checkpoints")[-1][0] == 3
-    run_ranks(train, 2, config)
+    shared_ranks(train, 2, config)
     _assert_equal(tmp_path / "run", whole)
     assert _names(tmp_path / "run") == ["step-00000006"]
 
@@ -207,7 +207,7 @@ def test_a_real_disk_that_is_full(inputs: Path, whole: Path, tmp_path: Path, ref
         assert re.search(r"bytes free, [\d,]+ are needed; free space or choose another directory", first)
         assert _names(disk / "run") == ["step-00000002"]
         subprocess.run(["mount", "-o", f"remount,size={20 * size}", str(disk)], check=True)
-        run_ranks(train, 2, config)
+        shared_ranks(train, 2, config)
         _assert_equal(disk / "run", whole)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -226,7 +226,7 @@ def _fill_the_disk_of_the_metrics(config: Config) -> str:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_disk_that_is_full_for_the_metrics_is_said_as_such(inputs: Path, tmp_path: Path) -> None:
-    (refused,) = run_ranks(_fill_the_disk_of_the_metrics, 1, run_config(inputs, tmp_path / "run", *RUN[:2]))
+    (refused,) = shared_ranks(_fill_the_disk_of_the_metrics, 1, run_config(inputs, tmp_path / "run", *RUN[:2]))
     assert re.search(r"run: the disk is full: it has [\d,]+ bytes free, \d+ are needed; free space or", refused)
 
 
@@ -280,7 +280,7 @@ def test_damage_found_at_resume_is_said_on_all_ranks_alike_before_anything_is_wr
         damage(run)
         configs.append(run_config(inputs, run, *RUN))
         before.append(_contents(run))
-    first, second = run_ranks(_refuse_each, 2, configs)
+    first, second = shared_ranks(_refuse_each, 2, configs)
     assert first == second
     for (_, kind, text), (got, sentence) in zip(cases, first, strict=True):
         assert (got, text in sentence) == (kind, True), (text, got, sentence)

@@ -15,7 +15,7 @@ from expertmesh.export.merge import merge
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused, refused_on_ranks
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import metrics, run_config, train_steps, write_inputs
 from tests.weights.published import FORMATS, is_linear, quantise
 
@@ -41,7 +41,7 @@ def test_every_layout_trains_the_same_adapter_and_peft_reads_it(inputs: Path, tm
     layouts = [(1, "ep=1", "replicate=1"), (2, "ep=2", "replicate=1"), (4, "ep=2", "replicate=2")]
     for number, (world, ep, replicate) in enumerate(layouts):
         options = [*LORA, f"parallel.{ep}", f"parallel.{replicate}"]
-        run_ranks(train, world, run_config(inputs, tmp_path / str(number), *options))
+        shared_ranks(train, world, run_config(inputs, tmp_path / str(number), *options))
     first = _adapter(tmp_path / "0")
     for number in (1, 2):
         assert _worst(first, _adapter(tmp_path / str(number))) <= 1e-5
@@ -60,9 +60,9 @@ def test_every_layout_trains_the_same_adapter_and_peft_reads_it(inputs: Path, tm
 @pytest.mark.parametrize("dropout", ["0.0", "0.3"])
 def test_two_and_two_steps_across_a_change_of_layout_are_four(inputs: Path, tmp_path: Path, dropout: str) -> None:
     options = [*LORA, f"lora.dropout={dropout}"]
-    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *options, "parallel.ep=2"))
-    run_ranks(train_steps, 2, run_config(inputs, tmp_path / "broken", *options, "parallel.ep=2"), 2)
-    run_ranks(train, 4, run_config(inputs, tmp_path / "broken", *options, "parallel.ep=4"))
+    shared_ranks(train, 2, run_config(inputs, tmp_path / "whole", *options, "parallel.ep=2"))
+    shared_ranks(train_steps, 2, run_config(inputs, tmp_path / "broken", *options, "parallel.ep=2"), 2)
+    shared_ranks(train, 4, run_config(inputs, tmp_path / "broken", *options, "parallel.ep=4"))
     assert _worst(_adapter(tmp_path / "whole"), _adapter(tmp_path / "broken")) <= 1e-5
     held = json.loads((tmp_path / "broken" / "checkpoints" / "step-00000002" / "manifest.json").read_text())
     assert all("lora" in name for name in held["model"])
@@ -71,7 +71,7 @@ def test_two_and_two_steps_across_a_change_of_layout_are_four(inputs: Path, tmp_
 @pytest.mark.slow(why="adapters/test_dropout.py compares what is dropped")
 def test_dropout_changes_what_is_learned(inputs: Path, tmp_path: Path) -> None:
     for dropout in ("0.0", "0.3"):
-        run_ranks(train, 1, run_config(inputs, tmp_path / dropout, *LORA, f"lora.dropout={dropout}"))
+        shared_ranks(train, 1, run_config(inputs, tmp_path / dropout, *LORA, f"lora.dropout={dropout}"))
     assert _worst(_adapter(tmp_path / "0.0"), _adapter(tmp_path / "0.3")) > 1e-3
 
 
@@ -79,13 +79,13 @@ def test_dropout_changes_what_is_learned(inputs: Path, tmp_path: Path) -> None:
 def test_another_base_is_refused_when_a_run_is_resumed(inputs: Path, tmp_path: Path) -> None:
     other = write_inputs(tmp_path / "inputs")
     config = run_config(other, tmp_path / "run", *LORA)
-    run_ranks(train_steps, 1, config, 2)
+    shared_ranks(train_steps, 1, config, 2)
     path = other / "model" / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.1.self_attn.o_proj.weight"][3, 5] += 1e-3
     save_file(tensors, path, metadata={"format": "pt"})
     with refused_on_ranks("adapter.other-base", IntegrityError):
-        run_ranks(train, 1, config)
+        shared_ranks(train, 1, config)
     assert IntegrityError.exit_code == 3
 
 
@@ -96,7 +96,7 @@ def test_a_target_that_matches_nothing_is_refused_before_ranks_start(inputs: Pat
 
 
 def test_an_adapter_that_does_not_fit_its_config_is_refused_before_ranks_start(inputs: Path, tmp_path: Path) -> None:
-    run_ranks(
+    shared_ranks(
         train, 1, run_config(inputs, tmp_path / "first", "lora={r: 4, targets: [attention]}", "train.max_steps=1")
     )
     weights = tmp_path / "first" / "adapter" / "adapter_model.safetensors"
@@ -109,7 +109,7 @@ def test_an_adapter_that_does_not_fit_its_config_is_refused_before_ranks_start(i
 
 def test_the_adapter_says_which_revision_of_the_base_it_was_trained_on(inputs: Path, tmp_path: Path) -> None:
     """Merging reads it, and with another revision would find another base."""
-    run_ranks(train_steps, 1, run_config(inputs, tmp_path / "run", *LORA, "model.revision=v1.2"), 1)
+    shared_ranks(train_steps, 1, run_config(inputs, tmp_path / "run", *LORA, "model.revision=v1.2"), 1)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert json.loads((checkpoint / "adapter" / "adapter_config.json").read_text())["revision"] == "v1.2"
 
@@ -117,12 +117,12 @@ def test_the_adapter_says_which_revision_of_the_base_it_was_trained_on(inputs: P
 @pytest.mark.slow(why="adapters/test_start.py reads PEFT's directory")
 @pytest.mark.parametrize("frozen", ["null", "mxfp4"])
 def test_a_run_from_a_peft_directory_is_resumed_from_its_own_config(frozen: str, inputs: Path, tmp_path: Path) -> None:
-    run_ranks(train, 1, run_config(inputs, tmp_path / "first", *LORA, f"precision.frozen={frozen}"))
+    shared_ranks(train, 1, run_config(inputs, tmp_path / "first", *LORA, f"precision.frozen={frozen}"))
     options = [f"lora.from_adapter={tmp_path / 'first' / 'adapter'}", "train.max_steps=4", "train.num_epochs=2"]
     options += [f"precision.frozen={frozen}"]
-    run_ranks(train, 1, run_config(inputs, tmp_path / "whole", *options))
-    run_ranks(train_steps, 1, run_config(inputs, tmp_path / "broken", *options), 2)
-    run_ranks(train, 2, run_config(inputs, tmp_path / "broken", *options, "parallel.ep=2"))
+    shared_ranks(train, 1, run_config(inputs, tmp_path / "whole", *options))
+    shared_ranks(train_steps, 1, run_config(inputs, tmp_path / "broken", *options), 2)
+    shared_ranks(train, 2, run_config(inputs, tmp_path / "broken", *options, "parallel.ep=2"))
     assert _worst(_adapter(tmp_path / "whole"), _adapter(tmp_path / "broken")) <= 1e-5
 
 
@@ -133,7 +133,7 @@ def test_a_quantised_base_trains_as_its_values_do_and_is_merged_as_plain_weights
         for path in (inputs / "model").glob("tokenizer*"):
             shutil.copy(path, base)
         options = [*LORA, "parallel.ep=2", f"model.name_or_path={base}"]
-        run_ranks(train, 2, run_config(inputs, tmp_path / f"{kind}/run", *options))
+        shared_ranks(train, 2, run_config(inputs, tmp_path / f"{kind}/run", *options))
         merge(tmp_path / f"{kind}/run/adapter", tmp_path / f"{kind}/merged", dtype=torch.bfloat16)
     rows = [[row["loss"] for row in metrics(tmp_path / f"{kind}/run")] for kind in ("quantised", "values")]
     assert rows[0] == rows[1]

@@ -22,7 +22,7 @@ from tests.checkpoint.damage import change_manifest
 from tests.checkpoint.forge import forge_tensors
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.given_gradients import Case, State, given_gradient, sharded_steps, whole_steps
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
 
@@ -58,7 +58,7 @@ LAYOUTS = [
 @pytest.mark.slow_cases(r"(1-axes0|2-axes1|4-axes[2346])-.*", why="four ranks with tp stay")
 @pytest.mark.parametrize(("world", "axes", "family", "changes"), LAYOUTS)
 def test_stochastic_rounding_is_the_same_on_every_layout(
-    shared_ranks: SharedRanks, world: int, axes: dict[str, int], family: str, changes: dict[str, Any]
+    world: int, axes: dict[str, int], family: str, changes: dict[str, Any]
 ) -> None:
     case = Case(ROUNDED, family=family, changes=changes)
     expected = whole_steps(case, 3)
@@ -78,7 +78,7 @@ def test_stochastic_rounding_is_the_same_on_every_layout(
     ],
 )
 def test_moments_of_8_bits_are_the_same_on_every_layout(
-    shared_ranks: SharedRanks, world: int, axes: dict[str, int], changes: dict[str, Any], params: str
+    world: int, axes: dict[str, int], changes: dict[str, Any], params: str
 ) -> None:
     optim = EIGHT_BIT.model_copy(update={"stochastic_rounding": params == "bfloat16"})
     case = Case(optim, params, changes={**WIDE, **changes})
@@ -143,7 +143,7 @@ def test_muon_is_torch_s_muon_on_each_matrix_by_itself(family: str, monkeypatch:
     [*LAYOUTS, (4, {"ep": 1}, "qwen3_moe", ODD_EXPERTS), (4, {"ep": 2, "tp": 2, "pp": 2}, "qwen3_moe", {})][1:],
 )
 def test_muon_is_that_of_whole_matrices_on_every_layout(
-    shared_ranks: SharedRanks, world: int, axes: dict[str, int], family: str, changes: dict[str, Any]
+    world: int, axes: dict[str, int], family: str, changes: dict[str, Any]
 ) -> None:
     case = Case(MUON, "float64", family, changes)
     expected = whole_steps(case, 3, compute=torch.float64)
@@ -163,7 +163,7 @@ def _parts_by_themselves() -> None:
 def test_parts_orthogonalised_by_themselves_would_be_noticed() -> None:
     case = Case(MUON, "float64")
     axes = em.ParallelConfig(ep=2)
-    state = run_ranks(sharded_steps, 2, case, axes, range(3), None, None, _parts_by_themselves)[0]
+    state = shared_ranks(sharded_steps, 2, case, axes, range(3), None, None, _parts_by_themselves)[0]
     assert _far(state, whole_steps(case, 3, compute=torch.float64)) > 1e-4
 
 
@@ -172,7 +172,7 @@ def _blocks_of_own_columns() -> None:
     Blocks.write.__globals__["_groups_of_last_dim"] = lambda tensor: []
 
 
-def test_blocks_that_ranks_do_not_share_would_be_noticed(shared_ranks: SharedRanks) -> None:
+def test_blocks_that_ranks_do_not_share_would_be_noticed() -> None:
     case = Case(EIGHT_BIT, "float32", changes=WIDE)
     axes = em.ParallelConfig(ep=2, tp=2)
     state = shared_ranks(sharded_steps, 2, case, axes, range(3), None, None, _blocks_of_own_columns)[0]
@@ -192,13 +192,13 @@ def _round_by_own_places() -> None:
 
 def test_rounding_by_a_rank_s_own_places_would_be_noticed() -> None:
     case = Case(ROUNDED)
-    state = run_ranks(sharded_steps, 2, case, em.ParallelConfig(ep=2), range(3), None, None, _round_by_own_places)[0]
+    state = shared_ranks(sharded_steps, 2, case, em.ParallelConfig(ep=2), range(3), None, None, _round_by_own_places)[0]
     with pytest.raises(AssertionError):
         _equal(state, whole_steps(case, 3))
 
 
 @pytest.mark.parametrize(("optim", "params"), [(ROUNDED, "bfloat16"), (MUON, "float64")])
-def test_adapters_are_updated_alike_on_every_layout(shared_ranks: SharedRanks, optim: OptimConfig, params: str) -> None:
+def test_adapters_are_updated_alike_on_every_layout(optim: OptimConfig, params: str) -> None:
     case = Case(optim, params, lora=LoraConfig(r=3, targets=("attention", "experts")))
     expected = shared_ranks(sharded_steps, 1, case, em.ParallelConfig(ep=1), range(3))[0]
     state = shared_ranks(sharded_steps, 4, case, em.ParallelConfig(ep=2), range(3))[0]
@@ -207,7 +207,7 @@ def test_adapters_are_updated_alike_on_every_layout(shared_ranks: SharedRanks, o
 
 @pytest.mark.slow_cases(r"case[01]", why="Muon stays; every layout has the same steps of the others")
 @pytest.mark.parametrize("case", [Case(ROUNDED), Case(EIGHT_BIT, "float32", changes=WIDE), Case(MUON, "float64")])
-def test_steps_go_on_alike_at_another_layout(shared_ranks: SharedRanks, tmp_path: Path, case: Case) -> None:
+def test_steps_go_on_alike_at_another_layout(tmp_path: Path, case: Case) -> None:
     expected = whole_steps(case, 4, compute=torch.float64)
     shared_ranks(sharded_steps, 4, case, em.ParallelConfig(ep=2, tp=2), range(2), tmp_path)
     assert verify(tmp_path / "step-00000002").findings == ()
@@ -255,14 +255,14 @@ class CountDTensorOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_adamw_is_torch_s_own_without_an_op_on_dtensors(shared_ranks: SharedRanks) -> None:
+def test_adamw_is_torch_s_own_without_an_op_on_dtensors() -> None:
     for same, (ours, torchs) in shared_ranks(_updates_of_torch_and_ours, 2):
         assert len(same) > 60
         assert all(same)
         assert (ours, torchs) == (0, 1)
 
 
-def test_moments_of_8_bits_are_no_moments_of_another_optimizer(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_moments_of_8_bits_are_no_moments_of_another_optimizer(tmp_path: Path) -> None:
     case = Case(EIGHT_BIT, "float32", changes=WIDE)
     shared_ranks(sharded_steps, 1, case, em.ParallelConfig(ep=1), range(1), tmp_path)
     shared_ranks(_load_into_another_optimizer, 1, Case(OptimConfig(), "float32", changes=WIDE), tmp_path)
@@ -278,9 +278,7 @@ EMBEDDING = "model.embed_tokens.weight"
         (["exp_avg"], f"optimizer.{EMBEDDING}.exp_avg_scale: is the scale of what is not in 8 bits"),
     ],
 )
-def test_codes_without_scales_and_scales_without_codes_are_found(
-    shared_ranks: SharedRanks, tmp_path: Path, forget: list[str], said: str
-) -> None:
+def test_codes_without_scales_and_scales_without_codes_are_found(tmp_path: Path, forget: list[str], said: str) -> None:
     case = Case(EIGHT_BIT, "float32", changes=WIDE)
     shared_ranks(sharded_steps, 1, case, em.ParallelConfig(ep=1), range(1), tmp_path)
     path = tmp_path / "step-00000001"
@@ -304,10 +302,10 @@ def test_a_stopped_run_with_stochastic_rounding_continues_bit_for_bit(tmp_path: 
     inputs = write_inputs(tmp_path / "inputs")
     options = ["parallel.ep=2", "precision={params: bfloat16, compute: bfloat16}", "optim.stochastic_rounding=true"]
     whole = run_config(inputs, tmp_path / "whole", *options)
-    run_ranks(train, 2, whole)
+    shared_ranks(train, 2, whole)
     broken = run_config(inputs, tmp_path / "broken", *options)
-    run_ranks(train_steps, 2, broken, 2)
-    run_ranks(train, 2, broken)
+    shared_ranks(train_steps, 2, broken, 2)
+    shared_ranks(train, 2, broken)
     _equal(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
     assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
 

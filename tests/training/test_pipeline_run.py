@@ -16,7 +16,7 @@ from expertmesh.step.objective import Term
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
 
 
@@ -42,7 +42,7 @@ def _options(inputs: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("whole") / "run"
-    run_ranks(train, 1, run_config(inputs, output, *_options(inputs)))
+    shared_ranks(train, 1, run_config(inputs, output, *_options(inputs)))
     return output
 
 
@@ -80,9 +80,9 @@ def test_a_run_with_stages_gives_the_metrics_and_the_model_of_one_without(
 @pytest.mark.slow(why="checkpoint/test_stages.py without the trainer")
 def test_a_run_goes_on_with_and_without_stages(inputs: Path, whole: Path, tmp_path: Path) -> None:
     options, output = _options(inputs), tmp_path / "run"
-    run_ranks(train_steps, 2, run_config(inputs, output, *options, "parallel.pp=2"), 1)
-    run_ranks(train_steps, 2, run_config(inputs, output, *options, "parallel.ep=2"), 2)
-    run_ranks(train, 4, run_config(inputs, output, *options, "parallel.pp=2", "parallel.ep=2"))
+    shared_ranks(train_steps, 2, run_config(inputs, output, *options, "parallel.pp=2"), 1)
+    shared_ranks(train_steps, 2, run_config(inputs, output, *options, "parallel.ep=2"), 2)
+    shared_ranks(train, 4, run_config(inputs, output, *options, "parallel.pp=2", "parallel.ep=2"))
     _check_equal(output, whole)
     export(output / "checkpoints" / "step-00000003", tmp_path / "exported")
     assert load_file(tmp_path / "exported" / "model.safetensors").keys() == weights(output).keys()
@@ -92,7 +92,7 @@ def test_a_run_goes_on_with_and_without_stages(inputs: Path, whole: Path, tmp_pa
 def test_adapters_are_the_same_with_stages(inputs: Path, tmp_path: Path) -> None:
     lora = "lora={r: 4, alpha: 8, targets: [attention, experts, router], dropout: 0.3}"
     for name, world, parallel in (("whole", 1, "ep=1"), ("stages", 2, "pp=2")):
-        run_ranks(train, world, run_config(inputs, tmp_path / name, lora, "parallel.ep=1", f"parallel.{parallel}"))
+        shared_ranks(train, world, run_config(inputs, tmp_path / name, lora, "parallel.ep=1", f"parallel.{parallel}"))
     ours, theirs = (
         load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("stages", "whole")
     )
@@ -122,7 +122,7 @@ def _train_with_a_bad_loss(config: Config) -> None:
 
 
 def test_a_loss_that_is_not_finite_skips_the_step_on_every_stage(inputs: Path, tmp_path: Path) -> None:
-    run_ranks(_train_with_a_bad_loss, 2, run_config(inputs, tmp_path / "run", "parallel.ep=1", "parallel.pp=2"))
+    shared_ranks(_train_with_a_bad_loss, 2, run_config(inputs, tmp_path / "run", "parallel.ep=1", "parallel.pp=2"))
     rows = metrics(tmp_path / "run")
     assert [row.get("skipped") for row in rows] == [None, "the loss is nan on rank 1", None]
 

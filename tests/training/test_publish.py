@@ -13,7 +13,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 
@@ -77,13 +77,13 @@ def test_a_push_that_fails_keeps_the_result_and_a_wrong_log_in_is_refused_before
     inputs: Path, tmp_path: Path
 ) -> None:
     config = run_config(inputs, tmp_path / "run", "save.push_to_hub=someone/moe", "train.max_steps=1")
-    ((calls, said),) = run_ranks(_pushed, 1, config, "whoami")
+    ((calls, said),) = shared_ranks(_pushed, 1, config, "whoami")
     assert [name for name, _ in calls] == ["whoami"]
     assert said.startswith(
         "save.hub-refused: save.push_to_hub someone/moe: the hub does not know who asks (the hub is "
     )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    ((calls, said),) = run_ranks(_pushed, 1, config, "upload_folder")
+    ((calls, said),) = shared_ranks(_pushed, 1, config, "upload_folder")
     model = tmp_path / "run" / "model"
     assert said == (
         "save.push-failed: save.push_to_hub someone/moe: the hub is away; the run is finished and its result is in "

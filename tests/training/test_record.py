@@ -16,7 +16,7 @@ from expertmesh.training.reporting.record import Forecast, Share, Start, read_re
 from expertmesh.training.run import train
 from tests.report.made_up import record, start
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.test_trackers import stand_in
 from tests.training.tiny_run import ROWS, STEPS, run_config, train_steps, write_inputs
 
@@ -34,7 +34,7 @@ def _config(inputs: Path, output: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_a_run_leaves_its_layout_and_what_every_rank_holds(inputs: Path, tmp_path: Path, replicate: int) -> None:
     overrides = ["parallel.ep=2", f"parallel.replicate={replicate}", "train.max_steps=1"]
-    run_ranks(train_with_forecast, 2 * replicate, _config(inputs, tmp_path / "run", *overrides))
+    shared_ranks(train_with_forecast, 2 * replicate, _config(inputs, tmp_path / "run", *overrides))
     found = read_record(tmp_path / "run")
     assert found is not None
     model = load_file(inputs / "model" / "model.safetensors")
@@ -77,7 +77,7 @@ def test_every_rank_takes_the_order_that_rank_0_predicts(
     inputs: Path, tmp_path: Path, order: Order, accumulate: str, line: str
 ) -> None:
     overrides = ["train.activation_checkpointing=full", "train.global_batch_size=8", "train.max_steps=1"]
-    run_ranks(_train_in_rounds, 2, _config(inputs, tmp_path / "run", "parallel.ep=2", *overrides), order)
+    shared_ranks(_train_in_rounds, 2, _config(inputs, tmp_path / "run", "parallel.ep=2", *overrides), order)
     found = read_record(tmp_path / "run")
     assert found is not None
     assert found.starts[0].accumulate == accumulate
@@ -118,11 +118,11 @@ def test_starts_of_which_no_row_is_left_are_left_out() -> None:
 
 def test_a_record_that_is_damaged_does_not_keep_a_run_from_training(inputs: Path, tmp_path: Path) -> None:
     config = _config(inputs, tmp_path / "run")
-    run_ranks(train_steps, 1, config, 1)
+    shared_ranks(train_steps, 1, config, 1)
     (tmp_path / "run" / "run.json").write_text("{")
     with refused("run.damaged-record", IntegrityError, naming="run.json"):
         read_record(tmp_path / "run")
-    run_ranks(train, 1, config)
+    shared_ranks(train, 1, config)
     found = read_record(tmp_path / "run")
     assert found is not None
     assert [each.after_step for each in found.starts] == [1]
@@ -137,10 +137,10 @@ def _refused(config: Config) -> str:
 @pytest.mark.slow(why="errors on all ranks are tested where they are raised")
 def test_a_record_that_cannot_be_written_ends_all_ranks_alike(inputs: Path, tmp_path: Path) -> None:
     config = _config(inputs, tmp_path / "run", "parallel.ep=2")
-    run_ranks(train_steps, 2, config, 1)
+    shared_ranks(train_steps, 2, config, 1)
     (tmp_path / "run" / "run.json").unlink()
     (tmp_path / "run" / "run.json").mkdir()
-    first, second = run_ranks(_refused, 2, config)
+    first, second = shared_ranks(_refused, 2, config)
     assert first == second
     assert "run.json" in first
 

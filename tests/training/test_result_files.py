@@ -14,7 +14,7 @@ from expertmesh.training.evaluation import end_tokens
 from expertmesh.training.run import train
 from tests.data.tokenizers_on_the_fly import CHATML, ENDS_DIFFERENTLY, PLAIN_WORDS, bpe_tokenizer
 from tests.support.published_files import as_published
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 OPTIONS = ["train={global_batch_size: 4, max_steps: 1}", "checkpoint.every_steps=1"]
@@ -42,8 +42,8 @@ def _small(directory: Path) -> dict[str, bytes]:
 def test_every_result_has_the_small_files_of_its_base_byte_for_byte(tmp_path: Path) -> None:
     inputs = _inputs(tmp_path, eos_token_id=[IM_END, EOS])
     base, model, adapter = _small(inputs / "model"), tmp_path / "full", tmp_path / "lora"
-    run_ranks(train, 2, run_config(inputs, model, *OPTIONS, "parallel.ep=2"))
-    run_ranks(train, 1, run_config(inputs, adapter, *OPTIONS, LORA))
+    shared_ranks(train, 2, run_config(inputs, model, *OPTIONS, "parallel.ep=2"))
+    shared_ranks(train, 1, run_config(inputs, adapter, *OPTIONS, LORA))
     assert _small(model / "model") == base
     for run in (model, adapter):
         assert main(["export", str(run), "--output", str(tmp_path / f"exported {run.name}")]) == 0
@@ -61,7 +61,7 @@ def test_every_result_has_the_small_files_of_its_base_byte_for_byte(tmp_path: Pa
 
 def test_a_result_in_another_dtype_says_so_where_its_base_did(tmp_path: Path) -> None:
     inputs = _inputs(tmp_path, eos_token_id=IM_END)
-    run_ranks(train, 1, run_config(inputs, tmp_path / "run", *OPTIONS, "save.dtype=bfloat16"))
+    shared_ranks(train, 1, run_config(inputs, tmp_path / "run", *OPTIONS, "save.dtype=bfloat16"))
     base, saved = (
         json.loads((each / "config.json").read_text()) for each in (inputs / "model", tmp_path / "run/model")
     )
@@ -116,7 +116,7 @@ def test_the_saved_model_stops_at_what_ends_trained_answers(
 
 def test_an_adapter_and_what_it_is_merged_into_stop_where_it_was_taught(tmp_path: Path) -> None:
     inputs, run = _inputs(tmp_path, eos_token_id=EOS), tmp_path / "run"
-    run_ranks(train, 1, run_config(inputs, run, *OPTIONS, LORA))
+    shared_ranks(train, 1, run_config(inputs, run, *OPTIONS, LORA))
     assert main(["export", str(run), "--output", str(tmp_path / "exported")]) == 0
     merge(run / "adapter", tmp_path / "merged")
     for directory in (run / "adapter", tmp_path / "exported", tmp_path / "merged"):

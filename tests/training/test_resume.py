@@ -10,7 +10,7 @@ import torch
 from expertmesh.config.errors import InputError
 from expertmesh.data.encoding.encode import Encoder
 from expertmesh.training.run import train
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
 
 # Two epochs of four steps, the last of an epoch shorter; packed, shuffled, with a norm that clips.
@@ -51,9 +51,9 @@ def test_a_stopped_run_continues_bit_for_bit(inputs: Path, tmp_path: Path, world
 @pytest.mark.slow(why="parallel/test_by_layer.py compares the orders")
 def test_a_run_continues_in_the_other_order_of_micro_batches(inputs: Path, tmp_path: Path) -> None:
     """Global batches of four on two data ranks: two micro-batches a step."""
-    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", "train.accumulate=by_layer"))
-    run_ranks(train_steps, 2, run_config(inputs, tmp_path / "broken", "train.accumulate=by_micro_batch"), 1)
-    run_ranks(train, 2, run_config(inputs, tmp_path / "broken", "train.accumulate=by_layer", "train.round=1"))
+    shared_ranks(train, 2, run_config(inputs, tmp_path / "whole", "train.accumulate=by_layer"))
+    shared_ranks(train_steps, 2, run_config(inputs, tmp_path / "broken", "train.accumulate=by_micro_batch"), 1)
+    shared_ranks(train, 2, run_config(inputs, tmp_path / "broken", "train.accumulate=by_layer", "train.round=1"))
     expected, got = (rows_without_times(tmp_path / run) for run in ("whole", "broken"))
     assert [row["step"] for row in got] == [1, 2, 3]
     for row, other in zip(got, expected, strict=True):
@@ -68,11 +68,11 @@ def test_a_run_continues_in_the_other_order_of_micro_batches(inputs: Path, tmp_p
 def test_a_stream_goes_on_at_the_same_rows_on_other_ranks(inputs: Path, tmp_path: Path) -> None:
     options = ["data.stream=true", "data.stream_rows=7", "data.packing=true", "data.shuffle=true", "train.max_steps=5"]
     options += [f"data.eval=[{{path: {inputs / 'train.jsonl'}, max_rows: 3}}]", "checkpoint.every_steps=1"]
-    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *options))
+    shared_ranks(train, 2, run_config(inputs, tmp_path / "whole", *options))
     broken = run_config(inputs, tmp_path / "broken", *options)
-    run_ranks(train_steps, 2, broken, 2)
-    run_ranks(train_steps, 1, broken, 1)
-    run_ranks(train, 4, broken)
+    shared_ranks(train_steps, 2, broken, 2)
+    shared_ranks(train_steps, 1, broken, 1)
+    shared_ranks(train, 4, broken)
     expected, got = (rows_without_times(tmp_path / run) for run in ("whole", "broken"))
     assert [row["step"] for row in got] == [row["step"] for row in expected] == [1, 2, 3, 4, 5, 5]
     for row, other in zip(got, expected, strict=True):

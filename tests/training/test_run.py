@@ -38,7 +38,7 @@ from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights import meta_model
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import RankFailed, run_ranks, shared_ranks
 from tests.training.tiny_run import GLOBAL_BATCH, ROWS, STEPS, metrics, run_config, write_inputs
 
 
@@ -85,7 +85,7 @@ def test_a_run_equals_plain_torch_on_the_rows_in_file_order(
     inputs: Path, tmp_path: Path, world: int, overrides: list[str]
 ) -> None:
     config = run_config(inputs, tmp_path / "run", *overrides)
-    run_ranks(train, world, config)
+    shared_ranks(train, world, config)
     expected, weights = _by_hand(inputs)
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -157,13 +157,13 @@ def test_a_deterministic_run_takes_torchs_deterministic_algorithms_in_all_that_i
     inputs: Path, tmp_path: Path
 ) -> None:
     options = ("train.deterministic=true", "train.max_steps=1", "checkpoint.every_steps=1")
-    assert run_ranks(_run_rank, 1, run_config(inputs, tmp_path / "run", *options)) == [(0, True, ":4096:8")]
+    assert shared_ranks(_run_rank, 1, run_config(inputs, tmp_path / "run", *options)) == [(0, True, ":4096:8")]
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_every_rank(inputs: Path, tmp_path: Path) -> None:
     # Reported although only every third step is.
     options = ["parallel.ep=2", "train.micro_batch_size=2", "log.every_steps=3"]
-    run_ranks(_train_with_bad_losses, 2, run_config(inputs, tmp_path / "run", *options), {2})
+    shared_ranks(_train_with_bad_losses, 2, run_config(inputs, tmp_path / "run", *options), {2})
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [2, 3]
     assert rows[0]["loss"] is None
@@ -177,7 +177,7 @@ def test_three_such_steps_in_a_row_end_the_run_with_rank_and_step(inputs: Path, 
         inputs, tmp_path / "run", "parallel.ep=2", "train.micro_batch_size=2", "train.num_epochs=2", "train.max_steps=6"
     )
     with refused_on_ranks("train.not-finite", IntegrityError, naming="step 4: the loss is nan on rank 1"):
-        run_ranks(_train_with_bad_losses, 2, config, {2, 3, 4})
+        shared_ranks(_train_with_bad_losses, 2, config, {2, 3, 4})
     assert not (tmp_path / "run" / "model").exists()
 
 
@@ -189,7 +189,9 @@ def _train_on_other_data_on_rank_1(config: Config) -> str:
 
 
 def test_ranks_with_other_files_than_rank_0_are_named_before_weights_are_read(inputs: Path, tmp_path: Path) -> None:
-    first, second = run_ranks(_train_on_other_data_on_rank_1, 2, run_config(inputs, tmp_path / "run", "parallel.ep=2"))
+    first, second = shared_ranks(
+        _train_on_other_data_on_rank_1, 2, run_config(inputs, tmp_path / "run", "parallel.ep=2")
+    )
     assert first == second
     assert re.fullmatch(r"rank 1 on host .* has not what rank 0 has: the data; give every machine .*", first)
 
@@ -204,7 +206,7 @@ REFUSALS = {
 def test_a_directory_that_holds_a_run_is_never_written_into(inputs: Path, tmp_path: Path, case: str) -> None:
     overrides, key = REFUSALS[case]
     first = run_config(inputs, tmp_path / "run", "train.max_steps=1")
-    run_ranks(train, 1, first)
+    shared_ranks(train, 1, first)
     with refused(key):
         preflight(run_config(inputs, tmp_path / "run", "train.max_steps=1", *overrides), 1)
 
@@ -220,13 +222,13 @@ def _run_out_of_memory(config: Config) -> str:
 @pytest.mark.slow(why="that another configuration is refused stays")
 def test_a_start_that_did_no_step_gives_its_directory_to_any_configuration(inputs: Path, tmp_path: Path) -> None:
     config = run_config(inputs, tmp_path / "run", "train.max_steps=1", "parallel.ep=2")
-    said = run_ranks(_run_out_of_memory, 2, config)
+    said = shared_ranks(_run_out_of_memory, 2, config)
     assert (tmp_path / "run" / "config.yaml").exists()
     for rank, sentence in enumerate(said):
         assert sentence.startswith(f"rank {rank} ran out of memory before the first step, ")
         assert ": CUDA out of memory; predicted " in sentence
         assert "predicted to fit, the fastest first: train.activation_checkpointing=" in sentence
-    run_ranks(train, 1, run_config(inputs, tmp_path / "run", "train.max_steps=1", "train.seed=7"))
+    shared_ranks(train, 1, run_config(inputs, tmp_path / "run", "train.max_steps=1", "train.seed=7"))
     with refused("run.other-configuration"):
         preflight(config, 2)
 
@@ -365,7 +367,7 @@ def test_a_starting_point_with_a_value_that_is_not_finite_is_refused(inputs: Pat
     AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "bad")
     config = run_config(inputs, tmp_path / "run", f"model.name_or_path={tmp_path / 'bad'}", "parallel.ep=2")
     with pytest.raises(RankFailed, match=r"IntegrityError.*layers\.0\.mlp\.experts"):
-        run_ranks(train, 2, config)
+        shared_ranks(train, 2, config)
 
 
 HOMES = {"build_meta_model": meta_model, "meta_copy": model_view}
@@ -396,6 +398,6 @@ def test_a_start_builds_one_model_on_meta_and_copies_it_at_most_once(
 ) -> None:
     bf16 = "precision={params: float32, compute: bfloat16}"
     config = run_config(inputs, tmp_path / "run", bf16, parallel, "train.max_steps=1")
-    for built, copied in run_ranks(_counted, 2, config):
+    for built, copied in shared_ranks(_counted, 2, config):
         assert built == 1
         assert copied <= 1

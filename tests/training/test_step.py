@@ -21,7 +21,7 @@ from expertmesh.training.exchange import NonFiniteGuard, RankFacts, exchange
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.run import train
 from tests.support.collectives import Collectives
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 
@@ -82,7 +82,7 @@ def test_ranks_tell_each_other_about_a_step_in_one_all_reduce_and_one_wait(
     inputs = write_inputs(tmp_path)
     checkpointing = f"train.activation_checkpointing={mode}"
     config = run_config(inputs, tmp_path / "run", f"parallel.ep={ep}", "train.max_steps=2", checkpointing)
-    for step, report in run_ranks(_count_per_step, 2, config):
+    for step, report in shared_ranks(_count_per_step, 2, config):
         assert step["allreduce"] == 2  # the gradient norm, and what ranks tell each other
         assert step.get("alltoall", 0) == all_to_alls
         # transformers looks once at each micro-batch's mask; by layer again at positions, behind the blocks.
@@ -94,7 +94,7 @@ def test_ranks_tell_each_other_about_a_step_in_one_all_reduce_and_one_wait(
 
 @pytest.mark.parametrize("bad", [None, 1])
 def test_only_a_loss_that_is_not_finite_is_gathered(bad: int | None) -> None:
-    assert run_ranks(_gathers, 3, bad) == [0 if bad is None else 1] * 3
+    assert shared_ranks(_gathers, 3, bad) == [0 if bad is None else 1] * 3
 
 
 def _gathers(bad: int | None) -> int:

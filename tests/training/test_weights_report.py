@@ -25,7 +25,7 @@ from expertmesh.weights.audit import AuditReport
 from expertmesh.weights.load import LoadReport, UnmappedTensors, fill
 from expertmesh.weights.save import SaveReport
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs
 from tests.weights.published import FORMATS, is_linear, quantise
 
@@ -98,7 +98,7 @@ def test_a_run_on_quantised_files_leaves_them_as_loaded_and_that_model_is_loaded
         shutil.copy(path, base)
     for dtype in ("as_loaded", "float32"):
         options = ("parallel.ep=2", f"model.name_or_path={base}", f"save.dtype={dtype}")
-        run_ranks(train, 2, run_config(root, tmp_path / dtype, *options))
+        shared_ranks(train, 2, run_config(root, tmp_path / dtype, *options))
     written = json.loads((tmp_path / "as_loaded/model/config.json").read_text())
     assert written["quantization_config"] == json.loads((base / "config.json").read_text())["quantization_config"]
     convert(str(tmp_path / "as_loaded/model"), tmp_path / "plain", dtype="float32")

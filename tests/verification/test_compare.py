@@ -14,7 +14,7 @@ from expertmesh.verification.layers.forward import _chance
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, layer_lines, write_json
 from expertmesh.verification.setup import Setup, set_up
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
@@ -63,7 +63,7 @@ def _distance() -> dict[str, Distance]:
     return distances(got, {"both": torch.zeros(2)}, True)
 
 
-def test_distances_are_over_all_ranks_and_what_one_side_lacks_is_zero(shared_ranks: SharedRanks) -> None:
+def test_distances_are_over_all_ranks_and_what_one_side_lacks_is_zero() -> None:
     for found in shared_ranks(_distance, 2):
         assert found == {"both": Distance(2.0, 0.0, 4), "mine": Distance(3.0, 0.0, 3)}
 
@@ -87,7 +87,7 @@ def _moved(setup: Setup) -> list[dict[str, Distance]]:
     return [*found, distances(expected, job.parts(other, base.boxes()), True)]
 
 
-def test_gradients_of_other_layouts_are_compared_element_by_element(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_gradients_of_other_layouts_are_compared_element_by_element(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
     setup = set_up(run_config(inputs, tmp_path / "out"), VerifyOptions(tokens=64), 4)
     for same, changed in shared_ranks(_moved, 4, setup):

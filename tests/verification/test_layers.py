@@ -18,7 +18,7 @@ from expertmesh.verification.job import ProvenJob as VerifiedJob
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import RankFailed, run_ranks, shared_ranks
 from tests.training.dpo_by_trl import preference_config
 from tests.training.tiny_run import run_config, write_inputs
 from tests.weights.published import FORMATS, is_linear, quantise
@@ -162,7 +162,7 @@ def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
     config = configured(inputs, tmp_path / "runs" / "run", *overrides)
     before = set(tmp_path.rglob("*"))
     options = VerifyOptions(tokens=256, only=job.only, self_test=job.self_test, report=str(tmp_path / "report.json"))
-    reports: list[Report] = run_ranks(verify, job.ranks, config, Control(arguments=options.dump()))
+    reports: list[Report] = shared_ranks(verify, job.ranks, config, Control(arguments=options.dump()))
     for report in reports:
         assert report.status == "pass", report.failures
         assert [layer.name for layer in report.layers] == list(job.only)
@@ -227,7 +227,7 @@ def test_a_job_whose_experts_stay_as_published_passes(tmp_path: Path) -> None:
     overrides = ("lora={r: 4, targets: [attention, experts]}", "precision.frozen=as_published", "parallel.ep=2")
     config = run_config(inputs, tmp_path / "run", *overrides)
     options = VerifyOptions(tokens=64, only=("bytes", "forward", "artifacts"), report=str(tmp_path / "report.json"))
-    report: Report = run_ranks(verify, 2, config, Control(arguments=options.dump()))[0]
+    report: Report = shared_ranks(verify, 2, config, Control(arguments=options.dump()))[0]
     assert report.status == "pass", report.failures
     passed = {check.name for layer in report.layers for check in layer.checks if check.status == "pass"}
     assert passed >= ADAPTERS

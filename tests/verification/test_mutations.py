@@ -19,7 +19,7 @@ from expertmesh.verification import run as runner
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check, Figure, Mutation, Report
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.dpo_by_trl import preference_config
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -128,7 +128,7 @@ def _fails(config: object, control: Control) -> str:
 def test_a_red_check_ends_the_job_on_every_rank_with_its_figure(inputs: Path) -> None:
     options = VerifyOptions(tokens=64, only=("bytes",), report=str(inputs / "red.json"))
     config = run_config(inputs, inputs / "out")
-    said = run_ranks(_fails, 2, config, Control(arguments=options.dump()))
+    said = shared_ranks(_fails, 2, config, Control(arguments=options.dump()))
     assert said[0] == said[1]
     assert "1 check failed" in said[0]
     assert "bytes: a check: 5.0e-01 of 1.0e-05 allowed (a tensor; 1 compared)" in said[0]
@@ -146,7 +146,9 @@ def _misses(config: object, control: Control) -> str:
 
 def test_a_bug_that_the_right_layer_misses_fails_the_verification(inputs: Path) -> None:
     options = VerifyOptions(tokens=64, only=(), self_test=True, report=str(inputs / "red.json"))
-    said = run_ranks(_misses, 1, run_config(inputs, inputs / "out", "parallel.ep=1"), Control(arguments=options.dump()))
+    said = shared_ranks(
+        _misses, 1, run_config(inputs, inputs / "out", "parallel.ep=1"), Control(arguments=options.dump())
+    )
     assert "self-test: a bug: not caught by backward" in said[0]
 
 

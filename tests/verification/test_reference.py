@@ -16,7 +16,7 @@ from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected, Reference
 from expertmesh.verification.reference.streaming import Weights
 from expertmesh.verification.setup import Setup, set_up
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
@@ -55,9 +55,7 @@ def _expected(setup: Setup) -> Expected:
 @pytest.mark.slow_cases(r"(1-deepseek_v3|2-qwen3_moe)", why="pairwise over families and ranks")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("world", [1, 2])
-def test_loss_and_every_gradient_are_those_of_the_whole_model(
-    shared_ranks: SharedRanks, inputs: Path, family: str, world: int
-) -> None:
+def test_loss_and_every_gradient_are_those_of_the_whole_model(inputs: Path, family: str, world: int) -> None:
     setup = _setup(inputs, family, world, "data.packing=true", "parallel.ep=1")
     loss, gradients = _whole(inputs / family / "model", setup)
     for rank, expected in enumerate(shared_ranks(_expected, world, setup)):
@@ -119,7 +117,7 @@ def _most_blocks_alive(setup: Setup) -> int:
 
 
 def test_the_weights_of_one_block_are_in_memory_at_a_time(inputs: Path) -> None:
-    assert run_ranks(_most_blocks_alive, 1, _setup(inputs, "qwen3_moe", 1, "parallel.ep=1")) == [1]
+    assert shared_ranks(_most_blocks_alive, 1, _setup(inputs, "qwen3_moe", 1, "parallel.ep=1")) == [1]
 
 
 def _router_losses(setup: Setup) -> tuple[float | None, float | None]:
@@ -129,6 +127,6 @@ def _router_losses(setup: Setup) -> tuple[float | None, float | None]:
 
 def test_router_losses_are_of_the_whole_step_whatever_the_ranks(inputs: Path) -> None:
     overrides = ("moe.aux_loss_coef=0.01", "moe.z_loss_coef=0.1", "parallel.ep=1", "train.global_batch_size=4")
-    alone = run_ranks(_router_losses, 1, _setup(inputs, "qwen3_moe", 1, *overrides, "train.micro_batch_size=2"))[0]
-    for other in run_ranks(_router_losses, 2, _setup(inputs, "qwen3_moe", 2, *overrides)):
+    alone = shared_ranks(_router_losses, 1, _setup(inputs, "qwen3_moe", 1, *overrides, "train.micro_batch_size=2"))[0]
+    for other in shared_ranks(_router_losses, 2, _setup(inputs, "qwen3_moe", 2, *overrides)):
         assert other == pytest.approx(alone, rel=1e-6)

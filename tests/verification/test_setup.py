@@ -19,7 +19,7 @@ from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset
 from expertmesh.verification.setup import Setup, set_up
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 
@@ -155,8 +155,8 @@ def _compiled(setup: Setup) -> tuple[set[str], set[str]]:
 
 
 def test_the_job_is_compiled_where_the_run_is(inputs: Path) -> None:
-    assert run_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", world=1)) == [(set(), set())]
-    ((found, ran),) = run_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", "train.compile=true", world=1))
+    assert shared_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", world=1)) == [(set(), set())]
+    ((found, ran),) = shared_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", "train.compile=true", world=1))
     assert "Qwen3MoeAttention.forward" in found
     assert ran == found
 

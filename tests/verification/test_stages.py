@@ -21,7 +21,7 @@ from expertmesh.verification.run import verify
 from expertmesh.verification.self_test import bugs
 from expertmesh.verification.setup import set_up
 from tests.families.tiny import model_class_of, tiny_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 BLOCKS = 4
@@ -107,7 +107,7 @@ def test_a_sound_job_passes_and_its_bugs_are_caught(inputs: Path, kind: str, tmp
     job = JOBS[kind]
     config = run_config(inputs / str(job.blocks), tmp_path / "out", "parallel.pp=2", *job.overrides)
     options = VerifyOptions(tokens=256, only=job.only, self_test=job.self_test, report=str(tmp_path / "report.json"))
-    reports: list[Report] = run_ranks(verify, job.ranks, config, Control(arguments=options.dump()))
+    reports: list[Report] = shared_ranks(verify, job.ranks, config, Control(arguments=options.dump()))
     for report in reports:
         assert report.status == "pass", report.failures
     report = reports[0]
@@ -147,7 +147,7 @@ def _planted(config: Config, options: VerifyOptions) -> tuple[list[Check], list[
 
 def test_a_bug_of_the_last_stage_is_red_on_every_rank_with_its_name(inputs: Path, tmp_path: Path) -> None:
     config = run_config(inputs / str(BLOCKS), tmp_path / "out", "parallel.pp=2", "parallel.ep=1")
-    for gradients, outputs in run_ranks(_planted, 2, config, VerifyOptions(tokens=256)):
+    for gradients, outputs in shared_ranks(_planted, 2, config, VerifyOptions(tokens=256)):
         worst = {check.name: check.worst for check in gradients if check.status == "fail"}["float32: gradients"]
         assert worst is not None
         assert worst.tensor == GRADIENT
@@ -171,7 +171,7 @@ def _exchanged(config: Config, options: VerifyOptions) -> list[Check]:
 def test_experts_are_exchanged_also_where_each_rank_has_one(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs", num_experts=2, num_experts_per_tok=1)
     config = run_config(inputs, tmp_path / "out", "parallel.pp=2", "parallel.ep=2")
-    for checks in run_ranks(_exchanged, 4, config, VerifyOptions(tokens=64)):
+    for checks in shared_ranks(_exchanged, 4, config, VerifyOptions(tokens=64)):
         assert checks[0].status == "fail"
         assert "model.layers.1.mlp.experts" in checks[0].note
 
@@ -187,5 +187,5 @@ def test_a_job_is_verified_whose_tower_is_on_the_first_stage_alone(tmp_path: Pat
     recomputed = ("train.activation_checkpointing=full", "train.checkpoint_layers=2")
     run = run_config(inputs, tmp_path / "run", "parallel={pp: 2, ep: 1}", *recomputed)
     options = VerifyOptions(tokens=64, only=("backward", "metamorphic"), report=str(tmp_path / "report.json"))
-    for report in run_ranks(verify, 2, run, Control(arguments=options.dump())):
+    for report in shared_ranks(verify, 2, run, Control(arguments=options.dump())):
         assert report.status == "pass", report.failures

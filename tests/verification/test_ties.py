@@ -14,7 +14,7 @@ from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check
 from expertmesh.verification.setup import Setup, set_up
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 
@@ -48,14 +48,14 @@ def _setup(inputs: Path) -> Setup:
     return set_up(run_config(inputs, inputs / "out"), VerifyOptions(tokens=256), 2)
 
 
-def test_ties_are_followed_and_everything_after_them_is_compared(shared_ranks: SharedRanks, inputs: Path) -> None:
+def test_ties_are_followed_and_everything_after_them_is_compared(inputs: Path) -> None:
     checks = shared_ranks(_checks, 2, _setup(inputs), 1 + 2.0**-22)[0]
     assert checks[0].note != "no ties"
     assert checks[0].note.endswith("followed")
     assert [check.name for check in checks if check.status != "pass"] == []
 
 
-def test_a_router_that_scores_otherwise_is_wrong(shared_ranks: SharedRanks, inputs: Path) -> None:
+def test_a_router_that_scores_otherwise_is_wrong(inputs: Path) -> None:
     checks = {check.name: check for check in shared_ranks(_checks, 2, _setup(inputs), 1.5)[0]}
     assert checks["float32: experts chosen"].status == "fail"
     assert "differ without a tie, first in model.layers.0.mlp.experts" in checks["float32: experts chosen"].note

@@ -10,7 +10,7 @@ from expertmesh.config.errors import (
     SecurityError,
 )
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 
 KINDS = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityError, DistributedFailure)}
 
@@ -31,7 +31,7 @@ def _raise_on(ranks: dict[int, tuple[str, str]]) -> tuple[str, str] | None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_ours_is_raised_as_it_is_on_every_rank(shared_ranks: SharedRanks, kind: str) -> None:
+def test_an_error_of_ours_is_raised_as_it_is_on_every_rank(kind: str) -> None:
     sentence = "file.yaml:3: 'ключ' is wrong; mend it"
     assert shared_ranks(_raise_on, 3, {1: (kind, sentence)}) == [(kind, sentence)] * 3
 
@@ -46,11 +46,11 @@ def _key_of_an_error_on_rank_1() -> str:
     return "none"
 
 
-def test_the_key_of_an_error_is_known_on_every_rank(shared_ranks: SharedRanks) -> None:
+def test_the_key_of_an_error_is_known_on_every_rank() -> None:
     assert shared_ranks(_key_of_an_error_on_rank_1, 2) == ["layout.wrong"] * 2
 
 
-def test_the_lowest_failing_rank_speaks_for_all(shared_ranks: SharedRanks) -> None:
+def test_the_lowest_failing_rank_speaks_for_all() -> None:
     ranks = {2: ("InputError", "second"), 1: ("IntegrityError", "first")}
     results = shared_ranks(_raise_on, 3, ranks)
     assert results[0] == results[1] == ("IntegrityError", "first")
@@ -59,20 +59,20 @@ def test_the_lowest_failing_rank_speaks_for_all(shared_ranks: SharedRanks) -> No
 
 
 def test_any_other_exception_names_its_rank_on_the_others() -> None:
-    results = run_ranks(_raise_on, 2, {1: ("ValueError", "bug")})
+    results = shared_ranks(_raise_on, 2, {1: ("ValueError", "bug")})
     assert results[1] == ("ValueError", "bug")
     assert results[0][0] == "DistributedFailure"
     assert results[0][1].startswith("rank 1 failed while working: ValueError: bug")
 
 
-def test_long_sentences_arrive_cut_but_whole_enough_to_read(shared_ranks: SharedRanks) -> None:
+def test_long_sentences_arrive_cut_but_whole_enough_to_read() -> None:
     results = shared_ranks(_raise_on, 2, {0: ("InputError", "é" * 100_000)})
     assert results[0][1] == "é" * 100_000
     assert 1_000 < len(results[1][1]) < 100_000
     assert set(results[1][1]) == {"é"}
 
 
-def test_without_errors_nothing_happens(shared_ranks: SharedRanks) -> None:
+def test_without_errors_nothing_happens() -> None:
     assert shared_ranks(_raise_on, 2, {}) == [None, None]
 
 

@@ -24,7 +24,7 @@ from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import LoadPlan
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model, shard_for_test, write_fused
 
 LAYOUTS = ((2, 2, 0), (4, 2, 0), (4, 2, 1), (4, 1, 2))
@@ -66,9 +66,7 @@ def _hashes_by_hand(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.slow_cases(r"(deepseek_v3|mixtral)", why="a second and third family")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loaded_weights_pass_and_hashes_depend_on_neither_layout_nor_dtype(
-    shared_ranks: SharedRanks, family: str, tmp_path: Path
-) -> None:
+def test_loaded_weights_pass_and_hashes_depend_on_neither_layout_nor_dtype(family: str, tmp_path: Path) -> None:
     reference = random_model(FAMILIES[family]())
     reference.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     write_fused(reference, tmp_path / "fused")
@@ -176,7 +174,6 @@ def _audit_tampered(
     ],
 )
 def test_planted_differences_are_the_same_error_on_every_rank(
-    shared_ranks: SharedRanks,
     tamper: Callable[[PreTrainedModel], None],
     words: str,
     mode: AuditMode,

@@ -20,7 +20,7 @@ from expertmesh.state.model_view import ModelView
 from expertmesh.weights.load import bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import materialize, read_model_config
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 from tests.weights.tiny import qwen3_moe, random_model, write_fused
 
 WORLD, EXPERTS = 8, 64
@@ -68,7 +68,7 @@ def test_a_layer_of_64_experts_on_8_expert_parallel_ranks_reads_exactly_one_eigh
     all_experts = _write(random_model(config), tmp_path / "model", layout)
     assert (tmp_path / "model" / "model.safetensors.index.json").exists() == (layout == "sharded")
     assert all_experts == EXPERTS * 3 * 32 * 8 * 4
-    for experts, total, held, announced in run_ranks(_read, WORLD, tmp_path / "model"):
+    for experts, total, held, announced in shared_ranks(_read, WORLD, tmp_path / "model"):
         assert experts * WORLD == all_experts
         assert total == held == announced
 
@@ -107,7 +107,7 @@ def _spans(directory: Path) -> tuple[list[Span], list[Span]]:
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on what will be read")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_node_reads_the_checkpoint_once_file_by_file_and_the_system_is_told_before(
-    shared_ranks: SharedRanks, layout: str, tmp_path: Path
+    layout: str, tmp_path: Path
 ) -> None:
     config = qwen3_moe(num_experts=EXPERTS, num_hidden_layers=1, vocab_size=64, moe_intermediate_size=8)
     _write(random_model(config), tmp_path / "model", layout)

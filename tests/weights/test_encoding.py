@@ -36,7 +36,7 @@ from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.save import PACKED, save_model
 from tests.adapters.reference import random_adapter
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.weights.published import FORMATS as PUBLISHED
 from tests.weights.published import (
     SIZES,
@@ -163,7 +163,7 @@ ON_RANKS = ("fp8 partial blocks", "int4 with zero points", "nvfp4")
     [(name, 1, 1, torch.float32) for name in PUBLISHED] + [(name, 4, 2, torch.bfloat16) for name in ON_RANKS],
 )
 def test_what_training_has_not_changed_is_written_byte_for_byte(
-    shared_ranks: SharedRanks, name: str, world: int, ep: int, dtype: torch.dtype, tmp_path: Path
+    name: str, world: int, ep: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     form = PUBLISHED[name]()
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, form, is_linear)
@@ -186,7 +186,7 @@ def _load_and_save_computed(target: Path, parallel: em.ParallelConfig) -> None:
         _load_and_save(target, parallel)
 
 
-def test_what_is_computed_is_gathered_by_the_rank_that_encodes_it(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_what_is_computed_is_gathered_by_the_rank_that_encodes_it(tmp_path: Path) -> None:
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["int4"](), is_linear)
     shared_ranks(_load_and_save_computed, 2, target, em.ParallelConfig(ep=2))
     _assert_as_before(target)
@@ -194,13 +194,13 @@ def test_what_is_computed_is_gathered_by_the_rank_that_encodes_it(shared_ranks: 
 
 @pytest.mark.slow_cases(r"pp", why="tp stays, which cuts matrices")
 @pytest.mark.parametrize("axis", ["pp", "tp"])
-def test_stages_and_split_matrices_are_put_together_again(shared_ranks: SharedRanks, axis: str, tmp_path: Path) -> None:
+def test_stages_and_split_matrices_are_put_together_again(axis: str, tmp_path: Path) -> None:
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["nvfp4"](), is_linear)
     shared_ranks(_load_and_save, 4, target, em.ParallelConfig(ep=2, **{axis: 2}))
     _assert_as_before(target)
 
 
-def test_gpt_oss_is_written_in_its_own_order(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_gpt_oss_is_written_in_its_own_order(tmp_path: Path) -> None:
     target = quantise(_source(tmp_path / "source", gpt_oss_config()), tmp_path, gpt_oss(), is_expert_matrix)
     change = "model.layers.1.mlp.experts.down_proj"
     shared_ranks(_saved_again, 2, target, torch.float32, 2, 2, change)
@@ -214,9 +214,7 @@ def test_gpt_oss_is_written_in_its_own_order(shared_ranks: SharedRanks, tmp_path
 
 @pytest.mark.slow_cases(r"(1-1|4-4)", why="ep 2 stays")
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 4)])
-def test_deepseek_v4_is_read_and_written_under_its_published_names(
-    shared_ranks: SharedRanks, world: int, ep: int, tmp_path: Path
-) -> None:
+def test_deepseek_v4_is_read_and_written_under_its_published_names(world: int, ep: int, tmp_path: Path) -> None:
     source = write_deepseek_v4(tmp_path / "source")
     target = quantise(source, tmp_path, PUBLISHED["fp4 experts"](), is_deepseek_v4_matrix)
     assert shared_ranks(differing, world, target, torch.float32, world, ep) == [[]] * world
@@ -340,7 +338,7 @@ def test_what_a_format_has_no_place_for_is_refused_before_anything_is_written(
     assert not (tmp_path / "target").exists()
 
 
-def test_a_run_is_exported_as_loaded_like_its_live_model(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_a_run_is_exported_as_loaded_like_its_live_model(tmp_path: Path) -> None:
     """Also when the files that it was loaded from are gone: then everything is rounded anew."""
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["nvfp4"](), is_linear)
     shared_ranks(_train_and_save, 2, target)

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 import expertmesh as em
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 
 FP32 = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
 IDS_BS = torch.randint(1, 96, (3, 8), generator=torch.Generator().manual_seed(1))
@@ -60,7 +60,7 @@ def test_what_a_classifier_cannot_do_is_refused(tmp_path: Path) -> None:
     with refused_on_ranks("model.no-base-model", naming="Qwen3MoeForSequenceClassification"):
         run_ranks(loss, 1)
     with refused_on_ranks("lora.on-classifier", naming="lora"):
-        run_ranks(_adapted, 1, tmp_path / "qwen3_moe")
+        shared_ranks(_adapted, 1, tmp_path / "qwen3_moe")
 
 
 def _adapted(directory: Path) -> None:

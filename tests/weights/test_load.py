@@ -21,7 +21,7 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import LoadReport, bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import build_meta_model, materialize
-from tests.support.ranks import RankFailed, SharedRanks, run_ranks
+from tests.support.ranks import RankFailed, shared_ranks
 from tests.weights.tiny import FAMILIES, full_state, qwen3_moe, random_model, shard_for_test, write_fused
 
 LAYOUTS = ((1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 2, 0), (4, 2, 1), (4, 4, 0))
@@ -65,7 +65,7 @@ def _differences(state: State, expected: State) -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("world", "ep", "efsdp_dim"), LAYOUTS)
 def test_shards_equal_the_files_bit_for_bit_and_ranks_read_only_their_own(
-    shared_ranks: SharedRanks, family: str, world: int, ep: int, efsdp_dim: int, tmp_path: Path
+    family: str, world: int, ep: int, efsdp_dim: int, tmp_path: Path
 ) -> None:
     reference = random_model(FAMILIES[family]())
     directories = [tmp_path / name for name in ("single", "sharded", "fused")]
@@ -84,7 +84,7 @@ def test_shards_equal_the_files_bit_for_bit_and_ranks_read_only_their_own(
                 assert _differences(state, reference.state_dict()) == []
 
 
-def test_the_report_names_the_experts_that_a_rank_holds(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_the_report_names_the_experts_that_a_rank_holds(tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
     ranks = shared_ranks(_load_all, 4, reference.config, [tmp_path], 4, 2, 0)
@@ -144,9 +144,9 @@ def _rank_0s_shards_everywhere(config: PreTrainedConfig, directory: Path) -> Sta
 def test_planted_bugs_turn_the_comparison_red(tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
-    swapped, _ = run_ranks(_swap_two_experts, 2, reference.config, tmp_path)
+    swapped, _ = shared_ranks(_swap_two_experts, 2, reference.config, tmp_path)
     assert _differences(swapped, reference.state_dict()) == ["model.layers.0.mlp.experts.down_proj"]
-    copied, _ = run_ranks(_rank_0s_shards_everywhere, 2, reference.config, tmp_path)
+    copied, _ = shared_ranks(_rank_0s_shards_everywhere, 2, reference.config, tmp_path)
     assert set(_differences(copied, reference.state_dict())) == set(reference.state_dict())
 
 
@@ -166,7 +166,7 @@ def _fill_and_report_error(config: PreTrainedConfig, directory: Path, broken_ran
     return str(caught.value)
 
 
-def test_a_read_error_on_one_rank_is_the_same_error_on_all(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_a_read_error_on_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
     first, second = shared_ranks(_fill_and_report_error, 2, reference.config, tmp_path, 1)
@@ -174,7 +174,7 @@ def test_a_read_error_on_one_rank_is_the_same_error_on_all(shared_ranks: SharedR
     assert "ends inside tensor model.layers.0" in first
 
 
-def test_a_plan_error_is_the_same_on_all_ranks(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_a_plan_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -209,9 +209,7 @@ def _errors(config: PreTrainedConfig, directories: list[Path]) -> list[str]:
     return [_fill_and_report_error(config, directory, None) for directory in directories]
 
 
-def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     directories = [tmp_path / name for name in UNFIT]
     for directory, (edits, _) in zip(directories, UNFIT.values(), strict=True):
@@ -230,9 +228,7 @@ def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(
 
 @pytest.mark.slow_cases(r"-?inf", why="NaN stays")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_are_refused_naming_file_tensor_and_place(
-    shared_ranks: SharedRanks, value: float, tmp_path: Path
-) -> None:
+def test_values_that_are_not_finite_are_refused_naming_file_tensor_and_place(value: float, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     name = "model.layers.1.mlp.experts.5.up_proj.weight"
     reference.save_pretrained(tmp_path)
@@ -264,7 +260,7 @@ def test_a_model_without_memory_is_a_mistake_of_the_caller(tmp_path: Path) -> No
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
     with pytest.raises(RankFailed, match="still on meta"):
-        run_ranks(_fill_on_meta, 2, reference.config, tmp_path)
+        shared_ranks(_fill_on_meta, 2, reference.config, tmp_path)
 
 
 def _logits(config: PreTrainedConfig, directory: Path) -> torch.Tensor:
@@ -282,9 +278,7 @@ def _logits(config: PreTrainedConfig, directory: Path) -> torch.Tensor:
 
 @pytest.mark.slow_cases(r"False", why="tied weights stay")
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_filled_sharded_model_computes_what_the_reference_computes(
-    shared_ranks: SharedRanks, tied: bool, tmp_path: Path
-) -> None:
+def test_a_filled_sharded_model_computes_what_the_reference_computes(tied: bool, tmp_path: Path) -> None:
     # Nothing here divides by 3: shards are uneven, and FSDP2 pads them.
     reference = random_model(qwen3_moe(tie_word_embeddings=tied))
     reference.save_pretrained(tmp_path)
@@ -294,7 +288,7 @@ def test_a_filled_sharded_model_computes_what_the_reference_computes(
         assert torch.equal(logits, expected)
 
 
-def test_tied_weights_are_read_once(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_tied_weights_are_read_once(tmp_path: Path) -> None:
     reference = random_model(qwen3_moe(tie_word_embeddings=True))
     reference.save_pretrained(tmp_path)
     for results in shared_ranks(_load_all, 2, reference.config, [tmp_path], 2, 2, 0):

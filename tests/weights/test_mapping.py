@@ -19,7 +19,7 @@ from expertmesh.weights.mapping import LoadPlan, plan_load, plan_save
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.reading import bytes_needed
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.weights.tiny import FAMILIES, deepseek_v3, mixtral, qwen3_moe, random_model, write_fused
 
 Files = dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ def _saved_names_when_sharded(family: str) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sharded_model_keeps_its_familys_layout(shared_ranks: SharedRanks, family: str) -> None:
+def test_a_sharded_model_keeps_its_familys_layout(family: str) -> None:
     expected = list(plan_save(ModelView(random_model(FAMILIES[family]()))))
     assert shared_ranks(_saved_names_when_sharded, 2, family) == [expected, expected]
 

@@ -20,7 +20,7 @@ from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from tests.support.errors import refused
 from tests.support.list_models import write_list_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 ROWS, LEARNING_RATE, STEPS = 4, 0.5, 2
 FP64 = em.PrecisionConfig(params="float64", compute="float64", reduce="float64")
@@ -99,7 +99,7 @@ def test_sharded_training_equals_the_models_own_code_and_its_files(
     source, reference, target = (tmp_path / name for name in ("source", "reference", "target"))
     write_list_model(source, **changes)
     _train_unsharded(source, reference)
-    held = run_ranks(_train_sharded, world, source, target, ep, dispatch, checkpointing, in_memory)
+    held = shared_ranks(_train_sharded, world, source, target, ep, dispatch, checkpointing, in_memory)
     before, expected, got = _read(source), _read(reference), _read(target)
     assert {name: value.shape for name, value in got.items()} == {name: value.shape for name, value in before.items()}
     for name, value in expected.items():
@@ -126,7 +126,7 @@ def _padded_losses(directory: Path, lengths: tuple[int, ...]) -> list[float]:
 
 def test_batches_that_say_which_tokens_are_real_train_too(tmp_path: Path) -> None:
     write_list_model(tmp_path / "source")
-    for without, told in run_ranks(_padded_losses, 2, tmp_path / "source", (9, 4)):
+    for without, told in shared_ranks(_padded_losses, 2, tmp_path / "source", (9, 4)):
         assert told == without > 0
 
 

@@ -27,7 +27,7 @@ from expertmesh.weights.quantised.published import published_tensors, quantisati
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.save import save_model
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.weights.published import FORMATS, SIZES, gpt_oss, gpt_oss_config, is_expert_matrix, is_linear, quantise
 from tests.weights.tiny import deepseek_v3, qwen3_moe, random_model, shard_for_test
 
@@ -111,9 +111,7 @@ def test_values_are_those_of_public_tools(name: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
-def test_every_rank_has_its_part_of_them(
-    shared_ranks: SharedRanks, name: str, world: int, ep: int, tmp_path: Path
-) -> None:
+def test_every_rank_has_its_part_of_them(name: str, world: int, ep: int, tmp_path: Path) -> None:
     form = FORMATS[name]()
     target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     assert shared_ranks(differing, world, target, form.dtype, world, ep) == [[]] * world
@@ -121,16 +119,14 @@ def test_every_rank_has_its_part_of_them(
 
 @pytest.mark.slow_cases(r"(1-1|2-2|4-4)", why="the mixed layout stays")
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 2), (4, 4)])
-def test_gpt_oss_experts_are_read_in_their_own_order(
-    shared_ranks: SharedRanks, world: int, ep: int, tmp_path: Path
-) -> None:
+def test_gpt_oss_experts_are_read_in_their_own_order(world: int, ep: int, tmp_path: Path) -> None:
     target = quantise(published_source(gpt_oss_config(), tmp_path / "source"), tmp_path, gpt_oss(), is_expert_matrix)
     assert shared_ranks(differing, world, target, torch.float32, world, ep) == [[]] * world
 
 
 @pytest.mark.slow_cases(r"int4", why="partial blocks stay")
 @pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])
-def test_latent_attention_and_dense_layers_are_read_too(shared_ranks: SharedRanks, name: str, tmp_path: Path) -> None:
+def test_latent_attention_and_dense_layers_are_read_too(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
     sizes = {**SIZES, "q_lora_rank": 32, "kv_lora_rank": 24 if "fp8" in name else 32, "v_head_dim": 16}
     config = deepseek_v3(**{key: value for key, value in sizes.items() if key != "head_dim"})
@@ -164,7 +160,7 @@ def _parts(lazy: Any) -> list[Any]:
 
 @pytest.mark.slow_cases(r"(fp8 blocks|int4)", why="nvfp4 stays, whose scales are of two kinds")
 @pytest.mark.parametrize("name", ["fp8 blocks", "int4", "nvfp4"])
-def test_a_rank_reads_its_packed_share_and_its_scales(shared_ranks: SharedRanks, name: str, tmp_path: Path) -> None:
+def test_a_rank_reads_its_packed_share_and_its_scales(name: str, tmp_path: Path) -> None:
     """Every tensor but norms is quantised, so that shares of bytes and of elements are the same."""
     sizes = {**SIZES, "hidden_size": 128, "moe_intermediate_size": 128, "vocab_size": 32, "num_experts": 16}
     form = FORMATS[name]()

@@ -21,7 +21,7 @@ from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.audit import audit_weights
 from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import shared_ranks
 from tests.weights.published import FORMATS, SIZES, gpt_oss, is_expert_matrix, is_linear, quantise
 from tests.weights.test_quantised import published_source
 from tests.weights.tiny import qwen3_moe
@@ -81,9 +81,7 @@ KEPT = [name for name in FORMATS if "zero" not in name and "asym" not in name]
     why="one format of each kind stays; test_quantised.py reads every format",
 )
 @pytest.mark.parametrize("name", KEPT)
-def test_published_codes_stay_and_stand_for_what_public_tools_say(
-    shared_ranks: SharedRanks, name: str, tmp_path: Path
-) -> None:
+def test_published_codes_stay_and_stand_for_what_public_tools_say(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
     target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     for world, ep in ((2, 2), (2, 1)):
@@ -94,9 +92,7 @@ def test_published_codes_stay_and_stand_for_what_public_tools_say(
 @pytest.mark.slow_cases(r"\(1, 1\)", why="four ranks stay")
 @pytest.mark.slow_cases(r"\(4, 4\)", why="four ranks in two groups stay")
 @pytest.mark.parametrize("layout", [(1, 1), (4, 4), (4, 2)], ids=str)
-def test_gpt_oss_codes_stay_in_the_transposed_layout(
-    shared_ranks: SharedRanks, layout: tuple[int, int], tmp_path: Path
-) -> None:
+def test_gpt_oss_codes_stay_in_the_transposed_layout(layout: tuple[int, int], tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
     common: dict[str, Any] = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = GptOssConfig(**common, **sizes, num_key_value_heads=2, max_position_embeddings=64)
@@ -107,13 +103,13 @@ def test_gpt_oss_codes_stay_in_the_transposed_layout(
 
 @pytest.mark.slow_cases(r"(mxfp4|float8)", why="nvfp4 stays, which has two scales, and nf4")
 @pytest.mark.parametrize("frozen", ["nf4", "mxfp4", "nvfp4", "float8"])
-def test_plain_weights_are_quantised_expert_by_expert(shared_ranks: SharedRanks, frozen: str, tmp_path: Path) -> None:
+def test_plain_weights_are_quantised_expert_by_expert(frozen: str, tmp_path: Path) -> None:
     directory = published_source(qwen3_moe(**SIZES), tmp_path / "source")
     for wrong, packed, _ in shared_ranks(_load, 2, directory, frozen, 1, torch.bfloat16):
         assert (wrong, packed > 0) == ([], True)
 
 
-def test_the_bytes_in_memory_are_the_files_own(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_the_bytes_in_memory_are_the_files_own(tmp_path: Path) -> None:
     """Byte by byte, without any decoding: codes of gate, then of up, of every expert."""
     form = FORMATS["nvfp4"]()
     target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
@@ -142,9 +138,7 @@ def _refusal(directory: Path, frozen: str) -> tuple[str, str]:
     raise AssertionError("not refused")
 
 
-def test_files_whose_codes_cannot_stay_are_refused_before_weights_are_read(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_files_whose_codes_cannot_stay_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     plain = published_source(qwen3_moe(**SIZES), tmp_path / "source")
     key, problem = shared_ranks(_refusal, 1, plain, "as_published")[0]
     assert (key, "plain weights" in problem) == ("precision.frozen-unsupported", True)
@@ -172,11 +166,11 @@ def _tampered(directory: Path) -> str:
 
 
 def test_the_audit_finds_one_changed_code(tmp_path: Path) -> None:
-    problem = run_ranks(_tampered, 1, published_source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
+    problem = shared_ranks(_tampered, 1, published_source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
     assert "expert 2, parameter model.layers.1.mlp.experts.down_proj" in problem
 
 
-def test_matrices_quantised_together_are_found(shared_ranks: SharedRanks, tmp_path: Path) -> None:
+def test_matrices_quantised_together_are_found(tmp_path: Path) -> None:
     """Planted: the factor of the very first matrix for all of them."""
     problem = shared_ranks(_load_with_one_factor, 1, published_source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
     assert "expert 0, parameter model.layers.0.mlp.experts.gate_up_proj" in problem

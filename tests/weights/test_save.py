@@ -24,7 +24,7 @@ from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.save import SaveReport, save_model
 from tests.support.errors import refused
-from tests.support.ranks import SharedRanks, run_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model, shard_for_test, write_fused
 
 LAYOUTS = ((1, 1, 0), (2, 2, 0), (4, 2, 0), (4, 2, 1), (4, 2, 2))
@@ -116,9 +116,7 @@ def _save_from_memory(reference: PreTrainedModel, target: Path) -> None:
     save_model(model, target)
 
 
-def test_a_model_made_in_memory_and_then_sharded_is_saved_in_its_familys_layout(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_a_model_made_in_memory_and_then_sharded_is_saved_in_its_familys_layout(tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path / "theirs")
     shared_ranks(_save_from_memory, 2, reference, tmp_path / "ours")
@@ -254,9 +252,7 @@ def _save_computed(config: PreTrainedConfig, source: Path, target: Path) -> None
     save_model(model, target, max_shard_bytes=20_000)
 
 
-def test_conversions_that_compute_across_shards_are_gathered_and_exact(
-    shared_ranks: SharedRanks, tmp_path: Path
-) -> None:
+def test_conversions_that_compute_across_shards_are_gathered_and_exact(tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path / "theirs")
     shared_ranks(_save_computed, 2, reference.config, tmp_path / "theirs", tmp_path / "ours")
@@ -352,7 +348,7 @@ def test_failures_are_the_same_on_all_ranks_and_leave_nothing_behind(
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path / "theirs")
     job = (reference.config, tmp_path / "theirs", tmp_path / "ours", sabotage)
-    first, second = run_ranks(_save_failing, 2, *job)
+    first, second = shared_ranks(_save_failing, 2, *job)
     assert first == second
     assert first[0] == error.__name__
     assert re.search(words, first[1]), first[1]
@@ -366,7 +362,7 @@ def test_any_other_exception_stays_itself_and_ends_the_other_ranks(
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path / "theirs")
     job = (reference.config, tmp_path / "theirs", tmp_path / "ours", sabotage)
-    results = run_ranks(_save_failing, 2, *job)
+    results = shared_ranks(_save_failing, 2, *job)
     assert results[rank][0] in ("RuntimeError", "ZeroDivisionError")
     assert results[1 - rank][0] == DistributedFailure.__name__
     assert f"rank {rank} failed while writing" in results[1 - rank][1]

@@ -18,7 +18,7 @@ from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.model import load_model
 from expertmesh.weights import load
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.weights.tiny import qwen3_moe, random_model
 
 EXPERT_7 = "model.layers.1.mlp.experts.7.down_proj.weight"
@@ -145,9 +145,7 @@ def _load_or_error(good: Path, bad: Path, bad_rank: int) -> tuple[str, str, list
     why="test_safetensors_reader.py has every damage in one process; one of each class of error stays",
 )
 @pytest.mark.parametrize("name", ATTACKS)
-def test_what_one_rank_sees_every_rank_refuses_in_the_same_words(
-    shared_ranks: SharedRanks, name: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_what_one_rank_sees_every_rank_refuses_in_the_same_words(name: str, checkpoint: Path, tmp_path: Path) -> None:
     attack, error, key, words = ATTACKS[name]
     bad = tmp_path / "bad"
     bad.mkdir()
@@ -167,7 +165,7 @@ def test_what_one_rank_sees_every_rank_refuses_in_the_same_words(
     assert second[2] == (["cpu"] if attack is _poison else [])
 
 
-def test_a_value_only_one_rank_reads_stops_all(shared_ranks: SharedRanks, checkpoint: Path) -> None:
+def test_a_value_only_one_rank_reads_stops_all(checkpoint: Path) -> None:
     _poison(checkpoint)  # expert 7 is rank 1's
     first, second = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first[:2] == second[:2]
@@ -191,7 +189,7 @@ def test_a_value_only_one_rank_reads_stops_all(shared_ranks: SharedRanks, checkp
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
 def test_a_config_that_disagrees_with_the_tensors_names_them(
-    shared_ranks: SharedRanks, changes: dict[str, Any], words: list[str], checkpoint: Path
+    changes: dict[str, Any], words: list[str], checkpoint: Path
 ) -> None:
     _edit_config(checkpoint, **changes)
     first, second = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
@@ -213,9 +211,7 @@ class _Canary:
 
 @pytest.mark.slow_cases(r"(model\.pt|consolidated.*)", why="another name each; two stay")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
-def test_a_pickle_is_refused_and_never_opened(
-    shared_ranks: SharedRanks, name: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_pickle_is_refused_and_never_opened(name: str, checkpoint: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     for path in checkpoint.glob("model*.safetensors*"):
         path.unlink()
@@ -232,7 +228,7 @@ def test_a_pickle_is_refused_and_never_opened(
 
 @pytest.mark.slow_cases(r"(pytorch_model.*|/etc/passwd)", why="the relative path stays")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "../model.safetensors", "/etc/passwd"])
-def test_a_config_cannot_name_other_weights_either(shared_ranks: SharedRanks, name: str, checkpoint: Path) -> None:
+def test_a_config_cannot_name_other_weights_either(name: str, checkpoint: Path) -> None:
     _edit_config(checkpoint, transformers_weights=name)
     first, second = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first == second
@@ -240,9 +236,7 @@ def test_a_config_cannot_name_other_weights_either(shared_ranks: SharedRanks, na
     assert repr(name) in first[1]
 
 
-def test_code_of_a_model_does_not_run_without_the_flag(
-    shared_ranks: SharedRanks, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_code_of_a_model_does_not_run_without_the_flag(checkpoint: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     _edit_config(checkpoint, model_type="made_up", auto_map={"AutoConfig": "made_up.MadeUp"})
     (checkpoint / "made_up.py").write_text(f"open({str(canary)!r}, 'w')")
@@ -253,7 +247,7 @@ def test_code_of_a_model_does_not_run_without_the_flag(
     assert not canary.exists()
 
 
-def test_a_config_nested_without_end_is_plain_bad_input(shared_ranks: SharedRanks, checkpoint: Path) -> None:
+def test_a_config_nested_without_end_is_plain_bad_input(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text("[" * 1_000_000)
     (kind, sentence, _), _ = shared_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert kind == "InputError of key model.invalid-config"
