@@ -1,6 +1,7 @@
 """Whether samples packed into one row stay apart in a family: `packing_refusal`, held against a measurement."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.attention import packing_refusal
 from tests.families.proof import Gradients, computing_in
 from tests.families.tiny import EXPERTS, VOCABULARY, random_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import of_all_stages
 
 # In two micro-batches of one and two rows: a sample of one token, of about one length, longer than a window, alone.
@@ -19,27 +20,30 @@ _LENGTHS = (((11, 1, 14, 13), (39,)), ((20, 19),))
 _TOLERANCE = 1e-5
 
 
-def packing_of(model_class: str, family: str) -> str | None:
+def packing_of(model_class: str, family: str, ranks: Callable[..., list[Any]] = shared_ranks) -> str | None:
     """The reason why packing is refused, or None; raises when it is not refused and samples see each other.
 
-    A refusal that would not have been necessary is not an error: it reads the model's code, not its numbers.
+    A refusal that would not have been necessary is not an error: it reads the model's code, not its numbers. `ranks`
+    is `run_ranks` where a bug was planted in this process.
     """
     reason = packing_refusal(random_model(model_class, family))
     if reason is None:
-        check_packing(model_class, family, {})
+        check_packing(model_class, family, {}, ranks)
     return reason
 
 
-def check_packing(model_class: str, family: str, axes: dict[str, int]) -> None:
+def check_packing(
+    model_class: str, family: str, axes: dict[str, int], ranks: Callable[..., list[Any]] = shared_ranks
+) -> None:
     """Raise when the loss or a gradient of packed samples is not that of samples apart, in the model sharded over
     `axes`, with activation checkpointing, and on one rank without it as well.
     """
     for checkpointing in ("full",) if axes else ("none", "full"):
         arguments = (model_class, family, axes, checkpointing)
         world = math.prod(axes.values())
-        error, where = run_ranks(_rank, world, *arguments, torch.float32)[0]
+        error, where = ranks(_rank, world, *arguments, torch.float32)[0]
         if error > _TOLERANCE:  # as in proof.py: some families' fp32 cannot tell
-            error, where = run_ranks(_rank, world, *arguments, torch.float64)[0]
+            error, where = ranks(_rank, world, *arguments, torch.float64)[0]
         assert error <= _TOLERANCE, f"packed samples see each other ({error:.1e} in {where})"
 
 

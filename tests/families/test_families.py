@@ -5,7 +5,6 @@ on, so that it is the same for everybody at one commit and everything comes arou
 """
 
 import re
-import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,24 +27,18 @@ from tests.families.table import PATH, read, read_axes, read_lora, read_refused_
 from tests.families.tiny import EXPERTS, random_model
 from tests.families.variants import Variant, prove_variant, published
 from tests.support.ranks import RankFailed, shared_ranks
+from tests.support.rotation import commit_count, of_this_commit
 
 CORE = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
-ROTATING = 3
+ROTATING = 2
 LAYOUTS: tuple[Layout, ...] = ((2, 2, "grouped_mm"), (4, 2, "loop"))
 FAMILIES = {family.name: family for family in families()}
 
 
-def commit_count() -> int:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return int(done.stdout) if done.returncode == 0 else 0  # a source archive has no history
-
-
 def _chosen() -> list[Family]:
-    """Some of the core, which other tests have as well, and some of the rest, others at the next commit."""
+    """Some of the core, which other tests have as well, and some of the rest."""
     rest = [name for name in FAMILIES if name not in CORE]
-    start = commit_count() * ROTATING
-    return [FAMILIES[names[(start + n) % len(names)]] for names in (CORE, rest) for n in range(ROTATING)]
+    return [FAMILIES[name] for names in (CORE, rest) for name in of_this_commit(names, ROTATING)]
 
 
 def _axes_of(family: Family) -> tuple[str, ...]:
@@ -87,10 +80,8 @@ def test_a_family_trains_by_layer_or_is_refused_as_on_pp(family: Family, tmp_pat
 VARIANTS = list(published())
 
 
-@pytest.mark.slow(why="`make test-all` has two, others at the next commit")
-@pytest.mark.parametrize(
-    "variant", [VARIANTS[(commit_count() + n) % len(VARIANTS)] for n in (0, len(VARIANTS) // 2)], ids=lambda v: v.name
-)
+@pytest.mark.slow(why="`make test-all` has one, another at the next commit")
+@pytest.mark.parametrize("variant", of_this_commit(VARIANTS, 1), ids=lambda v: v.name)
 def test_a_published_configuration_trains_as_its_family_does(variant: Variant) -> None:
     """At tiny sizes, on every axis and packed."""
     variant.register()

@@ -19,9 +19,10 @@ from expertmesh.parallel.stages import Cut, plan_cut
 from expertmesh.state.model_view import meta_copy
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.known import answers_of
-from tests.families.test_families import CORE, FAMILIES, commit_count
+from tests.families.test_families import CORE, FAMILIES
 from tests.support.errors import refused
 from tests.support.models import tiny_config
+from tests.support.rotation import of_this_commit
 
 TABLE = known_families._table()
 needs_the_table = pytest.mark.skipif(
@@ -44,9 +45,9 @@ def _no_proof() -> Iterator[None]:
 
 
 @needs_the_table
-@pytest.mark.parametrize("number", range(2))
-def test_what_is_asked_again_is_answered_as_in_the_table(number: int) -> None:
-    asked = answers_of(FAMILIES[CORE[(2 * commit_count() + number) % len(CORE)]], switches=0)
+@pytest.mark.parametrize("family", of_this_commit(CORE, 2))
+def test_what_is_asked_again_is_answered_as_in_the_table(family: str) -> None:
+    asked = answers_of(FAMILIES[family], switches=0)
     assert sum(map(len, asked.values())) > 5
     for question, answers in asked.items():
         assert {key: TABLE[question][key] for key in answers} == answers

@@ -13,6 +13,8 @@ from tests.families import packing
 from tests.families.packing import check_packing, packing_of
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.rotation import of_this_commit
 
 DIRECT = "create_causal_mask(config=c, position_ids=position_ids)"
 UNPACKED = "kwargs = {'config': c, 'position_ids': p}\nmask = create_sliding_window_causal_mask(**kwargs)"
@@ -52,25 +54,29 @@ INKLING = ("InklingForCausalLM", "inkling")  # convolutions in attention and beh
 INKLING2 = ("Inkling2ForCausalLM", "inkling2")  # the same, and attention over the states of earlier blocks
 
 
-FAMILIES = [GPT_OSS, QWEN3_5, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4, ZAYA, INKLING, INKLING2]
+ROTATING = pytest.mark.slow(why="`make families` packs all; others at the next commit")
 
 
-@pytest.mark.slow_cases(r"Glm4v.*", why="the family with recurrences stays")
-@pytest.mark.slow_cases(
-    r"(GptOss|DeepseekV4|Glm5|Qwen4|Inkling|Zaya).*",
-    why="on cp it stays; qwen3_5_moe stays, which mixes along the sequence, and several position axes",
+@pytest.mark.parametrize(
+    ("model_class", "family"),
+    [
+        QWEN3_5,
+        *(
+            pytest.param(*each, marks=ROTATING)
+            for each in of_this_commit([GPT_OSS, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4, ZAYA, INKLING, INKLING2], 2)
+        ),
+    ],
 )
-@pytest.mark.parametrize(("model_class", "family"), FAMILIES)
 def test_packed_samples_train_as_samples_apart(model_class: str, family: str) -> None:
     assert packing_of(model_class, family) is None
     as_the_family_has_it = mock.patch.object(packed_rows, "_borders", return_value=None)
     with as_the_family_has_it, pytest.raises(AssertionError, match="see each other"):
-        packing_of(model_class, family)
+        packing_of(model_class, family, run_ranks)
 
 
 def test_what_is_proven_on_the_spot_is_run_apart_as_well() -> None:
     with mock.patch.object(known_families, "_table", return_value={}):
-        assert packing_of(*ZAYA) is None
+        assert packing_of(*ZAYA, run_ranks) is None
 
 
 @pytest.mark.slow_cases(r"Inkling2.*", why="another family stays")
@@ -91,27 +97,28 @@ def test_a_border_that_is_off_by_one_is_seen(model_class: str, family: str) -> N
         mock.patch.object(packed_rows, "_borders", one_later),
         pytest.raises(AssertionError, match="see each"),
     ):
-        packing_of(model_class, family)
+        packing_of(model_class, family, run_ranks)
 
 
-@pytest.mark.slow_cases(
-    r".*(qwen3_5_moe|deepseek_v4|glm5_next|qwen4_exp|inkling|zaya).*",
-    why="cp, tp and pp of other families stay, and these on one rank",
-)
+ON_AXES = [
+    (QWEN3_5, {"tp": 2}),
+    (QWEN3_5, {"pp": 2}),
+    (GLM_5, {"pp": 2}),
+    (DEEPSEEK_V4, {"cp": 2}),
+    (DEEPSEEK_V4, {"pp": 2}),
+    (ZAYA, {"cp": 2}),
+    (INKLING, {"cp": 2}),
+    (INKLING2, {"cp": 2}),
+    (QWEN4, {"cp": 2}),
+]
+
+
 @pytest.mark.parametrize(
     ("of", "axes"),
     [
-        (QWEN3_5, {"tp": 2}),
-        (QWEN3_5, {"pp": 2}),
         (GPT_OSS, {"cp": 2}),
         (AFMOE, {"pp": 2}),
-        (GLM_5, {"pp": 2}),
-        (DEEPSEEK_V4, {"cp": 2}),
-        (DEEPSEEK_V4, {"pp": 2}),
-        (ZAYA, {"cp": 2}),
-        (INKLING, {"cp": 2}),
-        (INKLING2, {"cp": 2}),
-        (QWEN4, {"cp": 2}),
+        *(pytest.param(*each, marks=ROTATING) for each in of_this_commit(ON_AXES, 3)),
     ],
     ids=str,
 )
