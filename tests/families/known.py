@@ -2,16 +2,19 @@
 
 They go to src/expertmesh/introspection/known_families.json under the installed version of transformers, beside those of
 other versions. Each family is asked at its tiny configuration and again for each of its switches, turned; some families
-for each two of them. `python -m tests.families.known NAME ...` asks those families alone and adds their answers.
+for each two of them; and each published configuration of tests/published, which has several turned at once.
+`python -m tests.families.known NAME ...` asks those families (or `published`) alone and adds their answers.
 """
 
 import itertools
 import json
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +37,14 @@ from expertmesh.parallel.context import context_plan
 from expertmesh.parallel.stages import plan_cut
 from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.state.model_view import meta_copy
-from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
+from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
 from tests.families.catalogue import Family, families
 from tests.families.tiny import tiny_config, turned_switches
 
 # Whose published models differ in more than one switch from what is the default.
 CORE = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe", "qwen3_5_moe")
 PATH = Path(known_families.__file__).with_name(known_families.FILE)
+PUBLISHED = sorted((Path(__file__).parents[1] / "published").glob("*.json"))
 
 
 def ask(config: PreTrainedConfig) -> None:
@@ -83,8 +87,24 @@ def ask_eager(model: nn.Module) -> None:
 
 
 def answers_of(family: Family, switches: int) -> Answers:
+    return _answers(_configs(family, switches))
+
+
+def answers_of_published(paths: Iterable[Path]) -> Answers:
+    with tempfile.TemporaryDirectory() as directory:
+        return _answers(_published(path, Path(directory)) for path in paths)
+
+
+def _published(path: Path, directory: Path) -> PreTrainedConfig:
+    """The configuration as the product reads it, whose codes are plain weights for every question."""
+    content = {name: value for name, value in json.loads(path.read_text()).items() if name != "quantization_config"}
+    (directory / "config.json").write_text(json.dumps(content))
+    return read_model_config(str(directory))[0]
+
+
+def _answers(configs: Iterable[PreTrainedConfig]) -> Answers:
     with recording() as answers:
-        for config in _configs(family, switches):
+        for config in configs:
             with suppress(Exception):  # a combination that the family's own code does not build
                 ask(config)
     return answers
@@ -123,22 +143,26 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     merged: Answers = dict(known_families._table()) if names else {}
-    for family in families():
-        if names and family.name not in names:
+    asked: dict[str, Callable[[], Answers]] = {
+        family.name: partial(answers_of, family, 2 if family.name in CORE else 1)
+        for family in families()
+        if family.model_class is not None
+    }
+    asked["published"] = partial(answers_of_published, PUBLISHED)
+    for name, answers_now in asked.items():
+        if names and name not in names:
             continue
         started = time.monotonic()
-        if family.model_class is None:
-            continue
         try:
-            found = answers_of(family, 2 if family.name in CORE else 1)
+            found = answers_now()
         except Exception as error:
-            print(f"{family.name:24} no tiny configuration: {type(error).__name__}: {error}", flush=True)
+            print(f"{name:24} no tiny configuration: {type(error).__name__}: {error}", flush=True)
             continue
         for question, answers in found.items():
             for key, answer in answers.items():
                 assert merged.setdefault(question, {}).setdefault(key, answer) == answer, (question, key)
         counts = ", ".join(f"{question} {len(answers)}" for question, answers in sorted(found.items()))
-        print(f"{family.name:24} {time.monotonic() - started:5.1f} s  {counts}", flush=True)
+        print(f"{name:24} {time.monotonic() - started:5.1f} s  {counts}", flush=True)
     content = json.loads(PATH.read_text())
     content[transformers.__version__] = {question: packed(answers) for question, answers in merged.items()}
     PATH.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")

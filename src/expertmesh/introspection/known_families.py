@@ -163,7 +163,10 @@ def matters(key: str) -> bool:
 def _settings(value: Any) -> Any:
     """Reduce settings to what can change the code that runs: a number to 0, 1 or "more", a list to its set."""
     if isinstance(value, dict):
-        return {key: _settings(each) for key, each in value.items() if matters(str(key))}
+        # Models of the table were made from configurations, so that they have no path.
+        return {
+            key: "" if key == "name_or_path" else _settings(each) for key, each in value.items() if matters(str(key))
+        }
     if isinstance(value, list | tuple):
         return sorted({json.dumps(_settings(each), sort_keys=True) for each in value})
     if value is None or isinstance(value, str | bool):
