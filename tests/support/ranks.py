@@ -18,6 +18,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -278,6 +279,7 @@ def _living_rank_main(
     parent = os.getppid()
     left: list[Any] = []
     random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    before, environment, here = _patchable(), dict(os.environ), Path.cwd()
     for turn in itertools.count():
         while not orders.poll(1):
             if os.getppid() != parent:
@@ -292,9 +294,39 @@ def _living_rank_main(
         random.setstate(random_states[2])
         orders.send("starting")
         fn = fns[order] if isinstance(order, int) else functools.partial(order[0], *order[1])
-        if not _run(fn, rank, world, scratch, f"{scratch}/store-{turn}", timeout):
+        if not _run(
+            functools.partial(_unpatched, fn, before), rank, world, scratch, f"{scratch}/store-{turn}", timeout
+        ):
             os._exit(1)
+        os.environ.clear()
+        os.environ |= environment
+        os.chdir(here)
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
         orders.send("done")
+
+
+def _unpatched(fn: Callable[[], Any], before: dict[str, Any]) -> Any:
+    """Return what `fn` gives; raises if it leaves a function or method other than it was in `before`."""
+    result = fn()
+    now = _patchable()
+    patched = sorted(name for name, value in before.items() if now.get(name) is not value)
+    assert not patched, f"left patched: {patched}; what patches a rank for good is for `run_ranks`"
+    return result
+
+
+def _patchable() -> dict[str, Any]:
+    """What tests patch, by name: functions and classes of expertmesh, all that its classes have, and collectives."""
+    found = {}
+    for place, module in list(sys.modules.items()):
+        if place.startswith("expertmesh") or place in ("os", "shutil", "time", "torch.distributed"):
+            for name, value in list(vars(module).items()):
+                if callable(value):
+                    found[f"{place}.{name}"] = value
+                if issubclass(type(value), type) and value.__module__ == place:
+                    own = {key: each for key, each in vars(value).items() if not key.startswith("__pydantic")}
+                    found |= {f"{place}.{name}.{key}": each for key, each in own.items()}
+    return found
 
 
 def _set_up(rank: int, scratch: str) -> None:

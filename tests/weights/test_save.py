@@ -348,7 +348,7 @@ def test_failures_are_the_same_on_all_ranks_and_leave_nothing_behind(
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path / "theirs")
     job = (reference.config, tmp_path / "theirs", tmp_path / "ours", sabotage)
-    first, second = shared_ranks(_save_failing, 2, *job)
+    first, second = run_ranks(_save_failing, 2, *job)
     assert first == second
     assert first[0] == error.__name__
     assert re.search(words, first[1]), first[1]
@@ -362,7 +362,7 @@ def test_any_other_exception_stays_itself_and_ends_the_other_ranks(
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path / "theirs")
     job = (reference.config, tmp_path / "theirs", tmp_path / "ours", sabotage)
-    results = shared_ranks(_save_failing, 2, *job)
+    results = run_ranks(_save_failing, 2, *job)
     assert results[rank][0] in ("RuntimeError", "ZeroDivisionError")
     assert results[1 - rank][0] == DistributedFailure.__name__
     assert f"rank {rank} failed while writing" in results[1 - rank][1]
