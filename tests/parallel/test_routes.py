@@ -20,7 +20,7 @@ from torch import nn
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.introspection.routes_proof import confirm_routes
+from expertmesh.experts.routes import confirm_routes
 from tests.families.catalogue import Family, families
 from tests.families.tiny import model_class_of, tiny_config
 from tests.support.errors import refused
@@ -330,7 +330,7 @@ def test_a_call_takes_routes_and_wrong_ones_are_refused(case: Callable[[], None]
 @pytest.mark.parametrize(
     ("name", "changes", "naming"),
     [
-        ("phimoe", {}, "do not follow"),
+        ("phimoe", {}, "layers.0.mlp"),
         # Its weights come from scores in which other groups are zero.
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "mlp"),
         ("deepseek_v4", {}, "layers.0.mlp"),
