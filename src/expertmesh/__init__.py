@@ -27,6 +27,7 @@ _HOME = {
     "load_weights": "expertmesh.checkpoint.interface",
     "lora_from_peft": "expertmesh.adapters.peft_config",
     "parallelize": "expertmesh.model",
+    "record_routes": "expertmesh.parallel.routes",
     "router_losses": "expertmesh.step.router_losses",
     "save_adapter": "expertmesh.adapters.save",
     "save_checkpoint": "expertmesh.checkpoint.interface",
@@ -54,6 +55,7 @@ __all__ = [
     "load_weights",
     "lora_from_peft",
     "parallelize",
+    "record_routes",
     "router_losses",
     "save_adapter",
     "save_checkpoint",
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from expertmesh.experts.balance import update_router_bias
     from expertmesh.integrations.trainer import trainer
     from expertmesh.model import load_model, parallelize
+    from expertmesh.parallel.routes import record_routes
     from expertmesh.state.other_code import like_ddp
     from expertmesh.step.forward_backward import forward_backward
     from expertmesh.step.grad_norm import clip_grad_norm_

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from expertmesh.compat import FUSED_ATTENTION, assert_async, varlen_operation
 from expertmesh.experts.lora_state import AdapterState
+from expertmesh.experts.routes import Routing, routing
 from expertmesh.experts.token_counts import PackedSamples, packed_samples
 
 Exchanged = TypeVar("Exchanged")
@@ -111,12 +112,12 @@ def block_contexts(
     """Make the `context_fn` of `torch.utils.checkpoint.checkpoint`: one context for each run of a block.
 
     `adapters`: those whose dropout needs in the second run the tokens of the first, because other micro-batches may
-    have run in between. The second run has the packed samples of the first as well.
+    have run in between. The second run has the packed samples and the routes of the first as well.
     """
     record = _Record()
-    number_T, samples = None if adapters is None else adapters.number_T, packed_samples.get()
+    number_T, micro_batch = None if adapters is None else adapters.number_T, (packed_samples.get(), routing.get())
     first, second = (_BlockRun(record, recomputes=again, selective=selective) for again in (False, True))
-    return _during(first, None, None, samples), _during(second, adapters, number_T, samples)
+    return _during(first, None, None, micro_batch), _during(second, adapters, number_T, micro_batch)
 
 
 def is_recomputing() -> bool:
@@ -238,9 +239,12 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 @contextmanager
 def _during(
-    run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tensor | None, samples: PackedSamples | None
+    run: _BlockRun,
+    adapters: AdapterState | None,
+    number_T: torch.Tensor | None,
+    micro_batch: tuple[PackedSamples | None, Routing | None],
 ) -> Iterator[None]:
-    token, outer = _block_run.set(run), packed_samples.set(samples)
+    token, outer, routes = _block_run.set(run), packed_samples.set(micro_batch[0]), routing.set(micro_batch[1])
     current = None if adapters is None else adapters.number_T
     if adapters is not None:
         adapters.number_T = number_T
@@ -250,6 +254,7 @@ def _during(
     finally:
         _block_run.reset(token)
         packed_samples.reset(outer)
+        routing.reset(routes)
         if adapters is not None:
             adapters.number_T = current
         if run.recomputes:

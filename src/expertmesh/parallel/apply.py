@@ -32,6 +32,7 @@ from expertmesh.parallel.compiling import compile_parts
 from expertmesh.parallel.context import split_attention
 from expertmesh.parallel.packing import separate_samples
 from expertmesh.parallel.pipeline import cut
+from expertmesh.parallel.routes import install_routes
 from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import Group, ShardPlan, view_of
 from expertmesh.parallel.tensor import split_parts
@@ -135,6 +136,7 @@ def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
     attach(model, mesh=mesh, shard_plan=plan, frozen_formats=plan.packed)
     split_blocks(model, plan.anatomy, mesh, context.gathers)
     split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
+    install_routes(model, plan.anatomy, held.has)
 
 
 def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:

@@ -136,6 +136,10 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
                     f"{key} {tuple(tensor.shape)} does not fit input_ids {(rows, length)}", key="data.batch-shape"
                 )
             longer[key] = F.pad(tensor, (0, missing), value=_PADDING[key])
+        elif key == "routes":
+            # Recorded ones may have the positions of the padding; any other shape is refused on all ranks together.
+            pads = 0 if tensor.shape[1:2] == (to,) else missing
+            longer[key] = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, pads), value=-1)
         elif key not in ("row_numbers", "reference", "teacher"):  # one of each row
             raise InputError(
                 f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out",
@@ -203,7 +207,7 @@ def _enter_decoder(share: SequenceShare, decoder: Any, args: Any, kwargs: dict[s
     given = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
     embeds, position_ids, masks = (given.get(key) for key in ("inputs_embeds", "position_ids", "attention_mask"))
     rows: torch.Tensor = given["input_ids"] if embeds is None else embeds
-    _refuse_length(rows.shape[1], share)
+    refuse_length(rows.shape[1], share)
     if position_ids is None:
         position_ids = torch.arange(rows.shape[1], device=rows.device)[None]
     own = share.own(rows, 1)
@@ -216,7 +220,8 @@ def _enter_decoder(share: SequenceShare, decoder: Any, args: Any, kwargs: dict[s
     return (), given | there
 
 
-def _refuse_length(length: int, share: SequenceShare) -> None:
+def refuse_length(length: int, share: SequenceShare) -> None:
+    """Raise `InputError` for rows that cannot be cut into equal parts."""
     if length % share.parts:
         raise InputError(
             f"parallel: rows of {length} positions cannot be cut into {share.parts} parts (cp × tp); pad them, or call "
@@ -254,7 +259,7 @@ def _enter_block(
         )
     hidden = given["hidden_states"]
     length = hidden.shape[1] * (1 if entered.cuts else share.parts)
-    _refuse_length(length, share)
+    refuse_length(length, share)
     here = {key: _part(entered, key, value, length) for key, value in given.items()}
     if entered.cuts:
         # A copy, not a view: the full rows must not live until backward, nor be changed by in-place code of a block.

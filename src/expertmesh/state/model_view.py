@@ -86,6 +86,8 @@ class ShardedModel:
     """Hash of the frozen weights: `adapters.base.base_of`."""
     frozen_formats: Any = None
     """Formats of the weights that stay packed, by parameter, or None: `parallel.shard_plan.plan_frozen`."""
+    follows_routes: bool = False
+    """True once its routers were shown to take the routes of a batch: parallel/routes.py."""
     averages_gradients: bool = False
     """True if gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
     source: Source = field(default_factory=Source)

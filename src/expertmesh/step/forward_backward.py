@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.layers import Layers, layers_of
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
+from expertmesh.parallel.routes import refuse_routes
 from expertmesh.parallel.sequence import Batch, sequence_share
 from expertmesh.state.model_view import ModelView, mesh_of
 from expertmesh.state.other_code import refuse_media_on_some_ranks
@@ -163,6 +164,7 @@ def evaluate_terms(model: nn.Module, batches: Sequence[Batch], objective: Object
     if pipeline is None:
         return [loss_of_batch(model, batch, objective) for batch in batches]
     batches = same_shape(batches, sequence_share(model).parts)
+    refuse_routes(model, batches)
     terms: dict[int, Term] = {}
 
     def keep(output: StageOutput) -> None:
@@ -201,6 +203,7 @@ def _through_stages(
     chunk_tokens: int,
 ) -> StepLosses:
     batches = same_shape(micro_batches, sequence_share(model).parts)
+    refuse_routes(model, batches)
     # Both stages' gradients of this step are summed: what an earlier call has left was summed then.
     tied = _tied_between_stages(model)
     before = [parameter.grad for parameter in tied]

@@ -245,6 +245,8 @@ def causal_lm_loss(
             `position_ids`). Labels are aligned with the inputs, with -100 where there is no target; they are shifted
             here. `row_numbers`, `[B]` int64, are for the dropout of adapters: no two rows of a run share one.
             `real_tokens`, `[B, S]` bool, marks what is not padding, for counts of routing (default: `attention_mask`).
+            `routes`, `[B, S, MoE layers, top-k]` int32, are the experts that compute, by the model's numbers, -1 where
+            a token chooses itself; scores stay live. All ranks give them, or none.
         target_tokens: The targets of the whole optimizer step, over all data ranks and micro-batches.
         chunk_tokens: How many target tokens get logits at a time.
 
@@ -252,10 +254,11 @@ def causal_lm_loss(
         A 0-dim fp32 tensor (fp64 in fp64). Waits for the host once, to find the targets.
 
     Raises:
-        InputError: Of a model with a vision tower, only some ranks give images (`pixel_values` and the like).
+        InputError: Of a model with a vision tower, only some ranks give images (`pixel_values` and the like); routes
+            have a wrong shape or expert, or the family cannot replay them.
 
     Collectives: every rank calls it as often as the others, with or without targets: the model's forward and backward
-    are collective. A model with a vision tower issues one small all-reduce first.
+    are collective. A model with a vision tower issues one small all-reduce first, and so do routes.
     """
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(
