@@ -31,6 +31,8 @@ from expertmesh.state.model_view import sharded
 Batch = Mapping[str, torch.Tensor]
 # Values for padded positions. Position ids restart there, so that the padding is a separate sample of a packed row.
 _PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0, "real_tokens": 0}
+# Entries of a batch with one value of each row, which the model does not take.
+OF_ROWS = ("row_numbers", "reference", "desirable", "teacher")
 # Arguments of a block with values per position, and the dim of the positions: for its attention, and for other code.
 _OF_ATTENTION = {"position_embeddings": -2, "attention_scaling": -2, "position_ids": -1, "cache_position": -1}
 _BESIDE_ATTENTION = {"per_layer_input": 1, "input_ids": 1}
@@ -136,7 +138,7 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
                     f"{key} {tuple(tensor.shape)} does not fit input_ids {(rows, length)}", key="data.batch-shape"
                 )
             longer[key] = F.pad(tensor, (0, missing), value=_PADDING[key])
-        elif key not in ("row_numbers", "reference", "teacher"):  # one of each row
+        elif key not in OF_ROWS:
             raise InputError(
                 f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out",
                 key="data.batch-not-paddable",
