@@ -19,10 +19,10 @@ from expertmesh.verification.reference import unsharded
 from tests.training.dpo_by_trl import PAIRS, ByTrl, trained_by_trl
 from tests.training.tiny_run import GLOBAL_BATCH, run_config
 
-# Three steps and one of a single row, which leaves ranks without one; the last full one has desirable rows alone.
+# Three steps and one of a single row, which leaves ranks without one.
 ROWS = [
     {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
-    for pair, good in zip(PAIRS, [n in (1, 2, 6) or n >= 8 for n in range(13)], strict=True)
+    for pair, good in zip(PAIRS, [n in (1, 2, 6, 8, 9, 11, 12) for n in range(13)], strict=True)
 ]
 STEPS = 4
 FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl")
@@ -33,7 +33,7 @@ def kto_config(inputs: Path, output: Path, *overrides: str) -> Config:
     """A run of `STEPS` steps on `ROWS`, at a constant learning rate."""
     path = inputs / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    options = [f"data.train=[{{path: {path}}}]", OBJECTIVE, f"train.max_steps={STEPS}", "optim.learning_rate=3.0e-3"]
+    options = [f"data.train=[{{path: {path}}}]", OBJECTIVE, f"train.max_steps={STEPS}", "optim.learning_rate=3.0e-4"]
     options += ["schedule={name: constant, warmup_ratio: 0.0}", "data.max_length=128"]
     return run_config(inputs, output, *options, *overrides)
 

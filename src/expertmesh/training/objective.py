@@ -41,7 +41,6 @@ from expertmesh.training.reporting.first_loss import first_loss_lines, first_los
 from expertmesh.training.teacher import Teacher
 
 REFERENCE_FILE = "reference/log_probabilities.safetensors"
-_MISMATCHED = "/mismatched"  # ends the name of a second table
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +179,15 @@ class RunObjective:
 def reference_file(datasets: Sequence[TokenizedDataset]) -> dict[str, bytes]:
     """Return what a checkpoint has of the data sets' references, by path: a table by the hash of each data set."""
     tables = {each.sha256(): torch.from_numpy(each.reference) for each in datasets if each.reference is not None}
-    mismatched = ((each.sha256(), each.mismatched_reference) for each in datasets)
-    tables |= {f"{name}{_MISMATCHED}": torch.from_numpy(table) for name, table in mismatched if table is not None}
+    for name, dataset in zip(_mismatched_names(datasets), datasets, strict=True):
+        if dataset.mismatched_reference is not None:
+            tables[name] = torch.from_numpy(dataset.mismatched_reference)
     return {REFERENCE_FILE: safetensors.torch.save(tables)} if tables else {}
+
+
+def _mismatched_names(datasets: Sequence[TokenizedDataset]) -> list[str]:
+    """Return the names of the tables of mismatched rows: the first data set is trained on, over and over."""
+    return [f"{each.sha256()}/{'run' if each is datasets[0] else 'evaluation'}" for each in datasets]
 
 
 def _read_reference(
@@ -201,8 +206,8 @@ def _read_reference(
                 key="checkpoint.no-reference",
             )
         dataset.reference = table.numpy()
-    for dataset, others in zip(datasets, mismatched, strict=False):
-        known = dataset.mismatched_reference = tables[f"{dataset.sha256()}{_MISMATCHED}"].numpy()
+    for name, dataset, others in zip(_mismatched_names(datasets), datasets, mismatched, strict=False):
+        known = dataset.mismatched_reference = tables[name].numpy()
         if len(known) < len(others):
             raise InputError(
                 f"{checkpoint} has log-probabilities of the reference for the {len(known):,} rows that the run was to "

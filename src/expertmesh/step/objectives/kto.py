@@ -52,13 +52,13 @@ class Kto:
         assert self.kl is not None, "no mismatched rows were measured"
         kl, reference_B, desirable_B = self.kl, reference_of("kto", batch), batch["desirable"]
         real_B = (batch["labels"][:, 1:] != IGNORED).any(dim=1)
-        weight_B = torch.where(desirable_B, self.desirable_weight, self.undesirable_weight) * real_B
-        sign_B = torch.where(desirable_B, 1.0, -1.0)
+        good_B = desirable_B.double()  # a factor in fp32 would be rounded
+        weight_B = (self.desirable_weight * good_B + self.undesirable_weight * (1 - good_B)) * real_B
 
         def of_rows(log_probability_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             ratio_B = (log_probability_B - reference_B).where(real_B, 0.0)
             # 1 − σ(x) is σ(−x), without cancellation where x is large.
-            loss = (weight_B * torch.sigmoid(-self.beta * sign_B * (ratio_B - kl))).sum() / self.count
+            loss = (weight_B * torch.sigmoid(self.beta * (1 - 2 * good_B) * (ratio_B - kl))).sum() / self.count
             reward_B, counts = self.beta * ratio_B.detach(), (self.desirable, self.count - self.desirable)
             chosen, rejected = (
                 (reward_B * (real_B & (desirable_B == wanted))).sum() / max(1, count)
