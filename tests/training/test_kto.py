@@ -193,7 +193,7 @@ def read(tmp_path: Path, rows: list[dict[str, Any]], **facts: Any) -> TokenizedD
 
 
 def test_rows_of_text_and_messages_keep_their_labels(tmp_path: Path) -> None:
-    text = [{"prompt": f"{n} ", "completion": "one two", "label": n % 2} for n in range(3)]
+    text = [{"prompt": f"{n} ", "completion": "one two", "label": label} for n, label in enumerate((0, 1, "False"))]
     dataset = read(tmp_path, [*ROWS[:3], *text], judged=True)
     assert dataset.desirable is not None
     assert dataset.desirable.tolist() == [row["label"] for row in ROWS[:3]] + [False, True, False]

@@ -54,18 +54,18 @@ class ObjectiveConfig(Section):
     section: ClassVar[str] = "objective"
 
     name: ObjectiveName = "sft"
-    """Cross-entropy of target tokens (sft), or a loss of pairs of responses: dpo (arXiv 2305.18290), simpo (2405.14734)
-    or orpo (2403.07691). Their data have the format preference; batch sizes then count pairs. kto (2402.01306) takes
-    single responses with a label, of format unpaired_preference. distill takes sft's rows and learns from a teacher."""
+    """Cross-entropy of target tokens (sft); a loss of pairs of responses (format preference; batch sizes count pairs):
+    dpo (arXiv 2305.18290), simpo (2405.14734) or orpo (2403.07691); of labelled responses (unpaired_preference): kto
+    (2402.01306). distill takes sft's rows and learns from a teacher."""
     beta: float = Field(default=0.1, gt=0, le=MAX_FACTOR)
     """Factor of the log-probabilities in the losses of dpo and kto (the larger, the closer the model stays to the
     reference, which is the model before its first step) and simpo, of the odds ratio's loss in orpo."""
     gamma: float = Field(default=0.5, ge=0, le=MAX_FACTOR)
     """Reward by which simpo wants a chosen response above the rejected one; for simpo alone."""
     desirable_weight: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
-    """Factor of the losses of kto's desirable responses."""
+    """Factor of desirable responses' losses in kto."""
     undesirable_weight: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
-    """Factor of the losses of kto's other responses."""
+    """The same of the others."""
     teacher: Name | None = None
     """The model that distill learns from, frozen, of the same vocabulary; named as model.name_or_path."""
     temperature: float = Field(default=1.0, gt=0, le=MAX_FACTOR)

@@ -441,7 +441,9 @@ def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Prefe
 def _parse_judged(row: Mapping[str, Any], roles: Mapping[str, str]) -> Judged:
     """Read a response with its label as TRL does."""
     prompt, completion, label = row["prompt"], row["completion"], row["label"]
-    if not _is_label(label):
+    if isinstance(label, str):  # all that CSV has
+        label = {"true": True, "false": False}.get(label.lower(), label)
+    if not isinstance(label, bool | int) or label not in (0, 1):
         said = "missing or null" if label is None else show(label)
         raise MalformedRow(f"'label' is {said}, not true (a desirable completion) or false")
     _refuse_empty(row, "prompt", "completion")
@@ -452,10 +454,6 @@ def _parse_judged(row: Mapping[str, Any], roles: Mapping[str, str]) -> Judged:
         return Judged(before, answer, bool(label), *_for_template(row))
     _refuse_template_columns(row, "its prompt and completion are")
     return Judged(_text(prompt, "'prompt'"), _text(completion, "'completion'"), bool(label))
-
-
-def _is_label(value: Any) -> bool:
-    return isinstance(value, bool | int) and value in (0, 1)
 
 
 def _refuse_empty(row: Mapping[str, Any], *keys: str) -> None:
