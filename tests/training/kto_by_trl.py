@@ -5,6 +5,7 @@ the rows of each step from the last to the first.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 
 from expertmesh.config import Config
 from expertmesh.data import build_dataset
+from expertmesh.step.objectives.kto import Kto
 from expertmesh.verification.reference import unsharded
 from tests.training.dpo_by_trl import PAIRS, ByTrl, trained_by_trl
 from tests.training.tiny_run import GLOBAL_BATCH, run_config
@@ -36,6 +38,11 @@ def kto_config(inputs: Path, output: Path, *overrides: str) -> Config:
     options = [f"data.train=[{{path: {path}}}]", OBJECTIVE, f"train.max_steps={STEPS}", "optim.learning_rate=3.0e-4"]
     options += ["schedule={name: constant, warmup_ratio: 0.0}", "data.max_length=128"]
     return run_config(inputs, output, *options, *overrides)
+
+
+def kl_of_own_rows(kto: Kto, ratios: list[Tensor], desirable: int, device: torch.device) -> Kto:
+    """A planted bug, in the place of `Kto.measured`: each rank has the mean of its own rows."""
+    return replace(kto, kl=torch.cat(ratios).mean().clamp(min=0), desirable=desirable)
 
 
 def steps_of(rows: list[Any]) -> list[list[Any]]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,15 @@ from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import run_ranks
 from tests.support.reference import worst
 from tests.training.dpo_by_trl import ByTrl
-from tests.training.kto_by_trl import FIGURES, ROWS, STEPS, kto_config, train_kto_by_hand, train_kto_by_trl
+from tests.training.kto_by_trl import (
+    FIGURES,
+    ROWS,
+    STEPS,
+    kl_of_own_rows,
+    kto_config,
+    train_kto_by_hand,
+    train_kto_by_trl,
+)
 from tests.training.test_distill_parity import EXACT, start_adapter
 from tests.training.test_dpo_parity import ADAPTED, BY_LAYER, EPS, LAYOUTS, LORA, train_keeping_gradients
 from tests.training.tiny_run import metrics, rows_without_times, train_steps, weights, write_inputs
@@ -96,12 +103,7 @@ def test_adapters_equal_stock_pefts_under_trl(inputs: Path, tmp_path: Path, layo
 
 
 def _own_kl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has the mean of its own rows."""
-
-    def own(self: Kto, ratios: list[Tensor], desirable: int, device: torch.device) -> Kto:
-        return replace(self, kl=torch.cat(ratios).mean().clamp(min=0), desirable=desirable)
-
-    monkeypatch.setattr(Kto, "measured", own)
+    monkeypatch.setattr(Kto, "measured", kl_of_own_rows)
 
 
 def _other_label(monkeypatch: pytest.MonkeyPatch) -> None:
