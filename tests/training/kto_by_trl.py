@@ -26,6 +26,7 @@ ROWS = [
     {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
     for pair, good in zip(PAIRS, [n in (1, 2, 6, 8, 9, 11, 12) for n in range(13)], strict=True)
 ]
+EVALUATED = ROWS[8:12]
 STEPS = 4
 FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl")
 OBJECTIVE = "objective={name: kto, beta: 0.4, desirable_weight: 1.5, undesirable_weight: 0.75}"
@@ -54,7 +55,7 @@ def train_kto_by_trl(config: Config, scratch: Path, model: Any = None) -> ByTrl:
     rows = [row for step in steps_of(ROWS) for row in reversed(step)]
     objective = config.objective
     weights = {key: getattr(objective, key) for key in ("desirable_weight", "undesirable_weight")}
-    return trained_by_trl(trl.KTOTrainer, trl.KTOConfig, rows, rows[:GLOBAL_BATCH], config, scratch, model, **weights)
+    return trained_by_trl(trl.KTOTrainer, trl.KTOConfig, rows, EVALUATED[::-1], config, scratch, model, **weights)
 
 
 def train_kto_by_hand(config: Config, model: Any) -> ByTrl:

@@ -25,6 +25,7 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import worst
 from tests.training.dpo_by_trl import ByTrl
 from tests.training.kto_by_trl import (
+    EVALUATED,
     FIGURES,
     ROWS,
     STEPS,
@@ -77,8 +78,13 @@ CASES = {
 @pytest.mark.parametrize("layout", CASES)
 def test_every_layout_equals_trls_trainer(inputs: Path, tmp_path: Path, expected: ByTrl, layout: str) -> None:
     world, options = CASES[layout]
-    config = kto_config(inputs, tmp_path / "run", *options)
+    (inputs / "evaluated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in EVALUATED))
+    config = kto_config(inputs, tmp_path / "run", *options, f"data.eval={inputs / 'evaluated.jsonl'}")
     check(tmp_path / "run", run_ranks(train_keeping_gradients, world, config)[0], expected, 1e-5)
+    row = metrics(tmp_path / "run")[-1]
+    assert row["eval_kl"] > 0.01
+    for name in ("eval_loss", *(f"eval_{name}" for name in FIGURES)):
+        assert row[name] == pytest.approx(expected.evaluation[name], rel=1e-4, abs=1e-4), name
 
 
 def test_the_plain_formula_in_fp64(tmp_path: Path) -> None:
