@@ -25,6 +25,7 @@ from tests.cli.rank_of_srun import rank_of_srun
 from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import LivingRanks, run_ranks, shared_ranks
 from tests.training.dpo_by_trl import PAIRS
+from tests.training.kto_by_trl import ROWS as LABELLED
 from tests.training.tiny_run import ROWS, metrics, run_config, write_inputs
 
 # Ranks, and how they are laid out: rows travel along ep beside each other axis.
@@ -169,6 +170,7 @@ def _inputs_of(root: Path, key: str) -> Path:
     inputs = write_inputs(root / f"of {key}", family, **changes)
     write_inputs(inputs / "teacher", family, seed=1, **changes)
     (inputs / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    (inputs / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LABELLED))
     # Each further length may be traced again, in every rank.
     (inputs / "two lengths.jsonl").write_text("".join(json.dumps(ROWS[n % 2]) + "\n" for n in range(len(ROWS))))
     code = main(["convert", str(inputs / "model"), "--output", str(inputs / "published"), "--dtype", "fp8"])
@@ -182,7 +184,7 @@ def _arguments(inputs: Path, option: str, axes: str, output: Path) -> list[str]:
     if "distill" in option:
         given = [each.replace("teacher: MODEL", f"teacher: {inputs / 'teacher' / 'model'}") for each in given]
     elif "objective" in option:
-        given += [f"data.train={inputs / 'pairs.jsonl'}", "data.max_length=128"]
+        given += [f"data.train={inputs / ('rows.jsonl' if 'kto' in option else 'pairs.jsonl')}", "data.max_length=128"]
     if "compile" in option:
         given += [f"data.train={inputs / 'two lengths.jsonl'}"]
     if "eval" in option:

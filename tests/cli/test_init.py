@@ -159,6 +159,18 @@ def test_pairs_are_trained_as_pairs(tmp_path: Path, data: str, capsys: pytest.Ca
     )
 
 
+def test_labelled_responses_are_trained_by_kto(tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_inputs(tmp_path)
+    labelled = [{"prompt": "What is it? ", "completion": "Nothing.", "label": n % 2 == 1} for n in range(200)]
+    config = written("model", "--data", rows(tmp_path, labelled))
+    assert (config.objective.name, config.data.packing, config.optim.learning_rate) == ("kto", False, 1e-6)
+    capsys.readouterr()
+    assert check.run(config, nproc=2, samples=2) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^undesirable .*:1: .*\n(.*\n)+desirable .*:2: ", said, re.MULTILINE)
+    assert "100 of 200 responses are desirable" in said
+
+
 def test_key_value_is_what_the_file_says_and_what_is_planned(
     tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,14 +17,14 @@ from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
 from expertmesh.data import DataReport, Ranks, Recipe, Stream, TokenizedDataset, build_dataset
-from expertmesh.data.formats import FORMATS, PREFERENCE, MalformedRow, convert
+from expertmesh.data.formats import FORMATS, PREFERENCE, UNPAIRED, MalformedRow, convert
 from tests.data.test_build import VOCABULARY, chat, write
 from tests.data.test_formats import ASSISTANT, ROWS, USER
 from tests.data.test_prepared import make, preparation
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.support.errors import refused
 
-SFT = [name for name in FORMATS if name != PREFERENCE]
+SFT = [name for name in FORMATS if name not in (PREFERENCE, UNPAIRED)]
 QUESTIONS = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}."} for n in range(5)]
 SOLVED = {"columns": {"prompt": "question", "completion": "answer"}}
 
@@ -201,7 +201,7 @@ def test_usual_names_of_the_two_speakers_are_known(name: str, roles: tuple[str, 
     assert convert(row, name) == convert(ROWS["messages"], "messages")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*SFT, PREFERENCE])
 def test_columns_that_a_format_does_not_read_are_listed(tmp_path: Path, name: str) -> None:
     """Another column may have what an optional one of the format is for, as a system text or a context."""
     own = ROWS[name]

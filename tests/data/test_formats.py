@@ -28,12 +28,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "prompt_completion": {"prompt": "q", "completion": "a"},
     "text": {"text": "q a"},
     "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "unpaired_preference": {"prompt": "q", "completion": "a", "label": True},
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_format_is_told_by_its_keys(name: str) -> None:
-    assert fitting_formats(ROWS[name]) == (name,)
+    also = ("prompt_completion",) if name == "unpaired_preference" else ()
+    assert fitting_formats(ROWS[name]) == (*also, name)
 
 
 def test_most_specific_format_comes_first_and_the_others_are_named() -> None:

@@ -51,12 +51,20 @@ class ByTrl:
 
 def train_by_trl(config: Config, scratch: Path, model: Any = None, **args: Any) -> ByTrl:
     """What `config` says, by TRL, on `model` (default: the model directory), and on its training data evaluated."""
+    return trained_by_trl(trl.DPOTrainer, trl.DPOConfig, PAIRS, PAIRS, config, scratch, model, **args)
+
+
+def trained_by_trl(
+    trainer_class: Any, config_class: Any, rows: list[Any], evaluated: list[Any], config: Config, scratch: Path,
+    model: Any, **args: Any,
+) -> ByTrl:  # fmt: skip
+    """The same by one of TRL's trainers, on `rows`."""
     optim, path = config.optim, config.model.name_or_path
-    arguments = trl.DPOConfig(
+    arguments = config_class(
         output_dir=str(scratch),
         beta=config.objective.beta,
         per_device_train_batch_size=GLOBAL_BATCH,
-        per_device_eval_batch_size=len(PAIRS),
+        per_device_eval_batch_size=len(evaluated),
         num_train_epochs=1,
         max_length=config.data.max_length,
         max_grad_norm=optim.max_grad_norm,
@@ -74,11 +82,11 @@ def train_by_trl(config: Config, scratch: Path, model: Any = None, **args: Any) 
         gradient_checkpointing=False,
     )
     seen = _Gradients()
-    trainer = trl.DPOTrainer(
+    trainer = trainer_class(
         model=str(path) if model is None else model,
         args=arguments,
-        train_dataset=Dataset.from_list(PAIRS),
-        eval_dataset=Dataset.from_list(PAIRS),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(evaluated),
         processing_class=AutoTokenizer.from_pretrained(path),
         callbacks=[seen],
         optimizers=(None, None),
@@ -88,9 +96,9 @@ def train_by_trl(config: Config, scratch: Path, model: Any = None, **args: Any) 
         trained.values(), lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
     )
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row]
+    logged = [row for row in trainer.state.log_history if "loss" in row]
     weights = {name: parameter.detach().clone() for name, parameter in trained.items()}
-    return ByTrl(rows, trainer.evaluate(), seen.found, weights)
+    return ByTrl(logged, trainer.evaluate(), seen.found, weights)
 
 
 class _Gradients(TrainerCallback):

@@ -24,7 +24,7 @@ from expertmesh.step.objectives.dpo import Dpo
 from expertmesh.step.objectives.orpo import Orpo
 from expertmesh.step.objectives.pairs import PairObjective
 from expertmesh.training import objective
-from expertmesh.training.reporting.first_loss import first_loss_of_pairs_lines
+from expertmesh.training.reporting.first_loss import first_loss_of_responses_lines
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused, refused_on_ranks
@@ -168,9 +168,9 @@ def test_the_plan_and_the_first_loss_are_said(inputs: Path, tmp_path: Path, capf
     assert "first loss 0.6931 before any update; a model that equals its reference has ln 2 = 0.6931\n" in said
     assert "warning" not in said
     dpo = ObjectiveConfig(name="dpo")
-    (warning,) = [line for line in first_loss_of_pairs_lines(dpo, 0.9) if line.startswith("warning")]
+    (warning,) = [line for line in first_loss_of_responses_lines(dpo, 0.9) if line.startswith("warning")]
     assert "the reference is not the model that training starts from" in warning
-    assert not list(first_loss_of_pairs_lines(dpo, float("nan")))
+    assert not list(first_loss_of_responses_lines(dpo, float("nan")))
 
 
 def test_what_a_preference_run_cannot_have_is_refused_before_weights_are_read(inputs: Path, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_batch_without_a_reference_is_refused() -> None:
 
 
 def test_every_objective_of_pairs_has_a_class_that_reports_what_is_promised() -> None:
-    facts = {name: each for name, each in OBJECTIVES.items() if each.pairs}
+    facts = {name: each for name, each in OBJECTIVES.items() if each.format == "preference"}
     assert OF_PAIRS.keys() == facts.keys()
     for name in facts:
         made = objective_of(ObjectiveConfig(name=name), rows=1, target_tokens=1, evaluated=True)

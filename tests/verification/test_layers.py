@@ -20,6 +20,7 @@ from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
 from tests.support.ranks import RankFailed, run_ranks, shared_ranks
 from tests.training.dpo_by_trl import preference_config
+from tests.training.kto_by_trl import kto_config
 from tests.training.tiny_run import run_config, write_inputs
 from tests.weights.published import FORMATS, is_linear, quantise
 
@@ -97,6 +98,25 @@ JOBS = {
             "saved model in plain transformers",
         },
     ),
+    "kto": ProvenJob(
+        "qwen3_moe",
+        4,
+        ("parallel.ep=2", "parallel.tp=2", "precision.compute=bfloat16"),
+        {"packed = separate samples", *ADAPTERS},
+        self_test=True,
+    ),
+    "kto, adapters": ProvenJob(
+        "qwen3_moe",
+        2,
+        ("parallel.pp=2", "lora={r: 4, targets: [attention, experts]}"),
+        {
+            "ep 1 = ep 2",
+            "ep 1 = ep 4",
+            "by layer = by micro-batch",
+            "packed = separate samples",
+            "saved model in plain transformers",
+        },
+    ),
     "simpo": ProvenJob(
         "qwen3_moe",
         2,
@@ -148,7 +168,7 @@ JOBS = {
 
 @pytest.mark.slow_cases(r"bytes of cp", why="the bytes of tp and pp stay")
 @pytest.mark.slow_cases(
-    r"(adapters.*|tp|bfloat16, biases|hybrid, recomputed|float64|cp|dpo.*|simpo|orpo.*|distill.*|packed)",
+    r"(adapters.*|tp|bfloat16, biases|hybrid, recomputed|float64|cp|dpo.*|kto.*|simpo|orpo.*|distill.*|packed)",
     why="pp stays, and every planted bug of test_mutations.py",
 )
 @pytest.mark.parametrize("kind", JOBS)
@@ -157,6 +177,7 @@ def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs", job.family)
     (tmp_path / "runs").mkdir()
     configured = preference_config if re.match(r"dpo|simpo|orpo", kind) else run_config
+    configured = kto_config if kind.startswith("kto") else configured
     teacher = write_inputs(tmp_path / "teacher", job.family, num_experts=16) if kind.startswith("distill") else inputs
     overrides = [each.replace("TEACHER", str(teacher / "model")) for each in job.overrides]
     config = configured(inputs, tmp_path / "runs" / "run", *overrides)

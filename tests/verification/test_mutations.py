@@ -13,6 +13,7 @@ import torch
 from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
 from expertmesh.step.objectives.dpo import Dpo
+from expertmesh.step.objectives.kto import Kto
 from expertmesh.training import objective as training
 from expertmesh.training.control import Control
 from expertmesh.verification import run as runner
@@ -21,6 +22,7 @@ from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check, Figure, Mutation, Report
 from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.dpo_by_trl import preference_config
+from tests.training.kto_by_trl import kl_of_own_rows, kto_config
 from tests.training.tiny_run import run_config, write_inputs
 
 EXPECTED = {
@@ -113,6 +115,13 @@ def test_a_reference_with_its_adapters_on_is_seen(inputs: Path, tmp_path: Path) 
     config = preference_config(inputs, tmp_path / "run", "lora={r: 4}")
     off = mock.patch.object(training, "adapters_off", return_value=contextlib.nullcontext())
     assert _layers_that_fail(config, off.start) == {"forward: float32: log-probabilities of the reference"}
+
+
+@pytest.mark.slow(why="dpo's stay; training/test_kto.py plants it in a run")
+def test_a_kl_of_each_ranks_own_rows_is_seen(inputs: Path, tmp_path: Path) -> None:
+    config = kto_config(inputs, tmp_path / "run", "parallel.ep=2")
+    own = mock.patch.object(Kto, "measured", kl_of_own_rows)
+    assert "forward: float32: losses" in _layers_that_fail(config, own.start)
 
 
 def _fails(config: object, control: Control) -> str:

@@ -9,7 +9,9 @@ from pydantic import BeforeValidator, Field, model_serializer, model_validator
 from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, refuse
 from expertmesh.config.explain import close_to
 
-DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
+DataFormat = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "unpaired_preference"
+]
 WhatToDo = Literal["keep", "drop", "stop"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -20,6 +22,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion", "tools", "functions", "chat_template_kwargs"),
     "text": ("text",),
     "preference": ("prompt", "chosen", "rejected", "tools", "functions", "chat_template_kwargs"),
+    "unpaired_preference": ("prompt", "completion", "label", "tools", "functions", "chat_template_kwargs"),
 }
 """The columns that each format reads."""
 WITHOUT_ROLES = ("alpaca", "text")
@@ -107,7 +110,7 @@ class DataConfig(Section):
     prepared_path: str | None = None
     """Directory for tokens, which runs may share; null for prepared in output_dir."""
     packing: bool = True
-    """Fill each sequence with several samples; attention stays inside each. Off with objectives of pairs."""
+    """Fill each sequence with several samples; attention stays inside each. Off with objectives of responses."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
     shuffle: bool = True

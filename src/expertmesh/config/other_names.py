@@ -39,6 +39,8 @@ THEIRS = {
     "objective.name": "rl rlhf_type stage",
     "objective.beta": "dpo_beta rl_beta pref_beta orpo_alpha",
     "objective.gamma": "simpo_gamma",
+    "objective.desirable_weight": "kto_chosen_weight kto_desirable_weight",
+    "objective.undesirable_weight": "kto_rejected_weight kto_undesirable_weight",
     "objective.teacher": "teacher_model_name_or_path teacher_model",
     "optim.name": "optimizer optimizer_name",
     "optim.learning_rate": "lr",

@@ -21,6 +21,8 @@ Changeable = Literal[
     "moe.bias_update_rate",
     "objective.beta",
     "objective.gamma",
+    "objective.desirable_weight",
+    "objective.undesirable_weight",
     "objective.temperature",
     "objective.sft_weight",
 ]

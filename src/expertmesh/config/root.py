@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from expertmesh.config.base import Name, Section, refuse
 from expertmesh.config.data import DataConfig, EvalConfig
-from expertmesh.config.objective import ObjectiveConfig, eval_figures, objective_conflicts, takes_pairs
+from expertmesh.config.objective import ObjectiveConfig, eval_figures, objective_conflicts, takes_responses
 from expertmesh.config.output import CheckpointConfig, DistributedConfig, LogConfig, SaveConfig
 from expertmesh.config.sections import (
     LoraConfig,
@@ -60,13 +60,13 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rows_of_pairs(cls, values: Any) -> Any:
-        """Turn packing off for pairs, whose responses are rows of their own, unless it is asked for."""
+    def _rows_of_responses(cls, values: Any) -> Any:
+        """Turn packing off for responses, which are rows of their own, unless it is asked for."""
         if not isinstance(values, dict):
             return values
         objective, data = values.get("objective"), values.get("data")
         name = objective.get("name") if isinstance(objective, dict) else getattr(objective, "name", None)
-        if not takes_pairs(name):
+        if not takes_responses(name):
             return values
         if isinstance(data, dict) and "packing" not in data:
             return {**values, "data": {**data, "packing": False}}
@@ -76,7 +76,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        problems = list(objective_conflicts(self.objective, self.data, self.lora))
+        problems = list(objective_conflicts(self.objective, self.data, self.lora, self.train))
         if self.train.eval_every_steps is not None and not self.data.eval:
             problems.append(
                 f"train.eval_every_steps is {self.train.eval_every_steps}, but data.eval is empty; name data "

@@ -12,9 +12,10 @@ import numpy as np
 from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.data.encoding.encode import Encoded
-from expertmesh.data.encoding.preference import PairEncoder
+from expertmesh.data.encoding.preference import ResponseEncoder
 from expertmesh.data.formats import (
     Conversation,
+    Judged,
     MalformedRow,
     PlainText,
     Preference,
@@ -54,6 +55,8 @@ class Block:
     """Coded tokens and targets, as `tokenized.coded` returns them."""
     rows: list[int] = field(default_factory=list)
     """The number of the row that each sample came from."""
+    desirable: list[bool] = field(default_factory=list)
+    """The label of each sample, of format unpaired_preference; True in the others."""
 
     def facts(self) -> BlockFacts:
         return BlockFacts(self.place, self.file, len(self.samples), self.report)
@@ -66,7 +69,7 @@ class BlockEncoder:
     """
 
     def __init__(
-        self, sources: Sequence[DataSource], config: DataConfig, encoder: PairEncoder, vocab_size: int
+        self, sources: Sequence[DataSource], config: DataConfig, encoder: ResponseEncoder, vocab_size: int
     ) -> None:
         self._sources, self._config, self._encoder, self._vocab_size = sources, config, encoder, vocab_size
 
@@ -91,25 +94,30 @@ class BlockEncoder:
                 usable.append((raw, record, odd))
         lengths: list[int] = []
         results = self._encoded([record for _, record, _ in usable])
-        for (raw, _, counted), result in zip(usable, results, strict=True):
+        for (raw, record, counted), result in zip(usable, results, strict=True):
             if isinstance(result, MalformedRow):
                 self._skip(block, raw, result)
                 continue
             in_text = dict.fromkeys(kind for each in result for kind in each.odd if kind not in counted)
             if self._keeps(block, raw, list(in_text)):
                 lengths += [len(each.input_ids) for each in result]
+                before = len(block.samples)
                 self._add_samples(block, raw, result)
+                added = len(block.samples) - before
+                desirable = not isinstance(record, Judged) or record.desirable
+                block.desirable += [desirable] * added
+                block.report.desirable += desirable * added
         block.report.dated = int(self._encoder.date_written is not None)
         block.report.length_counts = length_counts(lengths, self._config.max_length)
         return block
 
     def _encoded(self, records: list[Record]) -> Iterator[Sequence[Encoded] | MalformedRow]:
-        """Yield the samples of each record, one or the two of a pair."""
-        pairs = [record for record in records if isinstance(record, Preference)]
-        if pairs:  # records of one source are of one format
-            yield from self._encoder.encode_pairs(pairs)
+        """Yield the samples of each record, of responses one for each."""
+        responses = [record for record in records if isinstance(record, Preference | Judged)]
+        if responses:  # records of one source are of one format
+            yield from self._encoder.encode_responses(responses)
             return
-        yield from self._encoder.encode([record for record in records if not isinstance(record, Preference)])
+        yield from self._encoder.encode([record for record in records if not isinstance(record, Preference | Judged)])
 
     def _keeps(self, block: Block, raw: RawRow, kinds: Sequence[str]) -> bool:
         """Return whether `data.on_*` keeps a row of these kinds, each of which is counted."""

@@ -19,9 +19,9 @@ from expertmesh.config.explain import close_to
 from expertmesh.config.objective import objectives_of
 from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.data.blocks import Block, BlockEncoder, BlockFacts, Place
-from expertmesh.data.encoding.preference import PairEncoder
+from expertmesh.data.encoding.preference import ResponseEncoder
 from expertmesh.data.encoding.targets import ChatOptions
-from expertmesh.data.formats import FORMATS, PREFERENCE, fitting_formats, names_of, suggested_columns
+from expertmesh.data.formats import FORMATS, PREFERENCE, UNPAIRED, fitting_formats, names_of, suggested_columns
 from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport
 from expertmesh.data.sources import BLOCK_ROWS, Columns, RawRow, RowShare, SourceFile, locations
 from expertmesh.data.tokenized import TokenizedDataset
@@ -42,6 +42,8 @@ class Recipe:
     """True if rows are preferences; each gives two samples, the chosen one first."""
     date: datetime.date | None = None
     """The date that a chat template writes as today's; None takes today's."""
+    judged: bool = False
+    """True if rows are responses with a label."""
 
     @classmethod
     def of(
@@ -53,7 +55,9 @@ class Recipe:
         date: datetime.date | None = None,
     ) -> "Recipe":
         """Return the recipe of a run for one of its lists of sources."""
-        return cls(sources, config.data, tokenizer, model_vocab_size, config.objective.pairs, date)
+        return cls(
+            sources, config.data, tokenizer, model_vocab_size, config.objective.pairs, date, config.objective.judged
+        )
 
     @property
     def samples_per_row(self) -> int:
@@ -62,7 +66,14 @@ class Recipe:
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats that rows may have."""
-        return tuple(name for name in FORMATS if (name == PREFERENCE) is self.pairs)
+        if self.pairs or self.judged:
+            return (PREFERENCE if self.pairs else UNPAIRED,)
+        return tuple(name for name in FORMATS if name not in (PREFERENCE, UNPAIRED))
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The columns that rows must have, or those of one of their formats."""
+        return ("prompt", "chosen", "rejected") if self.pairs else ("prompt", "completion", *["label"] * self.judged)
 
 
 def build_dataset(
@@ -73,6 +84,7 @@ def build_dataset(
     model_vocab_size: int,
     pairs: bool = False,
     date: datetime.date | None = None,
+    judged: bool = False,
 ) -> tuple[TokenizedDataset, DataReport]:
     """Read and tokenize `sources` (`data.train` or `data.eval`) as `data_config` says; arguments as in `Recipe`.
 
@@ -80,7 +92,7 @@ def build_dataset(
     `data.on_*` stops at, a token id without an embedding, a chat template without a trustworthy mask, or a data set
     without a single target token.
     """
-    return build(Recipe(sources, data_config, tokenizer, model_vocab_size, pairs, date))
+    return build(Recipe(sources, data_config, tokenizer, model_vocab_size, pairs, date, judged))
 
 
 def build(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
@@ -93,6 +105,8 @@ def build(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
         [sample for block in blocks for sample in block.samples],
         [number[block.place[:2]] for block in blocks for _ in block.samples],
         [row for block in blocks for row in block.rows],
+        [label for block in blocks for label in block.desirable],
+        judged=recipe.judged,
         files=files,
         samples_per_row=recipe.samples_per_row,
     )
@@ -142,7 +156,7 @@ def encoder_of(recipe: Recipe) -> BlockEncoder:
     """Return the encoder of blocks of rows."""
     config = recipe.config
     options = ChatOptions(config.loss_on, config.thinking, config.template_args, recipe.date or datetime.date.today())
-    return BlockEncoder(recipe.sources, config, PairEncoder(recipe.tokenizer, options), recipe.model_vocab_size)
+    return BlockEncoder(recipe.sources, config, ResponseEncoder(recipe.tokenizer, options), recipe.model_vocab_size)
 
 
 def source_report(recipe: Recipe, source: DataSource) -> SourceReport:
@@ -215,12 +229,14 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
         tried += 1
         found = fitting_formats(raw.value) if raw.value is not None else ()
         fits = tuple(name for name in found if name in recipe.formats)
-        if fits:
+        labelled = UNPAIRED in found and isinstance((raw.value or {})["label"], bool)
+        if fits and (fits == (UNPAIRED,) or not labelled or recipe.config.on_error == "skip"):
             return fits[0], fits[1:]
         if found:
-            wanted = objectives_of(pairs=not recipe.pairs)
+            other = UNPAIRED if labelled else found[0]
             raise InputError(
-                f"{raw.position}: the row is of format {found[0]}, which only objective.name {wanted} trains on; "
+                f"{raw.position}: the row is of format {other}, which only objective.name {objectives_of(other)} "
+                f"trains on; "
                 "correct objective.name or the data.",
                 key="data.other-objective",
             )
@@ -234,8 +250,8 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
         keys = ", ".join(names_of(unfit.value)) or "none"
         header = ", which the first line of the file names," if source.path.endswith((".csv", ".tsv")) else ""
         formats = f"fit none of the formats {', '.join(recipe.formats)}"
-        if recipe.pairs:
-            formats = f"do not fit format {PREFERENCE}"
+        if len(recipe.formats) == 1:
+            formats = f"do not fit format {recipe.formats[0]}"
         raise InputError(
             f"{none}{', and ' * (unreadable is not None)}{unfit.position}: the row's keys ({keys}){header} {formats}; "
             f"{_how_to_name(recipe, source, unfit.value)} (docs/data.md).",
@@ -249,9 +265,7 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
 
 def _how_to_name(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> str:
     """Return what to write so that the row fits a format: the source as it is, and `columns` that were guessed."""
-    guesses = suggested_columns(row, pairs=recipe.pairs) or [
-        dict.fromkeys(("prompt", "chosen", "rejected") if recipe.pairs else ("prompt", "completion"), "COLUMN")
-    ]
+    guesses = suggested_columns(row, recipe.asked) or [dict.fromkeys(recipe.asked, "COLUMN")]
     if recipe.tokenizer.chat_template is None:
         guesses = guesses[:1]
     key, source = recipe.config.configured(source)
@@ -309,6 +323,8 @@ def _notes(recipe: Recipe, report: DataReport) -> Iterator[str]:
         yield f"in {report.empty_thoughts:,} samples there are thinking blocks without a thought, which are no targets"
     if report.dated:
         yield f"the chat template may write the date, which is {recipe.date or datetime.date.today()}"
+    if recipe.judged:
+        yield f"{report.desirable:,} of {report.samples:,} responses are desirable"
     if report.same_pairs:
         yield (
             f"in {report.same_pairs:,} pairs chosen and rejected response have the same tokens, so that they teach "

@@ -1,8 +1,9 @@
-"""The row formats people keep training data in, each turned into one of four record types.
+"""The row formats people keep training data in, each turned into one of five record types.
 
 `messages`, `sharegpt` and `alpaca` rows become a `Conversation`, `prompt_completion` rows one too where they hold
-messages, else a `PromptCompletion`, `text` rows a `PlainText`, `preference` rows a `Preference`. `build_dataset` asks
-`fitting_formats` which formats a row could be, picks one per source and converts every row of the source with it.
+messages, else a `PromptCompletion`, `text` rows a `PlainText`, `preference` rows a `Preference`, those of
+`unpaired_preference` a `Judged`. `build_dataset` asks `fitting_formats` which formats a row could be, picks one per
+source and converts every row of the source with it.
 Tools and calls are brought to the one form that chat templates read. Whatever cannot be trained on faithfully (images,
 unknown roles, weights between 0 and 1, judgements that no loss here reads) is refused by name, never dropped; columns
 that mean nothing to a format are named by `unused_columns`.
@@ -21,7 +22,7 @@ from expertmesh.config.explain import show
 from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.io.reading import shortened
 
-PREFERENCE = "preference"
+PREFERENCE, UNPAIRED = "preference", "unpaired_preference"
 _ROLES = {role: role for role in get_args(Role)} | {"function": "tool", "human": "user"}
 _ROLES |= dict.fromkeys(("gpt", "ai"), "assistant")
 _CALL = "call"  # an assistant message that is nothing but calls, as sharegpt rows have them
@@ -48,6 +49,7 @@ _USUAL_NAMES = {
     "completion": ("completion", "answer", "response", "output", "solution", "reply"),
     "chosen": ("chosen", "preferred", "accepted", "better", "good"),
     "rejected": ("rejected", "dispreferred", "worse", "bad"),
+    "label": ("label", "desirable", "kto_tag", "thumbs_up"),
 }
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
@@ -110,8 +112,30 @@ class Preference:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template."""
 
+    @property
+    def responses(self) -> tuple[str | Messages, ...]:
+        return self.chosen, self.rejected
 
-Record = Conversation | PromptCompletion | PlainText | Preference
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A response to a prompt, with a label: both plain text, or both messages."""
+
+    prompt: str | Messages
+    completion: str | Messages
+    desirable: bool
+    """The label."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools for the chat template."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
+
+    @property
+    def responses(self) -> tuple[str | Messages, ...]:
+        return (self.completion,)
+
+
+Record = Conversation | PromptCompletion | PlainText | Preference | Judged
 
 
 def fitting_formats(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -134,6 +158,8 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
         raise MalformedRow(_misfit(row, format_name))
     if format_name == PREFERENCE:
         return _parse_preference(row, {**_ROLES, **roles})
+    if format_name == UNPAIRED:
+        return _parse_judged(row, {**_ROLES, **roles})
     for column in _JUDGEMENTS:
         if not _is_empty(row.get(column)):
             said = _kind(row[column]) if isinstance(row[column], list | Mapping) else show(row[column])
@@ -161,19 +187,23 @@ def unused_columns(row: Mapping[str, Any], format_name: str) -> list[str]:
     return [str(key) for key, value in row.items() if key not in read and not _is_empty(value)]
 
 
-def suggested_columns(row: Mapping[str, Any], *, pairs: bool) -> list[dict[str, str]]:
-    """Return what `data.train.N.columns` could say, by usual names, so that a row of unknown columns fits a format."""
+def suggested_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> list[dict[str, str]]:
+    """Return what `data.train.N.columns` could say, by usual names, so that a row of unknown columns fits a format.
+
+    Args:
+        wanted: The columns of a format; with those of prompt_completion other formats of sft are tried.
+    """
+    responses = tuple(wanted) != ("prompt", "completion")
     for key, value in row.items():
         first = value[0] if isinstance(value, list) and value else None
-        if isinstance(first, Mapping) and not pairs and ("role" in first or "from" in first):
+        if isinstance(first, Mapping) and not responses and ("role" in first or "from" in first):
             return [{"messages" if "role" in first else "conversations": key}]
-    wanted = ("prompt", "chosen", "rejected") if pairs else ("prompt", "completion")
     lower = {str(key).lower(): str(key) for key in row}
     found = {ours: next((lower[name] for name in _USUAL_NAMES[ours] if name in lower), "") for ours in wanted}
     texts = [str(key) for key, value in row.items() if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{")]
     if not all(found.values()):
-        return [{"text": texts[0]}] if len(texts) == 1 and not pairs else []
-    asked = [found] if pairs else [found, {"instruction": found["prompt"], "output": found["completion"]}]
+        return [{"text": texts[0]}] if len(texts) == 1 and not responses else []
+    asked = [found] if responses else [found, {"instruction": found["prompt"], "output": found["completion"]}]
     return [{ours: theirs for ours, theirs in each.items() if ours != theirs} for each in asked]
 
 
@@ -392,15 +422,12 @@ def _refuse_template_columns(row: Mapping[str, Any], what: str) -> None:
 def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Preference:
     """Read a pair as TRL does: with a prompt of its own, or with one that both responses begin with."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    if isinstance(prompt, str) and not prompt.strip():
-        raise MalformedRow("'prompt' is empty")
-    for key in ("chosen", "rejected"):
-        if row[key] == [] or (isinstance(row[key], str) and not row[key].strip()):
-            raise MalformedRow(f"{key!r} is empty")
-        if isinstance(row[key], list) != isinstance(chosen, list):
-            raise MalformedRow(f"'chosen' is {_kind(chosen)} and 'rejected' {_kind(rejected)}; both must be alike")
+    _refuse_empty(row, "prompt", "chosen", "rejected")
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise MalformedRow(f"'chosen' is {_kind(chosen)} and 'rejected' {_kind(rejected)}; both must be alike")
     if isinstance(chosen, list):
-        return Preference(*_parse_conversational_preference(row, roles), *_for_template(row))
+        before, (better, worse) = _parse_responses(row, roles, "chosen", "rejected")
+        return Preference(before, better, worse, *_for_template(row))
     _refuse_template_columns(row, "its responses are")
     chosen, rejected = _text(chosen, "'chosen'"), _text(rejected, "'rejected'")
     if prompt is not None:
@@ -409,6 +436,31 @@ def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Prefe
     _refuse_missing_prompt(row, shared)
     shared -= chosen[shared - 1] == " "  # a token begins with its space
     return Preference(chosen[:shared], chosen[shared:], rejected[shared:])
+
+
+def _parse_judged(row: Mapping[str, Any], roles: Mapping[str, str]) -> Judged:
+    """Read a response with its label as TRL does."""
+    prompt, completion, label = row["prompt"], row["completion"], row["label"]
+    if isinstance(label, str):  # all that CSV has
+        label = {"true": True, "false": False}.get(label.lower(), label)
+    if not isinstance(label, bool | int) or label not in (0, 1):
+        said = "missing or null" if label is None else show(label)
+        raise MalformedRow(f"'label' is {said}, not true (a desirable completion) or false")
+    _refuse_empty(row, "prompt", "completion")
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise MalformedRow(f"'prompt' is {_kind(prompt)} and 'completion' {_kind(completion)}; both must be alike")
+    if isinstance(completion, list):
+        before, (answer,) = _parse_responses(row, roles, "completion")
+        return Judged(before, answer, bool(label), *_for_template(row))
+    _refuse_template_columns(row, "its prompt and completion are")
+    return Judged(_text(prompt, "'prompt'"), _text(completion, "'completion'"), bool(label))
+
+
+def _refuse_empty(row: Mapping[str, Any], *keys: str) -> None:
+    for key in keys:
+        value = row.get(key)
+        if (value == [] and key != "prompt") or (isinstance(value, str) and not value.strip()):
+            raise MalformedRow(f"{key!r} is empty")
 
 
 def _refuse_missing_prompt(row: Mapping[str, Any], shared: int) -> None:
@@ -427,22 +479,20 @@ def _refuse_missing_prompt(row: Mapping[str, Any], shared: int) -> None:
     )
 
 
-def _parse_conversational_preference(
-    row: Mapping[str, Any], roles: Mapping[str, str]
-) -> tuple[Messages, Messages, Messages]:
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    for turns in (chosen, rejected, prompt if isinstance(prompt, list) else ()):
+def _parse_responses(
+    row: Mapping[str, Any], roles: Mapping[str, str], *keys: str
+) -> tuple[Messages, Sequence[Messages]]:
+    """Return the prompt and the responses, which are messages under `keys`; one response has a prompt of its own."""
+    prompt = row.get("prompt")
+    for turns in (*(row[key] for key in keys), prompt if isinstance(prompt, list) else ()):
         if any(isinstance(turn, Mapping) and _says_no_target(turn, "a message") for turn in turns):
-            raise MalformedRow("a message says that it is no target, and of a pair both responses are")
-    better, worse = (
-        _messages(turns, f"{key!r} message", "role", "content", roles)
-        for key, turns in (("chosen", chosen), ("rejected", rejected))
-    )
+            raise MalformedRow("a message says that it is no target, and every response is one")
+    responses = [_messages(row[key], f"{key!r} message", "role", "content", roles) for key in keys]
     if isinstance(prompt, list):
         before = _messages(prompt, "'prompt' message", "role", "content", roles)
     else:
-        shared = _shared(better, worse)
-        before, better, worse = better[:shared], better[shared:], worse[shared:]
+        shared = _shared(*responses)
+        before, responses = responses[0][:shared], [each[shared:] for each in responses]
         # Many data sets repeat the last question as text.
         if prompt is not None and (not before or before[-1].get("content") != _text(prompt, "'prompt'")):
             raise MalformedRow(
@@ -452,12 +502,12 @@ def _parse_conversational_preference(
     if not before:
         raise MalformedRow(f"the prompt has no message, and none comes before both answers {_its_keys(row)}")
     _refuse_no_question(before)
-    for key, response in (("chosen", better), ("rejected", worse)):
+    for key, response in zip(keys, responses, strict=True):
         if others := [message["role"] for message in response if message["role"] != "assistant"]:
             raise MalformedRow(f"{key!r} has a message of role {others[0]!r} after the prompt, not only answers")
         if not any(message.get("content", "").strip() or message.get("tool_calls") for message in response):
             raise MalformedRow(f"{key!r} is empty")
-    return before, better, worse
+    return before, responses
 
 
 def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
@@ -550,5 +600,6 @@ _FITS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "prompt_completion": _has("prompt", "completion"),
     "text": _has("text"),
     PREFERENCE: _has("chosen", "rejected"),
+    UNPAIRED: _has("prompt", "completion", "label"),
 }
 FORMATS = tuple(_FITS)

@@ -8,9 +8,10 @@ the number of ranks. All ranks derive the same plan from the same data set: noth
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -41,7 +42,12 @@ class Step:
     micro_batches: tuple[Batch, ...]
     """This rank's, equally many on every rank. Beside the model's inputs each holds `row_numbers` `[B]`, unique in a
     run and equal in every layout (for adapters' dropout); `real_tokens` `[B, S]` bool, false for padding and for filler
-    rows; and `reference` `[B]` if the data set has it."""
+    rows; `desirable` `[B]` bool and `reference` `[B]` if the data set has them."""
+    mismatched: tuple[Batch, ...] = ()
+    """With labels, this rank's micro-batches of the same prompts, each with the completion of the next row of the step
+    (the last with that of the first), by which kto estimates how far the model is from its reference."""
+    desirable: int = 0
+    """Rows whose label is desirable."""
     progress: float = 0.0
     """Passes over the data that are done after this step."""
     position: "StreamPosition | None" = None
@@ -100,9 +106,24 @@ class BatchLayout:
             # Padding is on the right, packed or not; a rank without rows of its own has no real token.
             lengths = torch.tensor([int(dataset.lengths[row].sum()) if part else 0 for row in sequences])
             batch["real_tokens"] = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
-            if dataset.reference is not None:
-                batch["reference"] = torch.from_numpy(dataset.reference[np.concatenate(sequences)])
+            for key in ("reference", "desirable"):
+                if (of_samples := getattr(dataset, key)) is not None:
+                    batch[key] = torch.from_numpy(of_samples[np.concatenate(sequences)])
             yield batch
+
+    def mismatched(
+        self, dataset: TokenizedDataset, steps: Sequence[Row], reference: npt.NDArray[np.float64] | None = None
+    ) -> TokenizedDataset:
+        """Return the rows of some steps, each with the completion of the next row of its step.
+
+        Args:
+            steps: The samples of each step, one a row.
+            reference: The `reference` of the result.
+        """
+        completions = np.concatenate([np.roll(step, -1) for step in steps])
+        made = dataset.mismatched(np.concatenate(steps), completions, self.max_length)
+        made.reference = reference
+        return made
 
 
 class TrainingBatches:
@@ -178,6 +199,12 @@ class TrainingBatches:
         for step in range(start_step, self.steps_in_epoch(epoch)):
             part = rows[step * size : (step + 1) * size]
             samples = np.concatenate(part)
+            mismatched: tuple[Batch, ...] = ()
+            if self._dataset.desirable is not None:
+                reference, first = self._dataset.mismatched_reference, epoch * len(rows) + step * size
+                reference = None if reference is None else reference[first : first + len(part)]
+                others = self._layout.mismatched(self._dataset, [samples], reference)
+                mismatched = tuple(EvaluationBatches(others, self._layout))
             yield Step(
                 epoch=epoch,
                 step_in_epoch=step,
@@ -185,8 +212,19 @@ class TrainingBatches:
                 tokens=int(self._dataset.lengths[samples].sum()),
                 target_tokens=int(self._dataset.target_counts[samples].sum()),
                 micro_batches=tuple(self._layout.micro_batches(self._dataset, part, (epoch << 32) + step * size)),
+                mismatched=mismatched,
+                desirable=_desirable(self._dataset, samples),
                 progress=epoch + (step + 1) / self.steps_in_epoch(epoch),
             )
+
+    def mismatched(self, steps: int) -> TokenizedDataset:
+        """Return the mismatched rows of the first `steps` steps, one after the other (`Step.mismatched`)."""
+        size, found = self._global_batch_size, []
+        for step in range(steps):
+            epoch, place = divmod(step, self.steps_per_epoch)
+            rows = self.plan(epoch).rows
+            found.append(np.concatenate(rows[place * size : (place + 1) * size]))
+        return self._layout.mismatched(self._dataset, found)
 
 
 class EvaluationBatches:
@@ -202,17 +240,28 @@ class EvaluationBatches:
             raise InputError(
                 "the evaluation data has no sample; correct data.eval, or leave it empty.", key="data.empty"
             )
-        self._dataset = dataset
+        self.dataset = dataset
         self._layout = layout
         self._rows = layout.plan(dataset, np.arange(len(dataset) // dataset.samples_per_row)).rows
         self.rows, self.target_tokens = len(self._rows), dataset.target_tokens
+        self.desirable = _desirable(dataset, slice(None))
 
     def __len__(self) -> int:
         """Return the micro-batches per rank."""
         return -(-len(self._rows) // (self._layout.data_ranks * self._layout.micro_batch_size))
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._layout.micro_batches(self._dataset, self._rows)
+        return self._layout.micro_batches(self.dataset, self._rows)
+
+    def mismatched(self) -> "EvaluationBatches":
+        """Return the batches of mismatched rows, as of a step that has the whole set (`Step.mismatched`)."""
+        every = np.arange(len(self.dataset))
+        others = self._layout.mismatched(self.dataset, [every], self.dataset.mismatched_reference)
+        return EvaluationBatches(others, self._layout)
+
+
+def _desirable(dataset: TokenizedDataset, samples: Any) -> int:
+    return 0 if dataset.desirable is None else int(dataset.desirable[samples].sum())
 
 
 def accumulation_of(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> int:

@@ -60,6 +60,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "tokenizer": _tokenizer_sha256(recipe),
         "model_vocab_size": recipe.model_vocab_size,
         "pairs": recipe.pairs,
+        "judged": recipe.judged,
         "sources": [source.model_dump(mode="json", exclude={"weight", "repeat", "name"}) for source in recipe.sources],
         "data": recipe.config.model_dump(mode="json", exclude=_NO_MATTER),
     }
@@ -245,7 +246,9 @@ class Preparation:
             try:
                 for block in reader:
                     facts.append(block.facts())
-                    indices.append(index_of(block.samples, share.index, tokens, [0] * len(block.rows), block.rows))
+                    indices.append(
+                        index_of(block.samples, share.index, tokens, [0] * len(block.rows), block.rows, block.desirable)
+                    )
                     for sample in block.samples:
                         stream.write(sample.data)
                         tokens += len(sample)
@@ -361,6 +364,7 @@ def _opened(directory: Path, manifest: _Manifest, recipe: Recipe) -> TokenizedDa
         SampleIndex(**index),
         files=manifest.files,
         samples_per_row=recipe.samples_per_row,
+        judged=recipe.judged,
         sha256=manifest.data_sha256 or None,
     )
 

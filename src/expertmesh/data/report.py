@@ -15,7 +15,7 @@ LENGTH_BINS = 8
 
 _COUNTS = (
     *("rows", "samples", "skipped", "cut", "dropped", "no_target", "no_target_after_cut", "left_out", "tokens"),
-    *("target_tokens", "open_ended", "empty_thoughts", "same_pairs", "dated"),
+    *("target_tokens", "open_ended", "empty_thoughts", "same_pairs", "desirable", "dated"),
 )
 
 ODD_ROWS = {
@@ -120,6 +120,8 @@ class DataReport:
     """Thinking blocks without a thought."""
     same_pairs: int = 0
     """Pairs whose two responses have the same tokens."""
+    desirable: int = 0
+    """Samples that no label calls undesirable."""
     dated: int = 0
     """Blocks whose chat template may have written the date."""
     notes: list[str] = field(default_factory=list)

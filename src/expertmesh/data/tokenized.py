@@ -24,6 +24,8 @@ IGNORE = -100
 _TOKENS_AT_A_TIME = 1 << 22
 
 Tokens = npt.NDArray[np.int32]
+Samples = npt.NDArray[np.int64]
+"""Numbers of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class SampleIndex:
     """Number of the row in that file."""
     checksums: npt.NDArray[np.uint32]
     """crc32 of its tokens."""
+    desirable: npt.NDArray[np.bool_]
+    """Its label; True where rows have none."""
 
 
 class TokenizedDataset:
@@ -62,14 +66,15 @@ class TokenizedDataset:
 
     `shards` are arrays of tokens, which may be memory-mapped: nothing but the requested samples is read.
     `samples_per_row` is 2 for preferences: samples 2p and 2p + 1 are the chosen and the rejected one of pair p, and
-    belong together wherever they go. `sha256`, where it is known already, is that of `sha256()`. `reference`
-    (`[samples]` float64) may be given later: the log-probability of each sample's targets under the reference of
-    objective dpo.
+    belong together wherever they go. `desirable` (`[samples]` bool) are the labels of responses that are `judged`, else
+    None. `sha256`, where it is known already, is that of `sha256()`. `reference` (`[samples]` float64) may be given
+    later: the log-probability of each sample's targets under the reference of objectives dpo and kto; for kto also
+    `mismatched_reference`, that of the rows of `mismatched`: of every row of the run, or of an evaluation.
     """
 
     __slots__ = (
-        "_index", "_sha256", "_shards", "files", "lengths", "reference", "samples_per_row", "target_counts",
-        "target_tokens", "tokens",
+        "_index", "_sha256", "_shards", "desirable", "files", "lengths", "mismatched_reference", "reference",
+        "samples_per_row", "target_counts", "target_tokens", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +84,7 @@ class TokenizedDataset:
         *,
         files: Sequence[SourceFile] = (),
         samples_per_row: int = 1,
+        judged: bool = False,
         sha256: str | None = None,
     ) -> None:
         self._shards, self._index, self._sha256 = tuple(shards), index, sha256
@@ -86,22 +92,31 @@ class TokenizedDataset:
         self.samples_per_row = samples_per_row
         self.lengths, self.target_counts = index.lengths, index.target_counts
         self.tokens, self.target_tokens = int(self.lengths.sum()), int(self.target_counts.sum())
+        self.desirable = index.desirable if judged else None
         self.reference: npt.NDArray[np.float64] | None = None
+        self.mismatched_reference: npt.NDArray[np.float64] | None = None
 
     @classmethod
     def of_samples(
         cls, input_ids: Sequence[npt.NDArray[Any]], targets: Sequence[npt.NDArray[np.bool_]], **facts: Any
     ) -> "TokenizedDataset":
-        """Return a data set in memory, of the ids and targets of each sample; `facts` as for the class."""
+        """Return a data set in memory, of the ids and targets of each sample; `facts` as for `in_memory`."""
         return cls.in_memory([coded(*each) for each in zip(input_ids, targets, strict=True)], **facts)
 
     @classmethod
     def in_memory(
-        cls, samples: Sequence[Tokens], file_of: Sequence[int] = (), rows: Sequence[int] = (), **facts: Any
+        cls,
+        samples: Sequence[Tokens],
+        file_of: Sequence[int] = (),
+        rows: Sequence[int] = (),
+        desirable: Sequence[bool] = (),
+        **facts: Any,
     ) -> "TokenizedDataset":
-        """Return a data set of coded samples; `file_of` and `rows` are the origin of each."""
+        """Return a data set of coded samples: `file_of` and `rows` are the origin of each, `desirable` its label;
+        `facts` as for the class.
+        """
         origin = np.zeros(len(samples), np.int64)
-        index = index_of(samples, 0, 0, file_of if len(file_of) else origin, rows if len(rows) else origin)
+        index = index_of(samples, 0, 0, file_of if len(file_of) else origin, rows if len(rows) else origin, desirable)
         return cls([np.concatenate([np.empty(0, np.int32), *samples])], index, **facts)
 
     def __len__(self) -> int:
@@ -137,8 +152,16 @@ class TokenizedDataset:
                 digest.update(np.where(tokens >= 0, tokens, ~tokens).data)
             for tokens in self._in_order():
                 digest.update((tokens >= 0).data)
+            if self.desirable is not None:
+                digest.update(np.ascontiguousarray(self.desirable).data)
             self._sha256 = digest.hexdigest()
         return self._sha256
+
+    def mismatched(self, prompts: Samples, completions: Samples, max_length: int) -> "TokenizedDataset":
+        """Return the prompts of some samples, each with the completion of another one, as a data set that reads this
+        one: what comes before the targets, and the targets, cut to `max_length` tokens.
+        """
+        return _Mismatched(self, prompts, completions, max_length)
 
     def _in_order(self) -> Iterator[Tokens]:
         """Yield all tokens, in stretches that lie together."""
@@ -150,6 +173,27 @@ class TokenizedDataset:
             end = int(ends[last - 1])
             for start in range(int(starts[first]), end, _TOKENS_AT_A_TIME):
                 yield self._shards[int(shards[first])][start : min(start + _TOKENS_AT_A_TIME, end)]
+
+
+class _Mismatched(TokenizedDataset):
+    """See `TokenizedDataset.mismatched`."""
+
+    __slots__ = ("_completions", "_of", "_prompts")
+
+    def __init__(self, of: TokenizedDataset, prompts: Samples, completions: Samples, max_length: int) -> None:
+        self._of, self._prompts, self._completions = of, prompts, completions
+        before = of.lengths[prompts] - of.target_counts[prompts]
+        self.lengths = np.minimum(before + of.target_counts[completions], max_length)
+        self.target_counts = self.lengths - before
+        self.tokens, self.target_tokens = int(self.lengths.sum()), int(self.target_counts.sum())
+        self.samples_per_row, self.desirable, self.reference, self.mismatched_reference = 1, None, None, None
+
+    def sample(self, index: int) -> Sample:
+        asked, other = (self._of.sample(int(each[index])) for each in (self._prompts, self._completions))
+        length, targets = int(self.lengths[index]), int(self.target_counts[index])
+        answer = other.input_ids[len(other.input_ids) - int(self._of.target_counts[self._completions[index]]) :]
+        input_ids = np.concatenate([asked.input_ids[: length - targets], answer[:targets]])
+        return Sample(input_ids, np.where(np.arange(length) < length - targets, IGNORE, input_ids))
 
 
 def coded(input_ids: npt.NDArray[Any], targets: npt.NDArray[np.bool_]) -> Tokens:
@@ -164,13 +208,19 @@ def coded(input_ids: npt.NDArray[Any], targets: npt.NDArray[np.bool_]) -> Tokens
 
 
 def index_of(
-    samples: Sequence[Tokens], shard: int, start: int, file_of: Sequence[int] | npt.NDArray[Any], rows: Any
+    samples: Sequence[Tokens],
+    shard: int,
+    start: int,
+    file_of: Sequence[int] | npt.NDArray[Any],
+    rows: Any,
+    desirable: Sequence[bool] = (),
 ) -> SampleIndex:
     """Return the index of samples that are in `shard`, one after the other from token `start`.
 
     Args:
         file_of: Number of the file that each sample came from.
         rows: Number of the row in that file, for each sample.
+        desirable: The label of each sample; empty for all True.
     """
     lengths = np.array([len(each) for each in samples], dtype=np.int32)
     return SampleIndex(
@@ -181,6 +231,7 @@ def index_of(
         files=np.array(file_of, dtype=np.int32),
         rows=np.array(rows, dtype=np.int64),
         checksums=np.array([zlib.crc32(each.data) for each in samples], dtype=np.uint32),
+        desirable=np.array(desirable, dtype=np.bool_) if len(desirable) else np.ones(len(samples), dtype=np.bool_),
     )
 
 

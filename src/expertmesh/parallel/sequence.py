@@ -31,6 +31,8 @@ from expertmesh.state.model_view import sharded
 Batch = Mapping[str, torch.Tensor]
 # Values for padded positions. Position ids restart there, so that the padding is a separate sample of a packed row.
 _PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0, "real_tokens": 0}
+# Entries of a batch with one value of each row, which the model does not take.
+OF_ROWS = ("row_numbers", "reference", "desirable", "teacher")
 # Arguments of a block with values per position, and the dim of the positions: for its attention, and for other code.
 _OF_ATTENTION = {"position_embeddings": -2, "attention_scaling": -2, "position_ids": -1, "cache_position": -1}
 _BESIDE_ATTENTION = {"per_layer_input": 1, "input_ids": 1}
@@ -140,7 +142,7 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
             # Recorded ones may have the positions of the padding; any other shape is refused on all ranks together.
             pads = 0 if tensor.shape[1:2] == (to,) else missing
             longer[key] = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, pads), value=-1)
-        elif key not in ("row_numbers", "reference", "teacher"):  # one of each row
+        elif key not in OF_ROWS:
             raise InputError(
                 f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out",
                 key="data.batch-not-paddable",

@@ -17,9 +17,9 @@ from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import counting, real_tokens_of
-from expertmesh.parallel.sequence import SequenceShare, sequence_share
+from expertmesh.parallel.sequence import OF_ROWS, SequenceShare, sequence_share
 
-_NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens", "reference", "teacher")
+_NOT_FOR_THE_MODEL = ("labels", "real_tokens", *OF_ROWS)
 
 
 def run_base(

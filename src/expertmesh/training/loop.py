@@ -172,6 +172,8 @@ class TrainingLoop:
         self.control.progress.at(number, "forward and backward")
         batches = [on_device(batch, self.mesh.device) for batch in step.micro_batches]
         objective = self.objective.over(rows=step.rows, target_tokens=step.target_tokens)
+        mismatched = [on_device(batch, self.mesh.device) for batch in step.mismatched]
+        objective = self.objective.measured(self.model, objective, [mismatched], step.desirable, self.mesh)
         objective, rows = self.objective.beside(self.model, batches, objective)
         losses = minimise(self.model, rows, objective, order=self.order)
         self.control.progress.at(number, "update")

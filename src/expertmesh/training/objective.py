@@ -2,9 +2,9 @@
 the first step, or a teacher.
 
 With new adapters the reference is the base with adapters off, run beside each step. Otherwise its log-probabilities
-are computed once, of all pairs, before the first step, and every checkpoint has them: the weights to compute them again
+are computed once, of all rows, before the first step, and every checkpoint has them: the weights to compute them again
 may be absent or changed when the run goes on, and a run that goes on has to minimise the same as before. A teacher is
-another model, which runs beside each step too (teacher.py).
+another model, which runs beside each step too (teacher.py). So does the model itself for kto, on mismatched rows.
 """
 
 import itertools
@@ -35,7 +35,9 @@ from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import LogProbabilities, NextWords, Objective
 from expertmesh.step.objectives import objective_of
 from expertmesh.step.objectives.distill import Distill
-from expertmesh.training.reporting.first_loss import first_loss_lines, first_loss_of_pairs_lines
+from expertmesh.step.objectives.kto import Kto
+from expertmesh.step.objectives.pairs import reference_of
+from expertmesh.training.reporting.first_loss import first_loss_lines, first_loss_of_responses_lines
 from expertmesh.training.teacher import Teacher
 
 REFERENCE_FILE = "reference/log_probabilities.safetensors"
@@ -64,8 +66,8 @@ class RunObjective:
 
     @property
     def runs_another(self) -> bool:
-        """True if each step runs another model as well: the reference or a teacher."""
-        return self.adapters_off or self.teacher is not None
+        """True if each step runs more than its own rows: the reference, a teacher or mismatched rows."""
+        return self.adapters_off or self.teacher is not None or self.config.judged
 
     def line(self) -> str | None:
         """Return the line about the objective in the plan, or None."""
@@ -106,6 +108,28 @@ class RunObjective:
             for batch, row_B in zip(batches, self._of_reference(model, batches), strict=True)
         ]
 
+    def measured(
+        self, model: nn.Module, objective: Objective, mismatched: Iterable[Sequence[Batch]], desirable: int, mesh: Mesh
+    ) -> Objective:
+        """Return the objective of a step, or of an evaluation, with what kto estimates by all its mismatched rows.
+
+        Args:
+            mismatched: This rank's batches, as many at a time as run together; read for kto alone.
+            desirable: Desirable rows of the whole step.
+
+        Collectives: every rank calls it; for kto forwards without gradients and one all-reduce of a number.
+        """
+        if not isinstance(objective, Kto):
+            return objective
+        ratios = []
+        for batches in mismatched:
+            values = by_row(model, batches, LogProbabilities())
+            _, compared = self.beside(model, batches, objective)
+            for batch, value_B in zip(compared, values, strict=True):
+                if value_B is not None and _counts(mesh):
+                    ratios.append((value_B - reference_of("kto", batch)) * batch["real_tokens"].any(dim=1))
+        return objective.measured(ratios, desirable, mesh.device)
+
     def _of_reference(self, model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor | None]:
         with adapters_off(model) if self.adapters_off else nullcontext():
             return by_row(model, batches, LogProbabilities())
@@ -117,17 +141,23 @@ class RunObjective:
         datasets: Sequence[TokenizedDataset],
         layout: BatchLayout,
         checkpoint: Path | None,
+        mismatched: Sequence[TokenizedDataset] = (),
     ) -> None:
         """Give each data set its `reference`: that of the `checkpoint` to go on from, else by `model` as it is now.
+
+        Args:
+            mismatched: For kto, the mismatched rows of the run, and of each evaluation, in the order of `datasets`.
 
         Collectives: every rank calls it; forwards over all samples, and one all-reduce of a number for each.
         """
         if checkpoint is not None:
             with raise_on_all_ranks("reading the checkpoint's reference"):
-                _read_reference(checkpoint, datasets)
+                _read_reference(checkpoint, datasets, mismatched)
             return
         for dataset in datasets:
             dataset.reference = self.table(model, mesh, dataset, layout)
+        for dataset, others in zip(datasets, mismatched, strict=False):
+            dataset.mismatched_reference = self.table(model, mesh, others, layout)
 
     def table(
         self, model: nn.Module, mesh: Mesh, dataset: TokenizedDataset, layout: BatchLayout
@@ -141,19 +171,29 @@ class RunObjective:
 
     def first_loss_lines(self, model_config: Any, loss: float, target_tokens: int) -> Iterator[str]:
         """Return what the first step's loss means, for the terminal."""
-        if self.config.pairs or self.teacher is not None:
-            return first_loss_of_pairs_lines(self.config, loss)
+        if self.config.of_responses or self.teacher is not None:
+            return first_loss_of_responses_lines(self.config, loss)
         return first_loss_lines(model_config, loss, target_tokens)
 
 
 def reference_file(datasets: Sequence[TokenizedDataset]) -> dict[str, bytes]:
     """Return what a checkpoint has of the data sets' references, by path: a table by the hash of each data set."""
     tables = {each.sha256(): torch.from_numpy(each.reference) for each in datasets if each.reference is not None}
+    for name, dataset in zip(_mismatched_names(datasets), datasets, strict=True):
+        if dataset.mismatched_reference is not None:
+            tables[name] = torch.from_numpy(dataset.mismatched_reference)
     return {REFERENCE_FILE: safetensors.torch.save(tables)} if tables else {}
 
 
-def _read_reference(checkpoint: Path, datasets: Sequence[TokenizedDataset]) -> None:
-    """Read it. Raises `InputError` for data that the run did not begin with, `IntegrityError` for a damaged
+def _mismatched_names(datasets: Sequence[TokenizedDataset]) -> list[str]:
+    """Return the names of the tables of mismatched rows: the first data set is trained on, over and over."""
+    return [f"{each.sha256()}/{'run' if each is datasets[0] else 'evaluation'}" for each in datasets]
+
+
+def _read_reference(
+    checkpoint: Path, datasets: Sequence[TokenizedDataset], mismatched: Sequence[TokenizedDataset]
+) -> None:
+    """Read it. Raises `InputError` for data or steps that the run did not begin with, `IntegrityError` for a damaged
     checkpoint.
     """
     tables = safetensors.torch.load(read_small(checkpoint, read_manifest(checkpoint), REFERENCE_FILE))
@@ -166,6 +206,15 @@ def _read_reference(checkpoint: Path, datasets: Sequence[TokenizedDataset]) -> N
                 key="checkpoint.no-reference",
             )
         dataset.reference = table.numpy()
+    for name, dataset, others in zip(_mismatched_names(datasets), datasets, mismatched, strict=False):
+        known = dataset.mismatched_reference = tables[name].numpy()
+        if len(known) < len(others):
+            raise InputError(
+                f"{checkpoint} has log-probabilities of the reference for the {len(known):,} rows that the run was to "
+                f"have, not for {len(others):,}, and the weights that it began with have been trained since; put "
+                "train.num_epochs and train.max_steps back",
+                key="checkpoint.no-reference",
+            )
 
 
 def table_of_rows(
@@ -179,10 +228,15 @@ def table_of_rows(
     for batches, values in groups:
         for batch, value_B in zip(batches, values, strict=True):
             # Of the ranks that share a row one counts. Rows that only keep a rank busy are not real.
-            if value_B is not None and mesh.coordinate("cp") == mesh.coordinate("tp") == 0:
+            if value_B is not None and _counts(mesh):
                 table.index_add_(0, batch["row_numbers"], value_B * batch["real_tokens"].any(dim=1))
     dist.all_reduce(table)
     return table.cpu().numpy()
+
+
+def _counts(mesh: Mesh) -> bool:
+    """Return whether this rank counts, of those that share rows."""
+    return mesh.coordinate("cp") == mesh.coordinate("tp") == 0
 
 
 def by_row(

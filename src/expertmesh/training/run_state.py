@@ -67,8 +67,10 @@ def load_state(run: Prepared, control: "Control") -> RunState:
         say(control, "loading the teacher's weights")
         teacher.load(run.mesh, control.audit)
     if run.checked.objective.precomputes:
-        say(control, "the reference: log-probabilities of all pairs")
-        run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)
+        say(control, "the reference: log-probabilities of all rows")
+        run.checked.objective.give_reference(
+            run.model, run.mesh, run.data.datasets, run.batch_layout, run.start, list(run.mismatched())
+        )
     compute = getattr(torch, config.precision.compute)
     optimizer, counters = build_optimizer(run.model, config.optim, config.train.seed, compute), Counters()
     if run.start is not None:

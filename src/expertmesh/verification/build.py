@@ -82,13 +82,18 @@ def _make_up_reference(job: ProvenJob) -> None:
     """Set made-up reference log-probabilities for the steps: the model's, up to 1 / beta more or less.
 
     Before its first update a model equals its reference, so every pair would have the same weight and a bug in these
-    weights would not show.
+    weights would not show. Mismatched rows are up to 1 / beta likelier than under the reference: their mean, 0 if it is
+    less, has to matter.
 
-    Collectives: every rank calls it; `reference_table` for each step.
+    Collectives: every rank calls it; `reference_table` for each step, for kto twice.
     """
     for number, data in enumerate(job.setup.steps):
-        away = np.random.default_rng(number).uniform(-1, 1, len(data.dataset)) / data.minimised.beta
-        data.dataset.reference = job.reference_table(data, RunObjective(data.minimised)) + away
+        objective, random = RunObjective(data.minimised), np.random.default_rng(number)
+        away = random.uniform(-1, 1, len(data.dataset)) / data.minimised.beta
+        data.dataset.reference = job.reference_table(data, objective) + away
+        if (mismatched := data.mismatched) is not None:
+            away = random.uniform(-1, 0, len(data.dataset)) / data.minimised.beta
+            data.dataset.mismatched_reference = job.reference_table(mismatched, objective) + away
 
 
 def dequantised_base(setup: Setup, dtype: torch.dtype) -> PreTrainedModel:

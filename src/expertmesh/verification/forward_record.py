@@ -25,6 +25,7 @@ from expertmesh.experts.pairs import sorted_choice
 from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.parallel.stages import Placeholder
+from expertmesh.step.base_model import model_inputs
 from expertmesh.step.loss import head_logits
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
 from expertmesh.verification.compare import gather
@@ -33,7 +34,7 @@ from expertmesh.verification.samples import PlacedSample, StepData
 
 # The number of elements to compare of a large tensor, in tokens chosen at random.
 _MOST_ELEMENTS = 1 << 24
-TEACHER = "teacher: "
+TEACHER, MISMATCHED = "teacher: ", "mismatched: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class ForwardRecord:
     choices: dict[str, Tensor]
     """The chosen expert ids, `[T, K]` by module."""
 
-    def beside(self, teacher: "ForwardRecord") -> "ForwardRecord":
-        """Return this record with that of a teacher, whose names begin with `TEACHER`."""
-        both = ((self.tensors, teacher.tensors), (self.choices, teacher.choices))
-        return ForwardRecord(*({**own, **{f"{TEACHER}{name}": v for name, v in other.items()}} for own, other in both))
+    def beside(self, other: "ForwardRecord", prefix: str) -> "ForwardRecord":
+        """Return this record with another one, that of a teacher or of mismatched rows, whose names get `prefix`."""
+        both = ((self.tensors, other.tensors), (self.choices, other.choices))
+        return ForwardRecord(*({**own, **{f"{prefix}{name}": v for name, v in more.items()}} for own, more in both))
 
 
 def kept_tokens(value_TX: Tensor) -> Tensor:
@@ -107,7 +108,8 @@ def recording(
 
 @torch.no_grad()
 def record_forward(job: ProvenJob, data: StepData) -> ForwardRecord:
-    """Run the samples of this data rank without gradients and record the forward, and that of a teacher.
+    """Run the samples of this data rank without gradients and record the forward, and those of a teacher and of
+    mismatched rows.
 
     Collectives: every rank calls it; those of a forward, of `_whole_rows` and, with stages, of `_of_all_stages`.
     """
@@ -128,8 +130,10 @@ def record_forward(job: ProvenJob, data: StepData) -> ForwardRecord:
         tensors, choices = (_of_all_stages(job.mesh, own) for own in (tensors, choices))
     record = ForwardRecord(tensors, choices)
     if (of_teacher := job.of_teacher) is not None:
-        record = record.beside(record_forward(of_teacher, data))
+        record = record.beside(record_forward(of_teacher, data), TEACHER)
         of_teacher.model.eval()
+    if (mismatched := data.mismatched) is not None:
+        record = record.beside(record_forward(job, mismatched), MISMATCHED)
     return record
 
 
@@ -174,8 +178,7 @@ def _run(job: ProvenJob, batches: Any, recorder: _JobRecorder) -> None:
     """Run all micro-batches through a model without pipeline stages."""
     share = sequence_share(job.model)
     for number, batch in enumerate(padded(each, share) for each in batches):
-        inputs = {key: batch[key] for key in batch if key not in ("labels", "row_numbers", "real_tokens", "reference")}
-        recorder.last_outputs["logits"] = job.model(**inputs, use_cache=False).logits
+        recorder.last_outputs["logits"] = job.model(**model_inputs(batch), use_cache=False).logits
         recorder.keep(number, batch)
 
 

@@ -6,7 +6,7 @@ has a line `Collectives:` in its docstring; every rank of the job has to call it
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,10 @@ from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from expertmesh.step.forward_backward import Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.step.objectives.distill import Distill
+from expertmesh.training.objective import RunObjective
 from expertmesh.training.teacher import Teacher
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
-
-if TYPE_CHECKING:
-    from expertmesh.training.objective import RunObjective
 
 Boxes = dict[str, Box]  # boxes of tensors, by name
 
@@ -87,8 +85,11 @@ class ProvenJob:
             changes: Fields of `data.form` to replace, such as `packing` or `micro_batch_size`.
         """
         step = data.batches(self.mesh.layout, self.mesh.rank, **changes)
-        moved = tuple({key: value.to(self.mesh.device) for key, value in batch.items()} for batch in step.micro_batches)
-        return replace(step, micro_batches=moved)
+        moved, mismatched = (
+            tuple({key: value.to(self.mesh.device) for key, value in batch.items()} for batch in batches)
+            for batches in (step.micro_batches, step.mismatched)
+        )
+        return replace(step, micro_batches=moved, mismatched=mismatched)
 
     def backward(self, step: Step, order: Order | None = None) -> Losses:
         """Run forward and backward of all micro-batches, as the training loop does; gradients are complete afterwards.
@@ -101,6 +102,8 @@ class ProvenJob:
         """
         objective = self.setup.steps[0].objective(step)
         batches: Sequence[Batch] = step.micro_batches
+        run = RunObjective(self.setup.steps[0].minimised)
+        objective = run.measured(self.model, objective, [step.mismatched], step.desirable, self.mesh)
         if self.teacher is not None:
             assert isinstance(objective, Distill)
             objective, batches = objective.beside(self.teacher.model, batches)
@@ -115,7 +118,7 @@ class ProvenJob:
         total, aux, z = sums.tolist()
         return Losses(total, aux if balance.aux_loss_coef else None, z if balance.z_loss_coef else None)
 
-    def reference_table(self, data: StepData, objective: "RunObjective") -> npt.NDArray[np.float64]:
+    def reference_table(self, data: StepData, objective: RunObjective) -> npt.NDArray[np.float64]:
         """Return the log-probability of each sample under the reference of `objective`, by the model as it is now.
 
         Returns:

@@ -56,6 +56,14 @@ class StepData:
     """The objective; with one of pairs, so are the samples."""
 
     @property
+    def mismatched(self) -> "StepData | None":
+        """The mismatched rows of the step (`Step.mismatched`), for kto."""
+        if self.dataset.desirable is None:
+            return None
+        every = np.arange(len(self.dataset))
+        return replace(self, dataset=self.form.mismatched(self.dataset, [every], self.dataset.mismatched_reference))
+
+    @property
     def targets(self) -> int:
         """The number of targets: all labels but the first of each sample. Counted independently of the data loader."""
         return sum(int((self.dataset.sample(i).labels[1:] != IGNORE).sum()) for i in range(len(self.dataset)))
@@ -146,12 +154,15 @@ def steps_of(
     form, made = BatchLayout(train.micro_batch_size, 0, 1, packing, pad_token_id, length), []
     for _ in range(steps):
         chosen: list[tuple[np.ndarray, np.ndarray]] = []
+        labels: list[bool] = []
         while len(chosen) < (16 * rows if packing else rows * each):
-            cut = _cut(next(samples), longest)
+            index = next(samples)
+            cut = _cut(dataset.sample(index), longest)
+            labels += [bool(dataset.desirable[index])] if dataset.desirable is not None else []
             if packing and sum(len(ids) for ids, _ in chosen) + len(cut[0]) > rows * length:
                 break
             chosen.append(cut)
-        step = StepData(_dataset(chosen, each), form, config.objective)
+        step = StepData(_dataset(chosen, each, labels), form, config.objective)
         while packing and len(step.rows) > rows:  # free positions at the ends of rows can add up to one more row
             chosen.pop()
             step = replace(step, dataset=_dataset(chosen))
@@ -167,14 +178,16 @@ def random_dataset(vocab_size: int, length: int, samples: int, seed: int) -> Tok
     return TokenizedDataset.of_samples([each.astype(np.int32) for each in ids], targets)
 
 
-def _endless(dataset: TokenizedDataset, order: np.ndarray) -> Iterator[Sample]:
-    """Yield the samples of the rows `order` in an endless loop. Raises `InputError` for an empty data set."""
+def _endless(dataset: TokenizedDataset, order: np.ndarray) -> Iterator[int]:
+    """Yield the numbers of the samples of the rows `order` in an endless loop. Raises `InputError` for an empty data
+    set.
+    """
     if not len(dataset):
         raise InputError("the training data has no sample to verify on; correct data.train", key="data.empty")
     each = dataset.samples_per_row
     while True:
         for index in order.tolist():
-            yield from (dataset.sample(index * each + place) for place in range(each))
+            yield from range(index * each, (index + 1) * each)
 
 
 def _cut(sample: Sample, longest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -187,15 +200,21 @@ def _cut(sample: Sample, longest: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, kept
 
 
-def _dataset(samples: Sequence[tuple[np.ndarray, np.ndarray]], samples_per_row: int = 1) -> TokenizedDataset:
+def _dataset(
+    samples: Sequence[tuple[np.ndarray, np.ndarray]], samples_per_row: int = 1, desirable: Sequence[bool] = ()
+) -> TokenizedDataset:
     ids, targets = [ids.astype(np.int32) for ids, _ in samples], [targets for _, targets in samples]
-    return TokenizedDataset.of_samples(ids, targets, samples_per_row=samples_per_row)
+    facts = {"desirable": desirable, "judged": len(desirable) > 0}
+    return TokenizedDataset.of_samples(ids, targets, samples_per_row=samples_per_row, **facts)
 
 
 def _like(
     dataset: TokenizedDataset, indices: np.ndarray, samples: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> TokenizedDataset:
-    """Return a data set of `samples`, made of the samples `indices` of `dataset`, with the reference of those."""
-    made = _dataset(samples, dataset.samples_per_row)
+    """Return a data set of `samples`, made of the samples `indices` of `dataset`, with their labels and references."""
+    labels = () if dataset.desirable is None else dataset.desirable[indices].tolist()
+    made = _dataset(samples, dataset.samples_per_row, labels)
     made.reference = None if dataset.reference is None else dataset.reference[indices]
+    if dataset.mismatched_reference is not None:
+        made.mismatched_reference = dataset.mismatched_reference[indices]
     return made

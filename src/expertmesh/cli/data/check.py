@@ -165,6 +165,8 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
     if (hidden := len(targets) - TOKENS_SHOWN) > 0:
         text.append(f"\n… {hidden:,} more tokens", style="dim")
     kind = ("chosen", "rejected")[index % 2] if dataset.samples_per_row == 2 else "sample"
+    if dataset.desirable is not None:
+        kind = "desirable" if dataset.desirable[index] else "undesirable"
     console.print(
         f"\n{kind} {dataset.position(index)}: {len(targets):,} tokens, {sum(targets):,} targets", style="bold"
     )

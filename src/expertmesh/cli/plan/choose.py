@@ -104,7 +104,7 @@ def sizes_of(found: FirstRows, wishes: Wishes, devices: Devices, length: int) ->
     """
     train = wishes.config.train
     unit = devices.count * train.micro_batch_size if wishes.has("train", "micro_batch_size") else devices.count
-    packings = [not found.pairs and wishes.config.data.packing]
+    packings = [not found.objective.of_responses and wishes.config.data.packing]
     if packings == [True] and not wishes.has("data", "packing"):
         packings = [True, False]
     lengths = [length]

@@ -8,20 +8,23 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.config import Config, DataSource
+from expertmesh.config import Config, DataSource, ObjectiveConfig
 from expertmesh.config.errors import InputError
+from expertmesh.config.objective import ObjectiveName
 from expertmesh.data import build_dataset
 from expertmesh.data.sources import locations
 
 ROWS = 500
+# Tried where sft cannot train on the rows, and no objective is given.
+_OTHERS: tuple[ObjectiveName, ...] = ("dpo", "kto")
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
     """The kind of the data, by their first rows."""
 
-    pairs: bool
-    """True if they are preferences."""
+    objective: ObjectiveConfig
+    """The one that trains on them."""
     what: str
     """Format and targets, in a few words."""
     lengths: str
@@ -39,20 +42,28 @@ class FirstRows:
 def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, enough: int) -> FirstRows:
     """Read the first rows of `data.train` and count no more than `enough`.
 
-    Rows of preferences are taken as such unless `objective` says sft. Raises `InputError` for what training would
-    refuse about them, template included.
+    Rows of preferences, in pairs or with a label, are taken as such unless `objective` says sft. Raises `InputError`
+    for what training would refuse about them, template included.
     """
     sources = [
         source.model_copy(update={"max_rows": min(ROWS, source.max_rows or ROWS)}) for source in config.data.train
     ]
-    data, pairs = config.data.model_copy(update={"stream": False}), config.objective.pairs
-    try:
-        dataset, report = build_dataset(sources, data, tokenizer, model_vocab_size=vocab_size, pairs=pairs)
-    except InputError as error:
-        if error.key != "data.other-objective" or "objective" in config.model_fields_set:
-            raise
-        pairs = True
-        dataset, report = build_dataset(sources, data, tokenizer, model_vocab_size=vocab_size, pairs=True)
+    data, others = config.data.model_copy(update={"stream": False}), [ObjectiveConfig(name=name) for name in _OTHERS]
+    for objective in (config.objective, *others):
+        try:
+            dataset, report = build_dataset(
+                sources,
+                data,
+                tokenizer,
+                model_vocab_size=vocab_size,
+                pairs=objective.pairs,
+                judged=objective.judged,
+            )
+            break
+        except InputError as error:
+            given = "objective" in config.model_fields_set or objective == others[-1]
+            if error.key != "data.other-objective" or given:
+                raise
     how = report.methods.most_common(1)[0][0]
     share = report.target_tokens / report.tokens
     counted = enough if config.data.stream else _counted(config.data.train, max(enough, ROWS + 1))
@@ -61,7 +72,7 @@ def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: i
     if report.cut:
         lengths = f"cuts {report.cut} of the first {report.rows} rows, which are longer"
     return FirstRows(
-        pairs,
+        objective,
         f"{report.sources[0].format}; {share:.0%} of the tokens are targets, found by {how}",
         lengths,
         longest,

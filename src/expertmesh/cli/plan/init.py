@@ -20,7 +20,7 @@ from expertmesh.cli.plan.choose import Choice, Sizes, Wishes, choose, devices_of
 from expertmesh.cli.plan.first_rows import FirstRows, first_rows
 from expertmesh.cli.plan.read import usual_length
 from expertmesh.cli.printing import bytes_text
-from expertmesh.config import Config, ObjectiveConfig
+from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.config.files import config_from, make_config
 from expertmesh.config.overrides import apply_override
@@ -58,8 +58,8 @@ def run(options: InitOptions) -> int:
         int(config.get_text_config().vocab_size),
         enough_rows(devices, length),
     )
-    if found.pairs and not wishes.config.objective.pairs:
-        wishes = replace(wishes, config=wishes.config.model_copy(update={"objective": ObjectiveConfig(name="dpo")}))
+    if found.objective != wishes.config.objective:
+        wishes = replace(wishes, config=wishes.config.model_copy(update={"objective": found.objective}))
     sizes = sizes_of(found, wishes, devices, length)
     choice = choose(options, wishes, config, devices, sizes)
     values = _values(wishes, path, choice, sizes)
@@ -113,7 +113,7 @@ def _wishes(options: InitOptions, path: Path, overrides: list[str]) -> Wishes:
 def _values(wishes: Wishes, path: Path, choice: Choice, sizes: Sizes) -> dict[str, Any]:
     """Return the keys that are written, before KEY=VALUE."""
     given, best, way = wishes.config, choice.best, choice.way
-    pairs = given.objective.pairs
+    responses = given.objective.of_responses
     values: dict[str, Any] = {"model": {"name_or_path": given.model.name_or_path}}
     if given.model.trust_remote_code:
         values["model"]["trust_remote_code"] = True
@@ -123,15 +123,15 @@ def _values(wishes: Wishes, path: Path, choice: Choice, sizes: Sizes) -> dict[st
     if precision:
         values["precision"] = precision
     values["data"] = {"train": [{"path": given.data.train[0].path}], "max_length": choice.job.model.length}
-    if not pairs and (choice.why_unpacked is not None or not sizes.packed):
+    if not responses and (choice.why_unpacked is not None or not sizes.packed):
         values["data"]["packing"] = False
     if way.lora is not None:
         said = {"r": 16, "alpha": 32, "targets": list(way.lora.targets)}
         values["lora"] = {} if way.lora.from_adapter is not None else said
-    if pairs:
+    if responses:
         values["objective"] = {"name": given.objective.name}
     rates = {(False, False): 1e-5, (True, False): 1e-4, (False, True): 1e-6, (True, True): 5e-6}
-    values["optim"] = {"learning_rate": rates[way.lora is not None, pairs]}
+    values["optim"] = {"learning_rate": rates[way.lora is not None, responses]}
     values["train"] = {
         "global_batch_size": sizes.global_batch_size,
         "micro_batch_size": best.workload.batch.rows // given.objective.sequences,

@@ -32,7 +32,7 @@ from expertmesh.data.encoding.targets import (
     special_strings,
 )
 from expertmesh.data.encoding.unwritten import has_broken_thinking
-from expertmesh.data.formats import Conversation, MalformedRow, PlainText, Preference, PromptCompletion
+from expertmesh.data.formats import Conversation, Judged, MalformedRow, PlainText, Preference, PromptCompletion
 
 # What the renderer itself gives to a template, or takes for itself.
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
@@ -57,7 +57,7 @@ class ChatRenderer:
         except ValueError as error:
             raise InputError(
                 f"the tokenizer {self._name} has no chat template, "
-                "which rows of format messages, sharegpt, alpaca and preference (of messages) need; put a "
+                "which rows of format messages, sharegpt, alpaca and preferences (of messages) need; put a "
                 "chat_template.jinja into the model directory, set data.chat_template to a file, or use data of plain "
                 "text.",
                 key="tokenizer.no-chat-template",
@@ -77,17 +77,15 @@ class ChatRenderer:
         )
         return [answer if isinstance(answer, MalformedRow) else list(map(_rendered, answer)) for answer in answers]
 
-    def render_pairs(self, pairs: Sequence[Preference]) -> list[tuple[str, Rendered, Rendered] | MalformedRow]:
-        """Return for each pair the prompt up to where an answer begins, and the full text with either answer; or why
+    def render_responses(self, rows: Sequence[Preference | Judged]) -> list[tuple[str, list[Rendered]] | MalformedRow]:
+        """Return for each row the prompt up to where an answer begins, and the full text with each response; or why
         not.
 
         Raises as `render` does.
         """
-        answers = self._asked(
-            [{"prompt": pair.prompt, "answers": [pair.chosen, pair.rejected], **_given(pair)} for pair in pairs]
-        )
+        answers = self._asked([{"prompt": row.prompt, "answers": list(row.responses), **_given(row)} for row in rows])
         return [
-            answer if isinstance(answer, MalformedRow) else (answer[0], _rendered(answer[1]), _rendered(answer[2]))
+            answer if isinstance(answer, MalformedRow) else (answer[0], list(map(_rendered, answer[1:])))
             for answer in answers
         ]
 
@@ -116,7 +114,7 @@ def _rendered(answer: Mapping[str, Any]) -> Rendered:
     return Rendered(**{**answer, **lists, "spans": tuple((start, end) for start, end in answer["spans"])})
 
 
-def _given(row: Conversation | Preference) -> dict[str, Any]:
+def _given(row: Conversation | Preference | Judged) -> dict[str, Any]:
     return {"tools": list(row.tools), "template_args": dict(row.template_args)}
 
 

@@ -1,7 +1,7 @@
-"""Pairs of responses to token ids: what follows the prompt is the response, as TRL has it.
+"""Responses to token ids, in pairs or with a label: what follows the prompt is the response, as TRL has it.
 
-Prompt, prompt + chosen and prompt + rejected are tokenized whole. The responses begin where the first of the two leaves
-the prompt's tokens, which is before the prompt's end if a token reaches across it or a template renders it otherwise.
+Prompt and prompt + response are tokenized whole. The responses of a row begin where the first of them leaves the
+prompt's tokens, which is before the prompt's end if a token reaches across it or a template renders it otherwise.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ import numpy as np
 
 from expertmesh.data.encoding.encode import Encoded, Encoder, completed
 from expertmesh.data.encoding.targets import AFTER_PROMPT, Rendered
-from expertmesh.data.formats import MalformedRow, Preference
+from expertmesh.data.formats import Judged, MalformedRow, Preference
 
 BEFORE_PROMPTS_END = "the first token that is not the prompt's, before its end"
 
-Texts = tuple[str, Rendered, Rendered]
-"""A prompt, and the whole text with either response."""
+Texts = tuple[str, list[Rendered]]
+"""A prompt, and the whole text with each response."""
 
 
-class PairEncoder(Encoder):
-    """Encodes rows of format `preference` with one tokenizer."""
+class ResponseEncoder(Encoder):
+    """Encodes rows of the formats `preference` and `unpaired_preference` with one tokenizer."""
 
-    def encode_pairs(self, records: Sequence[Preference]) -> list[tuple[Encoded, Encoded] | MalformedRow]:
-        """Return the chosen and the rejected sample of each record, in order, or the reason why it has none.
+    def encode_responses(self, records: Sequence[Preference | Judged]) -> list[list[Encoded] | MalformedRow]:
+        """Return a sample for each response of each record, in order, or the reason why it has none.
 
         The tokenizer is called once for all records of messages and once for all others.
         """
         chats = [record for record in records if not isinstance(record.prompt, str)]
-        rendered = iter(self._renderer_of_chats().render_pairs(chats) if chats else [])
+        rendered = iter(self._renderer_of_chats().render_responses(chats) if chats else [])
         texts = [_plain_texts(record) if isinstance(record.prompt, str) else next(rendered) for record in records]
         results: list[Any] = list(texts)
         for plain in (False, True):
@@ -38,29 +38,30 @@ class PairEncoder(Encoder):
             tokens = self._tokenize([text for i in group for text in _all_texts(*results[i])], plain)
             ids = iter(each for each, _ in tokens)
             for i in group:
-                results[i] = self._pair(next(ids), next(ids), next(ids), results[i], plain)
+                prompt, texts_of_row = next(ids), results[i][1]
+                results[i] = self._responses(prompt, [next(ids) for _ in texts_of_row], texts_of_row, plain)
         return results
 
-    def _pair(
-        self, prompt: list[int], chosen: list[int], rejected: list[int], rendered: Texts, plain: bool
-    ) -> tuple[Encoded, Encoded]:
-        start = min(_common(prompt, chosen), _common(prompt, rejected))
+    def _responses(
+        self, prompt: list[int], whole: list[list[int]], rendered: list[Rendered], plain: bool
+    ) -> list[Encoded]:
+        start = min(_common(prompt, ids) for ids in whole)
         method = AFTER_PROMPT if start == len(prompt) else BEFORE_PROMPTS_END
-        better, worse = (replace(each, method=method) for each in rendered[1:])
-        return self._response(chosen, start, better, plain), self._response(rejected, start, worse, plain)
+        return [
+            self._encoded(
+                np.array(ids, dtype=np.int32), np.arange(len(ids)) >= start, replace(each, method=method), plain=plain
+            )
+            for ids, each in zip(whole, rendered, strict=True)
+        ]
 
-    def _response(self, ids: list[int], start: int, rendered: Rendered, plain: bool) -> Encoded:
-        return self._encoded(np.array(ids, dtype=np.int32), np.arange(len(ids)) >= start, rendered, plain=plain)
 
-
-def _plain_texts(record: Preference) -> Texts:
+def _plain_texts(record: Preference | Judged) -> Texts:
     prompt = f"{record.prompt}"
-    chosen, rejected = (completed(prompt, f"{response}", AFTER_PROMPT) for response in (record.chosen, record.rejected))
-    return prompt, chosen, rejected
+    return prompt, [completed(prompt, f"{response}", AFTER_PROMPT) for response in record.responses]
 
 
-def _all_texts(prompt: str, chosen: Rendered, rejected: Rendered) -> list[str]:
-    return [prompt, chosen.text, rejected.text]
+def _all_texts(prompt: str, responses: list[Rendered]) -> list[str]:
+    return [prompt, *(each.text for each in responses)]
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -1,12 +1,13 @@
 """Make the objective that a configuration names.
 
-Each objective of preference pairs has a file here, on the mechanism that they share (pairs.py); distill has its own.
+Each objective of responses has a file here, on the mechanism that they share (pairs.py); distill has its own.
 """
 
 from expertmesh.config import ObjectiveConfig
 from expertmesh.step.objective import CrossEntropy, Distilling, EvaluatedCrossEntropy, Objective
 from expertmesh.step.objectives.distill import Distill
 from expertmesh.step.objectives.dpo import Dpo
+from expertmesh.step.objectives.kto import Kto
 from expertmesh.step.objectives.orpo import Orpo
 from expertmesh.step.objectives.pairs import PairObjective
 from expertmesh.step.objectives.simpo import Simpo
@@ -21,4 +22,6 @@ def objective_of(config: ObjectiveConfig, *, rows: int, target_tokens: int, eval
         return Distill(count=target_tokens, options=options)
     if config.pairs:
         return OF_PAIRS[config.name](count=rows, **config.options)
+    if config.judged:
+        return Kto(count=rows, **config.options)
     return EvaluatedCrossEntropy(target_tokens) if evaluated else CrossEntropy(target_tokens)

@@ -36,16 +36,16 @@ def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[s
         )
 
 
-def first_loss_of_pairs_lines(objective: ObjectiveConfig, loss: float) -> Iterator[str]:
-    """Return the same for an objective of pairs: before any update the model is its reference, if it has one, and every
-    pair's loss is known.
+def first_loss_of_responses_lines(objective: ObjectiveConfig, loss: float) -> Iterator[str]:
+    """Return the same for an objective of responses: before any update the model is its reference, if it has one, and
+    every loss is known.
     """
     if not math.isfinite(loss):
         return
-    if objective.facts.at_reference is None:
+    if objective.at_reference is None:
         yield f"first loss {loss:.4f} before any update"
         return
-    words, value = objective.facts.at_reference
+    words, value = objective.at_reference
     yield f"first loss {loss:.4f} before any update; a model that equals its reference has {words} = {value:.4f}"
     if abs(loss - value) > _ROUNDING_OF_PAIRS:
         yield (

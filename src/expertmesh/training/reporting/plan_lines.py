@@ -102,7 +102,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     train, ranks, sequences = config.train, layout.data_ranks, "sequences"
     if objective := checked.objective.line():
         yield f"objective  {objective}"
-        sequences = "pairs" if config.objective.pairs else sequences
+        sequences = "pairs" if config.objective.pairs else "responses" if config.objective.judged else sequences
     yield (
         f"batch      {train.global_batch_size} {sequences} = {train.micro_batch_size} micro-batch × {ranks} data ranks "
         f"× {batches.accumulation} accumulation"

@@ -249,7 +249,7 @@ def start_reports(
         if run.mesh.rank == 0:
             experts = run.checked.anatomy.experts[0]
             objective = run.config.objective
-            vocabulary = None if objective.pairs or objective.teacher is not None else run.checked.vocab_size
+            vocabulary = None if objective.of_responses or objective.teacher is not None else run.checked.vocab_size
             layer = MoeLayer(name=experts.name, experts=experts.num_experts, top_k=experts.top_k)
             reporter.collapse = Collapse(
                 vocabulary,

@@ -7,7 +7,7 @@ what is found.
 
 import datetime
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from expertmesh.checkpoint.remote import RemoteCheckpoints, download
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import config_from
-from expertmesh.data import BatchLayout, EvaluationBatches, StreamBatches, TrainingBatches
+from expertmesh.data import BatchLayout, EvaluationBatches, StreamBatches, TokenizedDataset, TrainingBatches
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout, start_process_group
 from expertmesh.experts.install import close_library
@@ -79,6 +79,13 @@ class Prepared:
     @property
     def model(self) -> PreTrainedModel:
         return self.checked.model
+
+    def mismatched(self) -> Iterator[TokenizedDataset]:
+        """Yield the mismatched rows of training and of each evaluation, for kto; nothing for other objectives."""
+        if self.config.objective.judged:
+            assert isinstance(self.batches, TrainingBatches)
+            yield self.batches.mismatched(self.total_steps)
+            yield from (each.mismatched().dataset for each in self.evaluation.values())
 
     def close(self) -> None:
         """Free buffers that a library holds on the device. Every rank calls it after the last dispatch."""

@@ -81,15 +81,20 @@ def _compare_reference(proof: Proof) -> Check:
     Collectives: every rank calls it; those of two forwards of the job, and one all-gather of objects.
     """
     data, job, objective = proof.setup.steps[0], proof.exact.job, RunObjective.of(proof.setup.config)
-    without, got = objective.adapters_off, job.reference_table(data, objective)
-    with adapters_off(job.model) if without else nullcontext():
-        chosen = record_forward(job, data).choices
-    mine = proof.reference(proof.exact.judge).row_log_probabilities(data, chosen, adapters=not without)
-    rows = {index: row for part in gather(mine if job.answers_for_rows else {}) for index, row in part.items()}
-    wanted = torch.tensor([rows[index] for index in range(len(data.dataset))], dtype=torch.float64)
-    distance = Distance(*squares(torch.from_numpy(got), wanted))
+    without = objective.adapters_off
+    found = {}
+    for what, rows in {"samples": data, "mismatched samples": data.mismatched}.items():
+        if rows is not None:
+            got = job.reference_table(rows, objective)
+            with adapters_off(job.model) if without else nullcontext():
+                chosen = record_forward(job, rows).choices
+            mine = proof.reference(proof.exact.judge).row_log_probabilities(rows, chosen, adapters=not without)
+            parts = gather(mine if job.answers_for_rows else {})
+            by_index = {index: row for part in parts for index, row in part.items()}
+            wanted = torch.tensor([by_index[index] for index in range(len(rows.dataset))], dtype=torch.float64)
+            found[what] = Distance(*squares(torch.from_numpy(got), wanted))
     name = f"{proof.exact.name}: log-probabilities of the reference"
-    return Check.of(name, figures({"samples": distance}, proof.exact.limit), "adapters off" if without else "")
+    return Check.of(name, figures(found, proof.exact.limit), "adapters off" if without else "")
 
 
 def _losses(run: PrecisionRun, expected: Expected, limit: float, own: Expected | None) -> list[Figure]:

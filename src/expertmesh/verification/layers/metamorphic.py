@@ -129,8 +129,8 @@ def _order(proof: Proof, job: ProvenJob) -> Check:
 
 def _packing(proof: Proof, job: ProvenJob) -> Check:
     name = "packed = separate samples"
-    if proof.setup.steps[0].minimised.pairs:
-        return Check.not_run(name, "the two responses of a pair are in rows of their own")
+    if proof.setup.steps[0].minimised.of_responses:
+        return Check.not_run(name, "responses are in rows of their own")
     if not proof.setup.packs:
         return Check.not_run(name, f"{proof.setup.model_config.model_type} cannot keep packed samples apart")
     data = proof.setup.steps[0]

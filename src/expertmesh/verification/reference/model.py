@@ -16,10 +16,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.boxes import Box, extents, full_box, intersect, slices
 from expertmesh.state.shards import local_box
 from expertmesh.verification.compare import gather
-from expertmesh.verification.forward_record import TEACHER, ForwardRecord, kept_tokens, recording
+from expertmesh.verification.forward_record import MISMATCHED, TEACHER, ForwardRecord, kept_tokens, recording
 from expertmesh.verification.job import Losses, ProvenJob
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.streaming import StreamedModel, Weights
@@ -255,21 +256,23 @@ class Reference:
 
         Collectives: every rank calls it; one all-reduce per trained tensor, and a few small ones, on the default group.
         """
-        job, streamed = self.job, self.streamed
+        job, streamed, balance = self.job, self.streamed, attached_balance(self.job.model)
         samples = data.placed(job.mesh.layout, job.mesh.rank)
         batch = self._batch(samples)
-        balance = attached_balance(job.model)
-        forced = {name: batch.spread(value) for name, value in (forced or {}).items()} if samples else {}
+        mismatched = None if data.mismatched is None else self._measured(data.mismatched, forced or {}, weights)
+        kl = torch.zeros((), requires_grad=True) if mismatched is None else mismatched.kl
+        forced = self._spread(batch, samples, forced or {})
         recorder, sums = _Recorder(self, batch, samples, forced), _GradientSums(self, whole)
-        teacher = None if self.teacher is None else self.teacher._forward_alone(batch, samples, forced)
+        teacher = None if self.teacher is None else self.teacher._forward_alone(batch, samples, forced, TEACHER)[0]
         with recorder.recording(), streamed.fed_by(weights or self.weights, recorder.choices.during):
             logits, token_losses = unsharded.forward(streamed.model, batch)
             if teacher is not None:
-                token_losses = unsharded.distillation_losses(
-                    logits, token_losses, teacher.outputs["logits"], batch, data.minimised
-                )
-            loss = self._loss(data, samples, batch, token_losses)
-            (token_weights,) = torch.autograd.grad(loss, token_losses, retain_graph=True)
+                theirs = teacher.outputs["logits"]
+                token_losses = unsharded.distillation_losses(logits, token_losses, theirs, batch, data.minimised)
+            loss = self._loss(data, samples, batch, token_losses, kl)
+            token_weights, by_kl = torch.autograd.grad(
+                loss, [token_losses, kl], retain_graph=True, materialize_grads=True
+            )
             aux = z = torch.zeros((), device=loss.device)
             if balance.has_losses:
                 aux, z = self._router_losses([recorder.own(each) for each in self.router_logits])
@@ -279,9 +282,9 @@ class Reference:
         recorder.outputs["logits"] = logits.detach()
         forward, margins = recorder.record(), recorder.margins()
         if teacher is not None:
-            forward = forward.beside(teacher.record())
+            forward = forward.beside(teacher.record(), TEACHER)
             margins |= {f"{TEACHER}{name}": margin for name, margin in teacher.margins().items()}
-        return Expected(
+        expected = Expected(
             forward=forward,
             margins=margins,
             token_losses=token_losses.detach().double().cpu() if job.answers_for_rows else torch.zeros(0),
@@ -294,17 +297,38 @@ class Reference:
             gradients=sums.local.parts,
             squares=sums.squares,
         )
+        return expected if mismatched is None else mismatched.beside(expected, self._summed(by_kl))
 
     @torch.no_grad()
     def _forward_alone(
-        self, batch: unsharded.PaddedSamples, samples: Sequence[PlacedSample], forced: Mapping[str, Tensor]
-    ) -> "_Recorder":
-        """Run the forward of a teacher and record it; `forced` are its experts, by names that begin with `TEACHER`."""
-        own = {name.removeprefix(TEACHER): index for name, index in forced.items() if name.startswith(TEACHER)}
+        self,
+        batch: unsharded.PaddedSamples,
+        samples: Sequence[PlacedSample],
+        forced: Mapping[str, Tensor],
+        prefix: str,
+        weights: Weights | None = None,
+    ) -> "tuple[_Recorder, Tensor]":
+        """Run a forward, of a teacher or of mismatched rows, and record it; also return the cross entropies.
+
+        Args:
+            forced: Its experts, by names that begin with `prefix`.
+        """
+        own = {name.removeprefix(prefix): index for name, index in forced.items() if name.startswith(prefix)}
         recorder = _Recorder(self, batch, samples, own)
-        with recorder.recording(), self.streamed.fed_by(self.weights, recorder.choices.during):
-            recorder.outputs["logits"] = unsharded.forward(self.streamed.model, batch)[0]
-        return recorder
+        with recorder.recording(), self.streamed.fed_by(weights or self.weights, recorder.choices.during):
+            recorder.outputs["logits"], token_losses = unsharded.forward(self.streamed.model, batch)
+        return recorder, token_losses
+
+    def _measured(self, data: StepData, forced: Mapping[str, Tensor], weights: Weights | None) -> "_Measured":
+        """Return what kto estimates by the mismatched rows `data`. Collectives: every rank calls it; one all-reduce."""
+        samples = data.placed(self.job.mesh.layout, self.job.mesh.rank)
+        batch = self._batch(samples)
+        forced = self._spread(batch, samples, forced, mismatched=True)
+        recorder, token_losses = self._forward_alone(batch, samples, forced, MISMATCHED, weights)
+        rows = unsharded.row_log_probabilities(token_losses, batch)[: len(samples)]
+        kl = self._summed((rows - _of_rows(data.dataset.reference, samples, rows.device)).sum()) / len(data.dataset)
+        kl_tensor = torch.tensor(max(0.0, kl), dtype=torch.float64, device=rows.device, requires_grad=True)
+        return _Measured(recorder, token_losses, kl_tensor, len(data.dataset))
 
     @torch.no_grad()
     def row_log_probabilities(
@@ -320,7 +344,7 @@ class Reference:
         job = self.job
         samples = data.placed(job.mesh.layout, job.mesh.rank)
         batch = self._batch(samples)
-        forced = {name: batch.spread(value) for name, value in forced.items()} if samples else {}
+        forced = self._spread(batch, samples, forced)
         choices = self._choices(batch, forced)
         base = Weights(self.streamed.model, job.setup, job.model, job.mesh.device, adapted=False)
         weights = self.weights if adapters else base
@@ -337,21 +361,45 @@ class Reference:
         own = [(placed.input_ids, placed.labels) for placed in samples]
         return unsharded.PaddedSamples.of(own or [_no_sample()], self.job.mesh.device)
 
+    @staticmethod
+    def _spread(
+        batch: unsharded.PaddedSamples,
+        samples: Sequence[PlacedSample],
+        forced: Mapping[str, Tensor],
+        *,
+        mismatched: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return the experts that tokens must take at all positions of `batch`, by name: of its own rows, or of
+        mismatched ones.
+        """
+        if not samples:
+            return {}
+        return {n: batch.spread(value) for n, value in forced.items() if n.startswith(MISMATCHED) is mismatched}
+
     def _choices(self, batch: unsharded.PaddedSamples, forced: Mapping[str, Tensor]) -> Choices:
         anatomy = self.job.setup.anatomy
         routers = {name: self.streamed.model.get_submodule(name) for name in anatomy.sorting_routers}
         return Choices(anatomy.experts, routers, batch.ids_BS.numel(), forced)
 
     def _loss(
-        self, data: StepData, samples: Sequence[PlacedSample], batch: unsharded.PaddedSamples, token_losses: Tensor
+        self,
+        data: StepData,
+        samples: Sequence[PlacedSample],
+        batch: unsharded.PaddedSamples,
+        token_losses: Tensor,
+        kl: Tensor,
     ) -> Tensor:
-        """Return this rank's share of the loss of the step."""
-        if not data.minimised.pairs or not samples:
+        """Return this rank's share of the loss of the step; `kl` is that of its mismatched rows, for kto."""
+        if not data.minimised.of_responses or not samples:
             return token_losses.sum() / data.targets
-        reference = None
+        reference, device = None, batch.ids_BS.device
         if data.dataset.reference is not None:
-            reference = torch.from_numpy(data.dataset.reference[[sample.index for sample in samples]])
-            reference = reference.to(batch.ids_BS.device)
+            reference = _of_rows(data.dataset.reference, samples, device)
+        if data.dataset.desirable is not None:
+            assert reference is not None
+            desirable = _of_rows(data.dataset.desirable, samples, device)
+            loss = unsharded.judged_loss(token_losses, batch, data.minimised, reference, desirable, kl)
+            return loss / len(data.rows)
         return unsharded.preference_loss(token_losses, batch, data.minimised, reference) / len(data.rows)
 
     def _keep_router_logits(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -389,6 +437,33 @@ class Reference:
         value = share.detach().to(self.job.mesh.device, torch.float64) * self.job.answers_for_rows
         dist.all_reduce(value)
         return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A forward of mismatched rows."""
+
+    recorder: "_Recorder"
+    token_losses: Tensor
+    """The cross entropies of this rank's rows."""
+    kl: Tensor
+    """The mean log-ratio over all ranks, 0 if it is less: 0-dim, requires grad."""
+    rows: int
+    """Rows of all ranks."""
+
+    def beside(self, expected: Expected, by_kl: float) -> Expected:
+        """Return the results of a step with this forward. `by_kl` is the derivative of the step's loss by `kl`."""
+        margins = {f"{MISMATCHED}{name}": margin for name, margin in self.recorder.margins().items()}
+        # The loss depends on these by their mean alone, on all of them alike.
+        losses = self.token_losses.double().cpu()[: None if len(expected.token_losses) else 0]
+        by_each = -by_kl / self.rows * bool(self.kl > 0)
+        return replace(
+            expected,
+            forward=expected.forward.beside(self.recorder.record(), MISMATCHED),
+            margins=expected.margins | margins,
+            token_losses=torch.cat([expected.token_losses, losses]),
+            token_weights=torch.cat([expected.token_weights, torch.full_like(losses, by_each)]),
+        )
 
 
 @dataclass(slots=True)
@@ -458,6 +533,12 @@ class _GradientSums:
         if self._whole is not None:
             self._whole(name, total)
         self.local.take(name, total)
+
+
+def _of_rows(table: npt.NDArray[Any] | None, samples: Sequence[PlacedSample], device: torch.device) -> Tensor:
+    """Return the entries of a data set's `table` for `samples`."""
+    assert table is not None
+    return torch.from_numpy(table[[sample.index for sample in samples]]).to(device)
 
 
 def _no_sample() -> unsharded.Sample:

@@ -92,6 +92,30 @@ def preference_loss(
     raise AssertionError(f"objective {objective.name} is not of pairs, or has no plain loss here")
 
 
+def judged_loss(
+    token_losses: Tensor,
+    batch: PaddedSamples,
+    objective: ObjectiveConfig,
+    reference_B: Tensor,
+    desirable_B: Tensor,
+    kl: Tensor,
+) -> Tensor:
+    """Return the loss of kto, summed over rows, in fp64, as its paper has it.
+
+    Args:
+        token_losses: The cross entropies, as `forward` returns them.
+        batch: The responses.
+        objective: Its factors.
+        reference_B: The log-probability of each row under the reference.
+        desirable_B: The label of each row.
+        kl: The mean log-ratio of mismatched rows, 0 if it is less.
+    """
+    from_kl_B = objective.beta * (row_log_probabilities(token_losses, batch) - reference_B - kl)
+    good, bad = from_kl_B[desirable_B], from_kl_B[~desirable_B]
+    weights = objective.desirable_weight, objective.undesirable_weight
+    return weights[0] * (1 - good.sigmoid()).sum() + weights[1] * (1 - (-bad).sigmoid()).sum()
+
+
 def distillation_losses(
     logits: Tensor, token_losses: Tensor, teacher_logits: Tensor, batch: PaddedSamples, objective: ObjectiveConfig
 ) -> Tensor:
