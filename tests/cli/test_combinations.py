@@ -131,6 +131,7 @@ TOGETHER: dict[str, list[str]] = {
     "published": [f"{R4} precision.frozen=as_published"],
     "offload": [f"{R4} precision.frozen=nf4 parallel.offload=experts"],
     "orpo": ["objective.name=orpo lora={r: 4, dropout: 0.1}"],
+    "kto": [f"objective.name=kto {R4}"],
     "distill": [f"objective={{name: distill, teacher: MODEL, kl: reverse}} {R4} precision.frozen=nf4"],
     "compiled": ["train.compile=true"],
     "by node": ["moe.dispatch=hierarchical parallel.ep_across_nodes=true", "train.deterministic=true"],
