@@ -26,7 +26,7 @@ from tests.families.tiny import model_class_of, tiny_config
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import SharedRanks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import Row, of_all_stages, padded, worst
 
 ROWS, LAYERS, EXPERTS, TOP_K = 8, 2, 8, 2
@@ -323,7 +323,7 @@ def _refused_through_stages() -> None:
 
 
 @pytest.mark.parametrize("case", [_called, _refusals, _refused_through_stages])
-def test_a_call_takes_routes_and_wrong_ones_are_refused(case: Callable[[], None], shared_ranks: SharedRanks) -> None:
+def test_a_call_takes_routes_and_wrong_ones_are_refused(case: Callable[[], None]) -> None:
     shared_ranks(case, 2)
 
 

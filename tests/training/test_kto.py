@@ -21,7 +21,7 @@ from expertmesh.step.objectives.kto import Kto
 from expertmesh.training.run import train
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.support.errors import refused, refused_on_ranks
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import worst
 from tests.training.dpo_by_trl import ByTrl
 from tests.training.kto_by_trl import (
@@ -80,7 +80,7 @@ def test_every_layout_equals_trls_trainer(inputs: Path, tmp_path: Path, expected
     world, options = CASES[layout]
     (inputs / "evaluated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in EVALUATED))
     config = kto_config(inputs, tmp_path / "run", *options, f"data.eval={inputs / 'evaluated.jsonl'}")
-    check(tmp_path / "run", run_ranks(train_keeping_gradients, world, config)[0], expected, 1e-5)
+    check(tmp_path / "run", shared_ranks(train_keeping_gradients, world, config)[0], expected, 1e-5)
     row = metrics(tmp_path / "run")[-1]
     assert row["eval_kl"] > 0.01
     for name in ("eval_loss", *(f"eval_{name}" for name in FIGURES)):
@@ -93,7 +93,7 @@ def test_the_plain_formula_in_fp64(tmp_path: Path) -> None:
     config = kto_config(inputs, tmp_path / "run", *EXACT, "parallel.ep=2", "parallel.cp=2")
     model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float64, experts_implementation="eager")
     by_hand = train_kto_by_hand(config, model)
-    check(tmp_path / "run", run_ranks(train_keeping_gradients, 2, config)[0], by_hand, 1e-10)
+    check(tmp_path / "run", shared_ranks(train_keeping_gradients, 2, config)[0], by_hand, 1e-10)
 
 
 @pytest.mark.slow(why="runs of TRL; the whole model's layouts stay")
@@ -101,11 +101,11 @@ def test_the_plain_formula_in_fp64(tmp_path: Path) -> None:
 def test_adapters_equal_stock_pefts_under_trl(inputs: Path, tmp_path: Path, layout: str) -> None:
     world, options = ADAPTED[layout]
     config = kto_config(inputs, tmp_path / "run", LORA, EPS, *options)
-    run_ranks(start_adapter, 1, config, tmp_path / "start")
+    shared_ranks(start_adapter, 1, config, tmp_path / "start")
     base = AutoModelForCausalLM.from_pretrained(inputs / "model")
     adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "start"), is_trainable=True)
     by_trl = train_kto_by_trl(config, tmp_path / "trl", adapted)
-    check(tmp_path / "run", run_ranks(train_keeping_gradients, world, config)[0], by_trl, 1e-5)
+    check(tmp_path / "run", shared_ranks(train_keeping_gradients, world, config)[0], by_trl, 1e-5)
 
 
 def _own_kl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def _own_completion(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow_cases("_own_completion", why="fp64 has the rows written out")
 @pytest.mark.parametrize("bug", [_own_kl, _other_label, _own_completion])
 def test_a_planted_bug_is_seen(
-    inputs: Path, tmp_path: Path, expected: ByTrl, bug: Callable[[pytest.MonkeyPatch], None], shared_ranks: Any
+    inputs: Path, tmp_path: Path, expected: ByTrl, bug: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     config = kto_config(inputs, tmp_path / "run", "parallel.ep=2")
     shared_ranks(train_with, 2, config, bug)
@@ -146,14 +146,15 @@ def train_with(config: Config, bug: Callable[[pytest.MonkeyPatch], None]) -> Non
         train(config)
 
 
-def test_a_run_goes_on_with_the_reference_it_began_with(inputs: Path, tmp_path: Path, shared_ranks: Any) -> None:
+@pytest.mark.slow(why="test_dpo.py has the reference on resume; what is refused on resume is among it")
+def test_a_run_goes_on_with_the_reference_it_began_with(inputs: Path, tmp_path: Path) -> None:
     source = f"[{{path: {inputs / 'rows.jsonl'}, max_rows: 6}}]"  # two steps
     options = [f"data.train={source}", f"data.eval={source}", "parallel.ep=2", "data.shuffle=true"]
     options += ["train.num_epochs=2", "train.max_steps=3"]
     shared_ranks(train, 2, kto_config(inputs, tmp_path / "whole", *options))
     shared_ranks(train_steps, 2, kto_config(inputs, tmp_path / "broken", *options), 1)
     with refused_on_ranks("checkpoint.no-reference", naming="for the 10 rows that the run was to have, not for 12"):
-        run_ranks(train, 1, kto_config(inputs, tmp_path / "broken", *options, "train.max_steps=4", "parallel.ep=1"))
+        shared_ranks(train, 1, kto_config(inputs, tmp_path / "broken", *options, "train.max_steps=4", "parallel.ep=1"))
     shared_ranks(train, 2, kto_config(inputs, tmp_path / "broken", *options))
     assert rows_without_times(tmp_path / "whole") == rows_without_times(tmp_path / "broken")
     assert all(torch.equal(weights(tmp_path / "whole")[n], w) for n, w in weights(tmp_path / "broken").items())
