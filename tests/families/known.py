@@ -96,9 +96,8 @@ def answers_of_published(paths: Iterable[Path]) -> Answers:
 
 
 def _published(path: Path, directory: Path) -> PreTrainedConfig:
-    """The configuration as the product reads it, whose codes are plain weights for every question."""
-    content = {name: value for name, value in json.loads(path.read_text()).items() if name != "quantization_config"}
-    (directory / "config.json").write_text(json.dumps(content))
+    """The configuration as the product reads it."""
+    (directory / "config.json").write_text(path.read_text())
     return read_model_config(str(directory))[0]
 
 

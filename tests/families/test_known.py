@@ -1,7 +1,9 @@
 """The table of known answers says what is found when the questions are asked again, and is asked for nothing else."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,7 @@ from expertmesh.introspection.known_families import class_key, proof_key
 from expertmesh.parallel import stages
 from expertmesh.parallel.stages import Cut, plan_cut
 from expertmesh.state.model_view import meta_copy
-from expertmesh.weights.meta_model import build_meta_model
+from expertmesh.weights.meta_model import build_meta_model, read_model_config
 from tests.families.known import answers_of
 from tests.families.test_families import CORE, FAMILIES
 from tests.support.errors import refused
@@ -61,6 +63,17 @@ def test_a_known_family_is_neither_run_nor_read() -> None:
         assert attention.registry_call(model.model.layers[0].self_attn) is not None
     with mock.patch.object(known_families, "_table", return_value={}):
         assert _cut(model) == known
+
+
+@needs_the_table
+@pytest.mark.parametrize("name", ["allenai--OLMoE-1B-7B-0924-Instruct", "mistralai--Mixtral-8x7B-Instruct-v0.1"])
+def test_a_published_model_is_known_wherever_it_was_read_from(name: str, tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "published" / f"{name}.json", tmp_path / "config.json")
+    config, _ = read_model_config(str(tmp_path))
+    model = build_meta_model(config, torch.float32)
+    assert model.name_or_path == str(tmp_path)
+    with _no_proof():
+        _cut(model)
 
 
 @needs_the_table
