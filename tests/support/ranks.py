@@ -325,6 +325,11 @@ def _patchable() -> dict[str, Any]:
                     found[f"{place}.{name}"] = value
                 if issubclass(type(value), type) and value.__module__ == place:
                     own = {key: each for key, each in vars(value).items() if not key.startswith("__pydantic")}
+                    # torch wraps the step of an optimizer's class at its first instance.
+                    own = {
+                        key: each.__wrapped__ if getattr(each, "hooked", None) is True else each
+                        for key, each in own.items()
+                    }
                     found |= {f"{place}.{name}.{key}": each for key, each in own.items()}
     return found
 
