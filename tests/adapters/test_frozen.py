@@ -282,7 +282,7 @@ def _offloaded(
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointed"])
 def test_experts_from_host_memory_come_a_layer_ahead_in_both_directions(options: dict[str, Any]) -> None:
     run = _expected("qwen3_moe", "mxfp4", num_hidden_layers=4)
-    distance, events = shared_ranks(functools.partial(_offloaded, **options), 2, run, {"ep": 2})[0]
+    distance, events = run_ranks(functools.partial(_offloaded, **options), 2, run, {"ep": 2})[0]
     distance.check(TOLERANCE)
     assert max(layers for *_, layers in events) == 2
     # Of the second step: two matrices of each layer, both ways, while the one before is used; the ends are not ahead.
@@ -296,7 +296,7 @@ def test_experts_from_host_memory_come_a_layer_ahead_in_both_directions(options:
 @pytest.mark.slow_cases(r"4-.*", why="one rank stays, and ep 2 in the order of copies")
 @pytest.mark.parametrize(("world", "layout"), [(4, layout) for layout in OFFLOADED[2:]] + [(1, {"ep": 1})], ids=str)
 def test_experts_from_host_memory_train_the_same_in_every_layout(world: int, layout: dict[str, int]) -> None:
-    distance, events = shared_ranks(_offloaded, world, _expected("qwen3_moe", "mxfp4"), layout)[0]
+    distance, events = run_ranks(_offloaded, world, _expected("qwen3_moe", "mxfp4"), layout)[0]
     distance.check(TOLERANCE)
     assert max(layers for *_, layers in events) <= 2
 
