@@ -12,6 +12,7 @@ import datetime
 import faulthandler
 import functools
 import gc
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -321,7 +322,7 @@ def _patchable() -> dict[str, Any]:
     for place, module in list(sys.modules.items()):
         if place.startswith("expertmesh") or place in ("os", "shutil", "time", "torch.distributed"):
             for name, value in list(vars(module).items()):
-                if callable(value):
+                if callable(value) or inspect.ismodule(value):
                     found[f"{place}.{name}"] = value
                 if issubclass(type(value), type) and value.__module__ == place:
                     own = {key: each for key, each in vars(value).items() if not key.startswith("__pydantic")}

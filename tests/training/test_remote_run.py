@@ -16,7 +16,7 @@ from expertmesh.training.startup import uploads as uploads_module
 from expertmesh.training.startup.uploads import has_result, upload_result, withdraw_result
 from tests.checkpoint.object_store import Killed, ObjectStore
 from tests.support.errors import refused, refused_on_ranks
-from tests.support.ranks import shared_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
 
 
@@ -105,7 +105,7 @@ def test_ranks_that_do_not_share_output_dir_are_refused_before_weights_are_read(
     remote = f"checkpoint.remote=file://{tmp_path}/remote"
     configs = [run_config(inputs, tmp_path / f"node-{node}", remote) for node in (0, 1)]
     with refused_on_ranks("output.not-shared", naming="node-1/lock.json"):
-        shared_ranks(_train_on_a_disk_of_its_own, 2, configs)
+        run_ranks(_train_on_a_disk_of_its_own, 2, configs)
 
 
 def test_a_directory_that_each_node_has_mounted_for_itself_is_no_storage(tmp_path: Path) -> None:
@@ -113,4 +113,4 @@ def test_a_directory_that_each_node_has_mounted_for_itself_is_no_storage(tmp_pat
     remotes = [f"checkpoint.remote=file://{tmp_path}/mounted-on-{node}" for node in (0, 1)]
     configs = [run_config(inputs, tmp_path / "run", remote) for remote in remotes]
     with refused_on_ranks("storage.not-shared", naming="rank 1"):
-        shared_ranks(_train_on_a_disk_of_its_own, 2, configs)
+        run_ranks(_train_on_a_disk_of_its_own, 2, configs)

@@ -16,7 +16,7 @@ from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected, Reference
 from expertmesh.verification.reference.streaming import Weights
 from expertmesh.verification.setup import Setup, set_up
-from tests.support.ranks import shared_ranks
+from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
@@ -117,7 +117,7 @@ def _most_blocks_alive(setup: Setup) -> int:
 
 
 def test_the_weights_of_one_block_are_in_memory_at_a_time(inputs: Path) -> None:
-    assert shared_ranks(_most_blocks_alive, 1, _setup(inputs, "qwen3_moe", 1, "parallel.ep=1")) == [1]
+    assert run_ranks(_most_blocks_alive, 1, _setup(inputs, "qwen3_moe", 1, "parallel.ep=1")) == [1]
 
 
 def _router_losses(setup: Setup) -> tuple[float | None, float | None]:
