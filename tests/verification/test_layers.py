@@ -142,7 +142,7 @@ JOBS = {
         (
             "parallel.tp=2",
             "parallel.ep=2",
-            "precision={params: float32, compute: bfloat16, frozen: nf4}",
+            "precision.frozen=nf4",
             "objective={name: distill, teacher: TEACHER, kl: reverse, sft_weight: 0.5}",
             "lora={r: 4, dropout: 0.1, targets: [attention, experts]}",
         ),
@@ -154,7 +154,6 @@ JOBS = {
         (
             "parallel.tp=2",
             "parallel.ep=2",
-            "precision.compute=bfloat16",
             "objective={name: orpo}",
             "lora={r: 4, dropout: 0.1, targets: [attention, experts]}",
         ),
