@@ -85,10 +85,10 @@ def _with_the_current_weights_as_reference(config: Config) -> None:
     """A resumed run that computes its reference anew, from the weights that it goes on with."""
     give = objective.RunObjective.give_reference
 
-    def anew(self: Any, model: Any, mesh: Any, datasets: Any, layout: Any, checkpoint: Any) -> None:
+    def anew(self: Any, model: Any, mesh: Any, datasets: Any, layout: Any, checkpoint: Any, *mismatched: Any) -> None:
         if checkpoint is not None:
             em.load_checkpoint(model, None, checkpoint)
-        give(self, model, mesh, datasets, layout, None)
+        give(self, model, mesh, datasets, layout, None, *mismatched)
 
     with mock.patch.object(objective.RunObjective, "give_reference", anew):
         train(config)
