@@ -114,7 +114,7 @@ def test_a_router_that_is_not_recognised_cannot_be_frozen_silently() -> None:
     model = tiny_model("qwen3_moe")
     model.model.layers[1].mlp.gate = Chooser()
     with refused_on_ranks("moe.router-not-recognised", naming="model.layers.1.mlp"):
-        shared_ranks(_parallelize, 1, model, em.MoeConfig(router="frozen"))
+        run_ranks(_parallelize, 1, model, em.MoeConfig(router="frozen"))
 
 
 def _parallelize(model: nn.Module, moe: em.MoeConfig | None = None, tamper: str = "") -> None:
