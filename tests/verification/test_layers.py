@@ -19,6 +19,7 @@ from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
 from tests.support.ranks import RankFailed, run_ranks, shared_ranks
+from tests.support.rotation import of_this_commit
 from tests.training.dpo_by_trl import preference_config
 from tests.training.kto_by_trl import kto_config
 from tests.training.tiny_run import run_config, write_inputs
@@ -165,12 +166,20 @@ JOBS = {
 }
 
 
-@pytest.mark.slow_cases(r"bytes of cp", why="the bytes of tp and pp stay")
-@pytest.mark.slow_cases(
-    r"(adapters.*|tp|bfloat16, biases|hybrid, recomputed|float64|cp|dpo.*|kto.*|simpo|orpo.*|distill.*|packed)",
-    why="pp stays, and every planted bug of test_mutations.py",
+IN_MAKE_TEST = ("bytes of tp", "bytes of pp")
+ROTATING = pytest.mark.slow(why="pp stays, and every planted bug of test_mutations.py; others at the next commit")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *IN_MAKE_TEST,
+        *(
+            pytest.param(kind, marks=ROTATING)
+            for kind in of_this_commit([kind for kind in JOBS if kind not in IN_MAKE_TEST], 8)
+        ),
+    ],
 )
-@pytest.mark.parametrize("kind", JOBS)
 def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]
     inputs = write_inputs(tmp_path / "inputs", job.family)
