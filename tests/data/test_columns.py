@@ -33,7 +33,13 @@ def build(
     path: Path | str, pairs: bool = False, source: dict[str, Any] | None = None, **data: Any
 ) -> tuple[TokenizedDataset, DataReport]:
     config = DataConfig(train=[{"path": str(path), **(source or {})}], **data)  # type: ignore[list-item]
-    return build_dataset(config.train, config, bpe_tokenizer(CHATML), model_vocab_size=VOCABULARY, pairs=pairs)
+    return build_dataset(
+        config.train,
+        config,
+        bpe_tokenizer(CHATML),
+        model_vocab_size=VOCABULARY,
+        responses=PREFERENCE if pairs else None,
+    )
 
 
 def _csv(path: Path, rows: list[dict[str, Any]], delimiter: str = ",") -> None:
@@ -122,7 +128,9 @@ def test_unknown_columns_are_refused_with_the_yaml_that_trains_them(
     train = [DataSource(path=str(path), repeat=2, max_rows=100) for path in paths]
     config, tokenizer = DataConfig(train=train), bpe_tokenizer(CHATML)
     with pytest.raises(InputError, match=r"write data\.train") as caught:
-        build_dataset(config.train, config, tokenizer, model_vocab_size=VOCABULARY, pairs=pairs)
+        build_dataset(
+            config.train, config, tokenizer, model_vocab_size=VOCABULARY, responses=PREFERENCE if pairs else None
+        )
     text = str(caught.value).partition("write data.train")[2].removesuffix(" (docs/data.md).")
     suggestions = text.removesuffix(" for conversations by the chat template").split(", or ")
     suggestions[0] = suggestions[0].partition(": ")[2]
@@ -130,7 +138,9 @@ def test_unknown_columns_are_refused_with_the_yaml_that_trains_them(
         source = parse_yaml(suggestion, "refusal").value
         said = DataConfig(train=[source] if others else source)
         assert (said.train[0].repeat, said.train[0].max_rows) == (2, None)
-        _, report = build_dataset(said.train, said, tokenizer, model_vocab_size=VOCABULARY, pairs=pairs)
+        _, report = build_dataset(
+            said.train, said, tokenizer, model_vocab_size=VOCABULARY, responses=PREFERENCE if pairs else None
+        )
         assert report.samples == len(rows)
     if rows is QUESTIONS and not others:
         assert "{prompt: question, completion: answer}" in suggestions[0]
@@ -211,7 +221,7 @@ def test_columns_that_a_format_does_not_read_are_listed(tmp_path: Path, name: st
     assert "  columns that are not used: persona, context, id" in report.lines()
     (_, report) = build(path, name == PREFERENCE, {"columns": dict.fromkeys(("persona", "context", "id"))})
     assert "not used" not in "".join(report.lines())
-    prepared = make(preparation(tmp_path, path, pairs=name == PREFERENCE))
+    prepared = make(preparation(tmp_path, path, responses=name if name == PREFERENCE else None))
     assert "  columns that are not used: persona, context, id" in prepared.report.lines()
 
 

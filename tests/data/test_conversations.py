@@ -17,7 +17,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset, load_tokenizer
 from expertmesh.data.encoding.encode import ChatRenderer, Encoded, Encoder
 from expertmesh.data.encoding.targets import ChatOptions
-from expertmesh.data.formats import Conversation, MalformedRow
+from expertmesh.data.formats import PREFERENCE, Conversation, MalformedRow
 from expertmesh.data.report import DataReport
 from expertmesh.data.tokenized import TokenizedDataset
 from expertmesh.demo.run import CHAT_TEMPLATE as DEMO_TEMPLATE
@@ -173,7 +173,9 @@ def build(
     file.write_text("\n".join(map(json.dumps, rows)))
     config = DataConfig(train=[DataSource(path=str(file))], **options)
     tokenizer = bpe_tokenizer(template)
-    return build_dataset(config.train, config, tokenizer, model_vocab_size=len(tokenizer), pairs=pairs)
+    return build_dataset(
+        config.train, config, tokenizer, model_vocab_size=len(tokenizer), responses=PREFERENCE if pairs else None
+    )
 
 
 def messages(*contents: str, **keys: str) -> dict[str, Any]:

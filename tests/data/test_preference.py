@@ -17,7 +17,7 @@ from expertmesh.data import (
     TrainingBatches,
     build_dataset,
 )
-from expertmesh.data.formats import MalformedRow, Preference, convert
+from expertmesh.data.formats import PREFERENCE, MalformedRow, Preference, convert
 from tests.data.test_build import VOCABULARY, write
 from tests.data.tokenizers_on_the_fly import CHATML, STRIPS_EARLIER_THINKING, bpe_tokenizer
 from tests.support.errors import refused
@@ -34,7 +34,7 @@ def build(
 ) -> tuple[TokenizedDataset, DataReport]:
     config = DataConfig(train=[DataSource(path=str(write(path / "pairs.jsonl", rows)))], **data)
     tokenizer = bpe_tokenizer(template)
-    return build_dataset(config.train, config, tokenizer, model_vocab_size=VOCABULARY, pairs=True)
+    return build_dataset(config.train, config, tokenizer, model_vocab_size=VOCABULARY, responses=PREFERENCE)
 
 
 SHAPES: dict[str, list[dict[str, Any]]] = {

@@ -14,6 +14,7 @@ from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import IntegrityError
 from expertmesh.data import BatchLayout, DataReport, TokenizedDataset, TrainingBatches, build_dataset
 from expertmesh.data.build import Recipe
+from expertmesh.data.formats import PREFERENCE
 from expertmesh.data.prepared import Preparation, PreparedData
 from expertmesh.data.sources import RowShare
 from tests.data import tokenizers_on_the_fly as on_the_fly
@@ -25,7 +26,7 @@ from tests.support.errors import refused
 def preparation(
     tmp_path: Path, *paths: Path | DataSource, template: str = on_the_fly.CHATML, **options: Any
 ) -> Preparation:
-    facts = {name: options.pop(name) for name in ("pairs", "date") if name in options}
+    facts = {name: options.pop(name) for name in ("responses", "date") if name in options}
     sources = [path if isinstance(path, DataSource) else DataSource(path=str(path)) for path in paths]
     config = DataConfig(train=sources, **options)
     tokenizer = bpe_tokenizer(template)
@@ -46,7 +47,7 @@ def in_memory(preparing: Preparation) -> tuple[TokenizedDataset, DataReport]:
     recipe = preparing.recipe
     vocabulary = recipe.model_vocab_size
     return build_dataset(
-        recipe.sources, recipe.config, recipe.tokenizer, model_vocab_size=vocabulary, pairs=recipe.pairs
+        recipe.sources, recipe.config, recipe.tokenizer, model_vocab_size=vocabulary, responses=recipe.responses
     )
 
 
@@ -97,7 +98,7 @@ def test_second_start_calls_no_tokenizer_and_maps_the_tokens(tmp_path: Path, sou
 
 def test_pairs_stay_together(tmp_path: Path) -> None:
     rows = [{"prompt": f"p {i}", "chosen": f"good {i}", "rejected": "bad"} for i in range(1100)]
-    preparing = preparation(tmp_path, write(tmp_path / "pairs.jsonl", rows), pairs=True)
+    preparing = preparation(tmp_path, write(tmp_path / "pairs.jsonl", rows), responses=PREFERENCE)
     found, (dataset, report) = make(preparing, 2), in_memory(preparing)
     assert found.dataset.sha256() == dataset.sha256()
     assert (found.dataset.samples_per_row, found.report.samples, len(found.dataset)) == (2, report.samples, 2200)

@@ -20,14 +20,14 @@ from torch import nn
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.experts.routes import confirm_routes
+from expertmesh.experts.routes import Routing, confirm_routes, routed, routing
 from tests.families.catalogue import Family, families
 from tests.families.tiny import model_class_of, tiny_config
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import shared_ranks
-from tests.support.reference import Row, of_all_stages, padded, worst
+from tests.support.reference import Row, forward_and_backward, of_all_stages, padded, worst
 
 ROWS, LAYERS, EXPERTS, TOP_K = 8, 2, 8, 2
 Scores = Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -160,15 +160,7 @@ def train(
     mine = range(mesh.data_rank, ROWS, mesh.layout.data_ranks)
     pairs = [mine[start : start + 2] for start in range(0, len(mine), 2)]
     batches = [prepare([want.rows[row] for row in pair], [want.routes[row] for row in pair]) for pair in pairs]
-    loss = torch.zeros((), dtype=torch.float64)
-    if mesh.layout.pp > 1 or order is not None:
-        loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16, **(order or {})).loss
-    else:
-        for batch in batches:
-            share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
-            share.backward()
-            loss += share.detach()
-    dist.all_reduce(loss)
+    loss = forward_and_backward(model, mesh, batches, total, order)
     gradients = of_all_stages(model, mesh, lambda parameter: parameter.grad)
     wanted = want.gradients
     if lora is not None:
@@ -348,6 +340,18 @@ def _confirm(family: Family, **changes: Any) -> None:
         config = tiny_config(family.model_class, family.name, **changes)
         model: Any = model_class_of(family.model_class, family.name)._from_config(config)
     confirm_routes(model, describe(model))
+
+
+def test_a_layer_that_gets_a_part_of_the_tokens_is_refused() -> None:
+    model: Any = tiny_model("qwen3_moe")
+    spec = describe(model).experts[0]
+    routes = torch.zeros(5, LAYERS, TOP_K, dtype=torch.int32)
+    token = routing.set(Routing(1, routes))
+    try:
+        with refused("model.routes-unsupported", naming=f"{spec.name} gets 3 of a micro-batch's 5 tokens"):
+            routed(torch.topk, spec, 0, torch.rand(3, EXPERTS), TOP_K)
+    finally:
+        routing.reset(token)
 
 
 @pytest.mark.slow(why="builds every family; four of them are replayed above")

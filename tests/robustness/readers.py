@@ -121,7 +121,7 @@ def _make_data(path: Path) -> None:
 def _read_data(path: Path) -> None:
     for name in ("a.jsonl", "b.json", "c.parquet"):
         config = DataConfig(train=(DataSource(path=str(path / name), format="messages"),), on_error="skip")
-        build_dataset(config.train, config, _TOKENIZER(), model_vocab_size=706, pairs=False)
+        build_dataset(config.train, config, _TOKENIZER(), model_vocab_size=706)
 
 
 _tokenizers: list[object] = []

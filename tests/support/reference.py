@@ -193,21 +193,32 @@ def take_steps(
             batch = padded([step_rows[row] for row in chosen])
             batch["row_numbers"] = torch.tensor([step * len(step_rows) + row for row in chosen])
             batches.append({name: tensor.to(mesh.device) for name, tensor in batch.items()})
-        loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        if mesh.layout.pp > 1 or order is not None:
-            loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16, **(order or {})).loss
-        else:
-            for batch in batches:
-                share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
-                share.backward()
-                loss += share.detach()
-        dist.all_reduce(loss)
-        losses.append(float(loss))
+        losses.append(float(forward_and_backward(model, mesh, batches, total, order)))
         gradients = gradients or of_all_stages(model, mesh, lambda parameter: parameter.grad)
         norms.append(float(em.clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
     return StepsTaken(losses, norms, gradients)
+
+
+def forward_and_backward(
+    model: nn.Module,
+    mesh: Mesh,
+    batches: Sequence[dict[str, torch.Tensor]],
+    total: int,
+    order: dict[str, Any] | None = None,
+) -> torch.Tensor:
+    """Run a step's micro-batches, by the loss alone where nothing asks for more; returns the loss of all ranks."""
+    loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    if mesh.layout.pp > 1 or order is not None:
+        loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16, **(order or {})).loss
+    else:
+        for batch in batches:
+            share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
+            share.backward()
+            loss += share.detach()
+    dist.all_reduce(loss)
+    return loss
 
 
 def relative_error(got: Sequence[float], expected: Sequence[float]) -> float:

@@ -38,6 +38,11 @@ class ProvenJob(NamedTuple):
     only: tuple[str, ...] = LAYERS
 
 
+# Of responses, with adapters, on stages.
+ON_STAGES = {
+    *("ep 1 = ep 2", "ep 1 = ep 4", "by layer = by micro-batch", "packed = separate samples"),
+    "saved model in plain transformers",
+}
 JOBS = {
     "packed": ProvenJob(
         "qwen3_moe",
@@ -91,13 +96,7 @@ JOBS = {
         "qwen3_moe",
         2,
         ("parallel.pp=2", "lora={r: 4, targets: [attention, experts]}"),
-        {
-            "ep 1 = ep 2",
-            "ep 1 = ep 4",
-            "by layer = by micro-batch",
-            "packed = separate samples",
-            "saved model in plain transformers",
-        },
+        ON_STAGES,
     ),
     "kto": ProvenJob(
         "qwen3_moe",
@@ -110,13 +109,7 @@ JOBS = {
         "qwen3_moe",
         2,
         ("parallel.pp=2", "lora={r: 4, targets: [attention, experts]}"),
-        {
-            "ep 1 = ep 2",
-            "ep 1 = ep 4",
-            "by layer = by micro-batch",
-            "packed = separate samples",
-            "saved model in plain transformers",
-        },
+        ON_STAGES,
     ),
     "simpo": ProvenJob(
         "qwen3_moe",
@@ -143,7 +136,7 @@ JOBS = {
         (
             "parallel.tp=2",
             "parallel.ep=2",
-            "precision.frozen=nf4",
+            "precision={params: float32, compute: bfloat16, frozen: nf4}",
             "objective={name: distill, teacher: TEACHER, kl: reverse, sft_weight: 0.5}",
             "lora={r: 4, dropout: 0.1, targets: [attention, experts]}",
         ),
@@ -155,6 +148,7 @@ JOBS = {
         (
             "parallel.tp=2",
             "parallel.ep=2",
+            "precision.compute=bfloat16",
             "objective={name: orpo}",
             "lora={r: 4, dropout: 0.1, targets: [attention, experts]}",
         ),

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config import Config, DataConfig, DataSource
+from expertmesh.config.data import DataFormat
 from expertmesh.config.errors import InputError
 from expertmesh.config.explain import close_to
 from expertmesh.config.objective import objectives_of
@@ -38,12 +39,11 @@ class Recipe:
     tokenizer: PreTrainedTokenizerBase
     model_vocab_size: int
     """Rows of the model's embedding."""
-    pairs: bool = False
-    """True if rows are preferences; each gives two samples, the chosen one first."""
+    responses: DataFormat | None = None
+    """The format of rows whose responses an objective compares, of which `preference` gives two samples a row, the
+    chosen one first; None for the formats of sft."""
     date: datetime.date | None = None
     """The date that a chat template writes as today's; None takes today's."""
-    judged: bool = False
-    """True if rows are responses with a label."""
 
     @classmethod
     def of(
@@ -55,25 +55,30 @@ class Recipe:
         date: datetime.date | None = None,
     ) -> "Recipe":
         """Return the recipe of a run for one of its lists of sources."""
-        return cls(
-            sources, config.data, tokenizer, model_vocab_size, config.objective.pairs, date, config.objective.judged
-        )
+        return cls(sources, config.data, tokenizer, model_vocab_size, config.objective.facts.format, date)
 
     @property
     def samples_per_row(self) -> int:
-        return 2 if self.pairs else 1
+        return 2 if self.responses == PREFERENCE else 1
+
+    @property
+    def judged(self) -> bool:
+        """True if rows have a label."""
+        return self.responses == UNPAIRED
 
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats that rows may have."""
-        if self.pairs or self.judged:
-            return (PREFERENCE if self.pairs else UNPAIRED,)
+        if self.responses is not None:
+            return (self.responses,)
         return tuple(name for name in FORMATS if name not in (PREFERENCE, UNPAIRED))
 
     @property
     def asked(self) -> tuple[str, ...]:
         """The columns that rows must have, or those of one of their formats."""
-        return ("prompt", "chosen", "rejected") if self.pairs else ("prompt", "completion", *["label"] * self.judged)
+        if self.responses == PREFERENCE:
+            return "prompt", "chosen", "rejected"
+        return ("prompt", "completion", "label") if self.judged else ("prompt", "completion")
 
 
 def build_dataset(
@@ -82,9 +87,8 @@ def build_dataset(
     tokenizer: PreTrainedTokenizerBase,
     *,
     model_vocab_size: int,
-    pairs: bool = False,
+    responses: DataFormat | None = None,
     date: datetime.date | None = None,
-    judged: bool = False,
 ) -> tuple[TokenizedDataset, DataReport]:
     """Read and tokenize `sources` (`data.train` or `data.eval`) as `data_config` says; arguments as in `Recipe`.
 
@@ -92,7 +96,7 @@ def build_dataset(
     `data.on_*` stops at, a token id without an embedding, a chat template without a trustworthy mask, or a data set
     without a single target token.
     """
-    return build(Recipe(sources, data_config, tokenizer, model_vocab_size, pairs, date, judged))
+    return build(Recipe(sources, data_config, tokenizer, model_vocab_size, responses, date))
 
 
 def build(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
@@ -236,8 +240,7 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
             other = UNPAIRED if labelled else found[0]
             raise InputError(
                 f"{raw.position}: the row is of format {other}, which only objective.name {objectives_of(other)} "
-                f"trains on; "
-                "correct objective.name or the data.",
+                "trains on; correct objective.name or the data.",
                 key="data.other-objective",
             )
         unreadable, unfit = (unreadable or raw, unfit) if raw.value is None else (unreadable, unfit or raw)

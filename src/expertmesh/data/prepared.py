@@ -59,8 +59,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
         "tokenizer": _tokenizer_sha256(recipe),
         "model_vocab_size": recipe.model_vocab_size,
-        "pairs": recipe.pairs,
-        "judged": recipe.judged,
+        "responses": recipe.responses,
         "sources": [source.model_dump(mode="json", exclude={"weight", "repeat", "name"}) for source in recipe.sources],
         "data": recipe.config.model_dump(mode="json", exclude=_NO_MATTER),
     }

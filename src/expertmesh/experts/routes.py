@@ -68,7 +68,12 @@ class _Choice(TorchFunctionMode):
             index = torch.topk(input, k, dim, *rest, **options).indices
         if routes is not None:
             tokens = input.numel() // experts
-            assert tokens == len(routes), f"{self._spec.name} gets {tokens} tokens of a micro-batch of {len(routes)}"
+            if tokens != len(routes):
+                raise InputError(
+                    f"routes: {self._spec.name} gets {tokens} of a micro-batch's {len(routes)} tokens, so that it is "
+                    "not known which; leave routes out",
+                    key="model.routes-unsupported",
+                )
             route = routes[:, self._number].to(index.dtype).view_as(index)
             index = torch.where(route >= 0, route, index)
         # A block may first take two of a group, if that holds all experts: the last choice counts.

@@ -52,12 +52,7 @@ def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: i
     for objective in (config.objective, *others):
         try:
             dataset, report = build_dataset(
-                sources,
-                data,
-                tokenizer,
-                model_vocab_size=vocab_size,
-                pairs=objective.pairs,
-                judged=objective.judged,
+                sources, data, tokenizer, model_vocab_size=vocab_size, responses=objective.facts.format
             )
             break
         except InputError as error:
