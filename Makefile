@@ -37,7 +37,8 @@ $(STAMP): pyproject.toml constraints/ci.txt
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# Everything, also what `slow` marks leave out of `make test`, with Triton (300 MB) for its interpreter and compiler.
+# Also what `slow` marks leave out of `make test`, of some matrices another part at each commit (tests/support/rotation.py),
+# with Triton (300 MB) for its interpreter and compiler.
 test-all: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/ci.txt -e ".[kernels]"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=40
