@@ -156,17 +156,16 @@ def _table() -> Answers:
 
 
 def matters(key: str) -> bool:
-    """Return whether a setting can change what a model's code computes: not names, token ids or extra outputs."""
-    return key not in _OF_EVERY_CONFIG and not key.startswith(("_", "layer_i")) and not key.endswith("_token_id")
+    """Return whether a setting can change what a model's code computes: not names, ids of tokens or extra outputs."""
+    if key in _OF_EVERY_CONFIG or key == "name_or_path":
+        return False
+    return not key.startswith(("_", "layer_i")) and not key.endswith("_token_id")
 
 
 def _settings(value: Any) -> Any:
     """Reduce settings to what can change the code that runs: a number to 0, 1 or "more", a list to its set."""
     if isinstance(value, dict):
-        # Models of the table were made from configurations, so that they have no path.
-        return {
-            key: "" if key == "name_or_path" else _settings(each) for key, each in value.items() if matters(str(key))
-        }
+        return {key: _settings(each) for key, each in value.items() if matters(str(key))}
     if isinstance(value, list | tuple):
         return sorted({json.dumps(_settings(each), sort_keys=True) for each in value})
     if value is None or isinstance(value, str | bool):
