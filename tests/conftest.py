@@ -80,11 +80,21 @@ def launched(request: pytest.FixtureRequest, _launches: Launches) -> Launched:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_ranks_end() -> Iterator[None]:
-    """The next module's functions start from ranks that nothing has run on."""
+def _large_shared_ranks_end() -> Iterator[None]:
+    """Ranks of one or two modules would stay in memory for the rest of the session."""
     yield
+    _end_shared_ranks(above=4)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_ranks_end() -> Iterator[None]:
+    yield
+    _end_shared_ranks()
+
+
+def _end_shared_ranks(above: int = 0) -> None:
     if ranks := sys.modules.get("tests.support.ranks"):
-        ranks.shared_ranks.end()
+        ranks.shared_ranks.end(above)
 
 
 @pytest.fixture

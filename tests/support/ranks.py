@@ -1,7 +1,7 @@
 """Real gloo ranks for tests: `shared_ranks(fn, world_size, *args)` runs `fn` on each and returns what each gave.
 
-What patches this process before it starts ranks, or a rank for good, prints, or cannot be pickled, is for
-`run_ranks(fn, world_size, *args)`, which forks new ones. Forking keeps torch and transformers imported (0.3 s for four
+What patches this process before it starts ranks, or prints, is for `run_ranks(fn, world_size, *args)`, which forks new
+ones. Forking keeps torch and transformers imported (0.3 s for four
 ranks instead of 15 s through a launcher). Every run has a wall-clock limit for the whole job and a shorter one for each
 collective, and leaves no process behind, whether it passes, fails or hangs. `LivingRanks` are started once for many
 functions: what a process pays at its first steps (pages that it copies after the fork, code that runs for the first
@@ -29,7 +29,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import dill
 import numpy as np
 import torch
 import torch._dynamo  # imported lazily by DTensor; here once, instead of two seconds in every forked rank
@@ -37,6 +39,11 @@ import torch.distributed as dist
 import torch.distributed.tensor.debug
 import tqdm
 from accelerate.state import AcceleratorState, GradientState
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._pytree import tree_map
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import expertmesh as em
@@ -88,7 +95,7 @@ def run_ranks(
         return _collect(processes, Path(scratch), timeout)
 
 
-# A function and what it is called with, picklable; or the place of one in the `fns` that ranks were started with.
+# A function and what it is called with; or the place of one in the `fns` that ranks were started with.
 Order = int | tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -97,7 +104,7 @@ class LivingRanks:
 
     Of `fns` the ranks have what this process has when they are started, so whatever those need is computed before. A
     function that fails, in whichever way, ends the ranks: `alive` is then false, and the next one wants new ranks.
-    Functions leave the process as it was: what patches anything is for `run_ranks`.
+    What a function patches, and the environment, are put back behind it.
     """
 
     def __init__(self, fns: Sequence[Callable[[], Any]], world_size: int, timeout: float = LIMIT_SECONDS) -> None:
@@ -123,7 +130,9 @@ class LivingRanks:
 
     def start(self, order: Order) -> bool:
         """Have every rank run what `order` says; false if they have run as many functions as ranks may."""
-        message = pickle.dumps(order)  # not as a Connection pickles: it would share memory of tensors
+        message = dill.dumps(
+            order
+        )  # lambdas as well, and not as a Connection pickles: it would share memory of tensors
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
@@ -183,8 +192,9 @@ class LivingRanks:
 
 
 class SharedRanks:
-    """Called as `run_ranks`, with functions that can be pickled and leave the process as it was; ranks stay for the
-    next call, by their number, until `end`, as conftest.py does behind each module.
+    """Called as `run_ranks`, with any function; ranks stay for the next call, by their number, until `end`.
+
+    conftest.py ends large ones behind each module, and all with the session.
     """
 
     def __init__(self) -> None:
@@ -199,12 +209,12 @@ class SharedRanks:
                 raise RuntimeError(f"{world_size} new ranks do not start")
         return ranks.results()
 
-    def end(self) -> None:
-        """Leave no ranks behind."""
-        for ranks in self._ranks.values():
+    def end(self, above: int = 0) -> None:
+        """Leave none behind of more ranks than `above`."""
+        for world_size in [size for size in self._ranks if size > above]:
+            ranks = self._ranks.pop(world_size)
             if ranks.alive:
                 ranks.end()
-        self._ranks = {}
 
 
 shared_ranks = SharedRanks()
@@ -285,7 +295,7 @@ def _living_rank_main(
         while not orders.poll(1):
             if os.getppid() != parent:
                 os._exit(1)
-        order = pickle.loads(orders.recv_bytes())
+        order = dill.loads(orders.recv_bytes())
         if turn == TURNS:
             os._exit(0)
         if turn > 0:  # only now is every rank done with them
@@ -307,32 +317,43 @@ def _living_rank_main(
         orders.send("done")
 
 
-def _unpatched(fn: Callable[[], Any], before: dict[str, Any]) -> Any:
-    """Return what `fn` gives; raises if it leaves a function or method other than it was in `before`."""
-    result = fn()
-    now = _patchable()
-    patched = sorted(name for name, value in before.items() if now.get(name) is not value)
-    assert not patched, f"left patched: {patched}; what patches a rank for good is for `run_ranks`"
-    return result
+def _unpatched(fn: Callable[[], Any], before: Sequence[tuple[Any, dict[str, Any]]]) -> Any:
+    """Return what `fn` gives, and put back what it has patched: by mock anywhere, else where `_patchable` looks."""
+    try:
+        return fn()
+    finally:
+        mock.patch.stopall()
+        for owner, then in before:
+            now = vars(owner)
+            if now == then:  # in C, by identity; nearly always the same
+                continue
+            for name, value in then.items():
+                if now.get(name) is not value and not _may_change(owner, name, value):
+                    setattr(owner, name, value)
 
 
-def _patchable() -> dict[str, Any]:
-    """What tests patch, by name: functions and classes of expertmesh, all that its classes have, and collectives."""
-    found = {}
+def _patchable() -> list[tuple[Any, dict[str, Any]]]:
+    """What tests patch, and the names it has now: modules and classes of expertmesh, and collectives."""
+    found: list[tuple[Any, dict[str, Any]]] = []
     for place, module in list(sys.modules.items()):
         if place.startswith("expertmesh") or place in ("os", "shutil", "time", "torch.distributed"):
-            for name, value in list(vars(module).items()):
-                if callable(value) or inspect.ismodule(value):
-                    found[f"{place}.{name}"] = value
-                if issubclass(type(value), type) and value.__module__ == place:
-                    own = {key: each for key, each in vars(value).items() if not key.startswith("__pydantic")}
-                    # torch wraps the step of an optimizer's class at its first instance.
-                    own = {
-                        key: each.__wrapped__ if getattr(each, "hooked", None) is True else each
-                        for key, each in own.items()
-                    }
-                    found |= {f"{place}.{name}.{key}": each for key, each in own.items()}
+            classes = [
+                value
+                for value in list(vars(module).values())
+                if issubclass(type(value), type) and value.__module__ == place
+            ]
+            found += [(owner, dict(vars(owner))) for owner in [module, *classes]]
     return found
+
+
+def _may_change(owner: Any, name: str, then: Any) -> bool:
+    """Return whether a name may have another value: a variable of a module, what torch and pydantic keep in classes."""
+    now = vars(owner).get(name)
+    if getattr(now, "hooked", None) is True:  # the step of an optimizer's class, wrapped at its first instance
+        return now.__wrapped__ is getattr(then, "__wrapped__", then)
+    if not inspect.ismodule(owner):
+        return name.startswith("__pydantic")
+    return not any(callable(each) or inspect.ismodule(each) for each in (now, then))
 
 
 def _set_up(rank: int, scratch: str) -> None:
@@ -345,11 +366,32 @@ def _set_up(rank: int, scratch: str) -> None:
     tqdm.tqdm.set_lock(threading.RLock())
     tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
+    _remember_shapes()
     stack = os.open(f"{scratch}/stack-{rank}", os.O_WRONLY)
     # Enabled again, not only for another file: a library may have put handlers of its own over pytest's.
     faulthandler.disable()
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
+
+
+def _remember_shapes() -> None:
+    """Let DTensor ask once in this process which shape an operation gives, not again for every mesh and placement.
+
+    Each question makes a mode of fake tensors: a tenth of what tiny models take.
+    """
+    propagator: Any = ShardingPropagator
+    ask, known = propagator._propagate_tensor_meta_non_cached, dict[Any, Any]()
+
+    def asked_once(self: Any, schema: OpSchema) -> Any:
+        shapes = tree_map(lambda each: each.tensor_meta if isinstance(each, DTensorSpec) else each, schema.args_schema)
+        key = (schema.op, repr((shapes, schema.kwargs_schema)))
+        if detect_fake_mode() is not None:  # traced shapes are symbols
+            return ask(self, schema)
+        if key not in known:
+            known[key] = ask(self, schema)
+        return known[key]
+
+    propagator._propagate_tensor_meta_non_cached = asked_once
 
 
 def _share_one_device() -> None:

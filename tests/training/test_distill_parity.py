@@ -29,7 +29,7 @@ from expertmesh.training import loop
 from expertmesh.training.run import train
 from expertmesh.training.teacher import Teacher
 from expertmesh.verification.reference import unsharded
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import worst
 from tests.training.dpo_by_trl import ByTrl
 from tests.training.test_dpo_parity import ADAPTED, LAYOUTS, LORA, train_keeping_gradients
@@ -255,7 +255,7 @@ def test_a_planted_bug_is_seen(
 ) -> None:
     own = options(inputs)
     config = distill_config(inputs, tmp_path / "run", *EXACT, own, "parallel.ep=2")
-    gradients = run_ranks(train_keeping_gradients, 2, config, bug)[0]
+    gradients = shared_ranks(train_keeping_gradients, 2, config, bug)[0]
     assert worst(gradients, by_hand(own).gradients)[0] > 1e-3
     with pytest.raises(AssertionError):
         check(tmp_path / "run", gradients, by_hand(own))
