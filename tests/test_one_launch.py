@@ -143,3 +143,15 @@ def test_what_a_function_patches_is_put_back_behind_it() -> None:
     shared(patch, 1)
     assert shared(values, 1) == [before]
     shared.end()
+
+
+def test_ranks_have_what_is_patched_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharedRanks()
+    (first,) = shared(os.getpid, 1)
+    monkeypatch.setenv("PATCHED", "1")
+    assert shared(os.getenv, 1, "PATCHED") == ["1"]
+    assert shared(os.getpid, 1) == [first]
+    with mock.patch.object(token_counts, "real_tokens", return_value="patched"):
+        assert shared(lambda: token_counts.real_tokens(3), 1) == ["patched"]
+    assert shared(lambda: token_counts.real_tokens(3), 1) == [None]
+    shared.end()

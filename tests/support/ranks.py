@@ -1,7 +1,7 @@
 """Real gloo ranks for tests: `shared_ranks(fn, world_size, *args)` runs `fn` on each and returns what each gave.
 
-What patches this process before it starts ranks, or prints, is for `run_ranks(fn, world_size, *args)`, which forks new
-ones. Forking keeps torch and transformers imported (0.3 s for four
+What prints, or patches another library before ranks are called, is for `run_ranks(fn, world_size, *args)`, which forks
+new ones. Forking keeps torch and transformers imported (0.3 s for four
 ranks instead of 15 s through a launcher). Every run has a wall-clock limit for the whole job and a shorter one for each
 collective, and leaves no process behind, whether it passes, fails or hangs. `LivingRanks` are started once for many
 functions: what a process pays at its first steps (pages that it copies after the fork, code that runs for the first
@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -110,6 +110,7 @@ class LivingRanks:
     def __init__(self, fns: Sequence[Callable[[], Any]], world_size: int, timeout: float = LIMIT_SECONDS) -> None:
         """Start the ranks. `timeout` is in seconds, for each function."""
         self.alive = True
+        self._code = _code()
         self._timeout = timeout
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._scratch = Path(self._directory.name)
@@ -129,10 +130,14 @@ class LivingRanks:
             there.close()
 
     def start(self, order: Order) -> bool:
-        """Have every rank run what `order` says; false if they have run as many functions as ranks may."""
-        message = dill.dumps(
-            order
-        )  # lambdas as well, and not as a Connection pickles: it would share memory of tensors
+        """Have every rank run what `order` says, in this process's environment.
+
+        False if they have run as many functions as ranks may, or this process has patched code since they were forked.
+        """
+        message = _pickled((order, dict(os.environ)))
+        if any(_patches(self._code)):
+            self.end()
+            return False
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
@@ -290,12 +295,12 @@ def _living_rank_main(
     parent = os.getppid()
     left: list[Any] = []
     random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    before, environment, here = _patchable(), dict(os.environ), Path.cwd()
+    before, here = _code(), Path.cwd()
     for turn in itertools.count():
         while not orders.poll(1):
             if os.getppid() != parent:
                 os._exit(1)
-        order = dill.loads(orders.recv_bytes())
+        order, environment = dill.loads(orders.recv_bytes())
         if turn == TURNS:
             os._exit(0)
         if turn > 0:  # only now is every rank done with them
@@ -303,38 +308,26 @@ def _living_rank_main(
         torch.set_rng_state(random_states[0])
         np.random.set_state(random_states[1])
         random.setstate(random_states[2])
+        os.environ.clear()
+        os.environ |= environment
         orders.send("starting")
         fn = fns[order] if isinstance(order, int) else functools.partial(order[0], *order[1])
         if not _run(
             functools.partial(_unpatched, fn, before), rank, world, scratch, f"{scratch}/store-{turn}", timeout
         ):
             os._exit(1)
-        os.environ.clear()
-        os.environ |= environment
         os.chdir(here)
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
         orders.send("done")
 
 
-def _unpatched(fn: Callable[[], Any], before: Sequence[tuple[Any, dict[str, Any]]]) -> Any:
-    """Return what `fn` gives, and put back what it has patched: by mock anywhere, else where `_patchable` looks."""
-    try:
-        return fn()
-    finally:
-        mock.patch.stopall()
-        for owner, then in before:
-            now = vars(owner)
-            if now == then:  # in C, by identity; nearly always the same
-                continue
-            for name, value in then.items():
-                if now.get(name) is not value and not _may_change(owner, name, value):
-                    setattr(owner, name, value)
+Code = list[tuple[Any, dict[str, Any]]]
+"""Modules and classes of expertmesh, and modules of collectives, each with the values that its names have."""
 
 
-def _patchable() -> list[tuple[Any, dict[str, Any]]]:
-    """What tests patch, and the names it has now: modules and classes of expertmesh, and collectives."""
-    found: list[tuple[Any, dict[str, Any]]] = []
+def _code() -> Code:
+    found: Code = []
     for place, module in list(sys.modules.items()):
         if place.startswith("expertmesh") or place in ("os", "shutil", "time", "torch.distributed"):
             classes = [
@@ -346,6 +339,17 @@ def _patchable() -> list[tuple[Any, dict[str, Any]]]:
     return found
 
 
+def _patches(before: Code) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what is not as `before`: a module or class, the name in it, and its value then, or None where it is new."""
+    for owner, then in before:
+        now = vars(owner)
+        if now == then:  # in C, by identity; nearly always the same
+            continue
+        for name in now.keys() | then.keys():
+            if now.get(name) is not then.get(name) and not _may_change(owner, name, then.get(name)):
+                yield owner, name, then.get(name)
+
+
 def _may_change(owner: Any, name: str, then: Any) -> bool:
     """Return whether a name may have another value: a variable of a module, what torch and pydantic keep in classes."""
     now = vars(owner).get(name)
@@ -354,6 +358,25 @@ def _may_change(owner: Any, name: str, then: Any) -> bool:
     if not inspect.ismodule(owner):
         return name.startswith("__pydantic")
     return not any(callable(each) or inspect.ismodule(each) for each in (now, then))
+
+
+def _unpatched(fn: Callable[[], Any], before: Code) -> Any:
+    """Return what `fn` gives, and put back what it has patched: by mock anywhere, else in `before`."""
+    try:
+        return fn()
+    finally:
+        mock.patch.stopall()
+        for owner, name, then in list(_patches(before)):
+            if then is not None:
+                setattr(owner, name, then)
+
+
+def _pickled(value: Any) -> bytes:
+    # Not as a Connection pickles: it would share memory of tensors. Lambdas are for dill, which takes more by value.
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return bytes(dill.dumps(value))
 
 
 def _set_up(rank: int, scratch: str) -> None:

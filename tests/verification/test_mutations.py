@@ -128,7 +128,7 @@ def _fails(config: object, control: Control) -> str:
     def wrong(proof: Proof) -> list[Check]:
         return [Check.of("a check", [Figure("a tensor", 0.5, 1e-5)])]
 
-    runner.CHECKS["bytes"] = wrong  # in a forked rank, which ends after this
+    mock.patch.dict(runner.CHECKS, bytes=wrong).start()
     with pytest.raises(IntegrityError) as caught:
         runner.verify(config, control)  # type: ignore[arg-type]
     return str(caught.value)
