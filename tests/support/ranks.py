@@ -110,7 +110,7 @@ class LivingRanks:
     def __init__(self, fns: Sequence[Callable[[], Any]], world_size: int, timeout: float = LIMIT_SECONDS) -> None:
         """Start the ranks. `timeout` is in seconds, for each function."""
         self.alive = True
-        self._code = _code()
+        self._code: Code | None = None
         self._timeout = timeout
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._scratch = Path(self._directory.name)
@@ -135,7 +135,9 @@ class LivingRanks:
         False if they have run as many functions as ranks may, or this process has patched code since they were forked.
         """
         message = _pickled((order, dict(os.environ)))
-        if any(_patches(self._code)):
+        if self._code is None:
+            self._code = _code()  # with what pickling has imported
+        elif any(_patches(self._code)):
             self.end()
             return False
         try:
