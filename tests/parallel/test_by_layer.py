@@ -71,7 +71,10 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow_cases(r"inputs on the host, tp, cp", why="ep and recomputation stay")
+@pytest.mark.slow_cases(
+    r"(inputs on the host, tp, cp|tied embeddings|replicas|ep and half of it recomputed|one rank)",
+    why="fsdp, tp, cp, rounds, recomputation and inputs on the host stay",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @one_launch(lambda layout: _case(*LAYOUTS[layout][:3], **{"changes": BLOCKS, **LAYOUTS[layout][3]}))
 def test_every_layout_equals_the_unsharded_model(launched: Launched, layout: str) -> None:
