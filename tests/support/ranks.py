@@ -1,11 +1,10 @@
 """Real gloo ranks for tests: `shared_ranks(fn, world_size, *args)` runs `fn` on each and returns what each gave.
 
 What prints, or patches another library before ranks are called, is for `run_ranks(fn, world_size, *args)`, which forks
-new ones. Forking keeps torch and transformers imported (0.3 s for four
-ranks instead of 15 s through a launcher). Every run has a wall-clock limit for the whole job and a shorter one for each
-collective, and leaves no process behind, whether it passes, fails or hangs. `LivingRanks` are started once for many
-functions: what a process pays at its first steps (pages that it copies after the fork, code that runs for the first
-time) is then paid once.
+new ones. Forking keeps torch and transformers imported (0.3 s for four ranks instead of 15 s through a launcher). Every
+run has a wall-clock limit for the whole job and a shorter one for each collective, and leaves no process behind,
+whether it passes, fails or hangs. `LivingRanks` are started once for many functions: what a process pays at its first
+steps (pages that it copies after the fork, code that runs for the first time) is then paid once.
 """
 
 import datetime
@@ -324,11 +323,12 @@ def _living_rank_main(
         orders.send("done")
 
 
+# Modules and classes, each with the values that its names have.
 Code = list[tuple[Any, dict[str, Any]]]
-"""Modules and classes of expertmesh, and modules of collectives, each with the values that its names have."""
 
 
 def _code() -> Code:
+    """Return what tests patch: all of expertmesh, collectives, and what touches files and time."""
     found: Code = []
     for place, module in list(sys.modules.items()):
         if place.startswith("expertmesh") or place in ("os", "shutil", "time", "torch.distributed"):
