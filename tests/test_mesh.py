@@ -332,6 +332,7 @@ def _how_long_rank_0_waits_in_each_group(done: Path) -> dict[str, float]:
     return waited
 
 
+@pytest.mark.slow(why="eight ranks that wait for a limit; that a step does not wait longer stays")
 def test_the_timeout_reaches_every_group_of_both_views(tmp_path: Path) -> None:
     waited, *_ = shared_ranks(_how_long_rank_0_waits_in_each_group, 8, tmp_path / "done")
     assert list(waited) == ["replicate", "fsdp", "efsdp", "ep"]

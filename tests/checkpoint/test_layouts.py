@@ -70,7 +70,7 @@ def test_every_layout_reads_the_same_state_and_goes_on_alike(
     assert _worst(state, onward) > 1e-3
 
 
-@pytest.mark.slow_cases(r"source[03]", why="four ranks in two groups stay, and replicas")
+@pytest.mark.slow_cases(r"source[023]", why="four ranks in two groups stay")
 @pytest.mark.parametrize("source", LAYOUTS[:4])
 def test_what_every_layout_wrote_is_read_alike(saved: Saved, source: tuple[int, int, int]) -> None:
     path, state = saved(source)

@@ -116,7 +116,7 @@ def optimizer_steps(config: Config, capsys: pytest.CaptureFixture[str]) -> int:
     return int(found[1])
 
 
-@pytest.mark.slow_cases(r"3000-True", why="the other sizes stay")
+@pytest.mark.slow_cases(r".*-True", why="the smallest stays")
 @pytest.mark.parametrize(("count", "packed"), [(12, False), (200, True), (3000, True)])
 def test_small_data_get_twenty_optimizer_steps(
     tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str], count: int, packed: bool

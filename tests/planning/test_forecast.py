@@ -146,6 +146,7 @@ def test_an_ep_that_would_fit_is_named_where_auto_does_not(tmp_path: Path) -> No
     assert "would fit" not in forecast(fixed, checked, here).line
 
 
+@pytest.mark.slow(why="what a round holds is checked by simulation/test_simulate.py, the choice by the next test")
 def test_inputs_go_to_the_host_or_rounds_get_smaller_until_a_step_fits(tmp_path: Path) -> None:
     options = ("train.global_batch_size=64", "data.max_length=4096", "train.activation_checkpointing=full")
     config, kind = _config(tmp_path, *options, "parallel.ep=8", "lora={r: 8}"), hardware_table()["h200"]
@@ -194,6 +195,7 @@ def test_inputs_go_to_the_host_or_rounds_get_smaller_until_a_step_fits(tmp_path:
         assert found.order[0] == kept
 
 
+@pytest.mark.slow_cases(r"4 cpu", why="two nodes stay")
 @pytest.mark.parametrize("devices", ["2x8 h100", "4 cpu"])
 def test_auto_is_one_rule_for_train_and_plan(devices: str, tmp_path: Path) -> None:
     """`train` comes by itself to the ep of each layout that `plan` proposes, with the same micro-batch and mode."""

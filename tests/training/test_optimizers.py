@@ -197,6 +197,7 @@ def test_rounding_by_a_rank_s_own_places_would_be_noticed() -> None:
         _equal(state, whole_steps(case, 3))
 
 
+@pytest.mark.slow_cases(r"optim0-bfloat16", why="Muon stays, and rounding of full weights")
 @pytest.mark.parametrize(("optim", "params"), [(ROUNDED, "bfloat16"), (MUON, "float64")])
 def test_adapters_are_updated_alike_on_every_layout(optim: OptimConfig, params: str) -> None:
     case = Case(optim, params, lora=LoraConfig(r=3, targets=("attention", "experts")))

@@ -76,7 +76,7 @@ def _by_hand(inputs: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tens
     return rows, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.slow_cases(r"(1|2)-overrides[01]", why="four ranks in two groups stay, and replicas")
+@pytest.mark.slow_cases(r"(1|2)-overrides[013]", why="four ranks in two groups stay")
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [(1, []), (2, ["parallel.ep=2"]), (4, ["parallel.ep=2"]), (2, ["parallel.replicate=2"])],

@@ -159,7 +159,7 @@ JOBS = {
 }
 
 
-IN_MAKE_TEST = ("bytes of tp", "bytes of pp")
+IN_MAKE_TEST = ("bytes of pp",)
 SLOW = pytest.mark.slow(why="pp stays, and every planted bug of test_mutations.py")
 
 
