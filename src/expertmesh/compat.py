@@ -52,7 +52,7 @@ __all__ = [
     "fingerprint_of",
     "generate_in_lockstep",
     "group_of",
-    "has_hooks",
+    "hooks_of",
     "ignore_when_loading",
     "init_weights",
     "is_compiled",
@@ -161,11 +161,12 @@ def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
     cast(Any, model).disable_input_require_grads()
 
 
-def has_hooks(owner: nn.Module | torch.Tensor) -> bool:
-    """Return whether hooks are registered on a module's forward or backward, or on a tensor's gradient."""
+def hooks_of(owner: nn.Module | torch.Tensor) -> list[Callable[..., Any]]:
+    """Return the hooks that are registered on a module's forward and backward, or on a tensor's gradient."""
     of_module = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     of_tensor = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(owner, name) for name in (of_module if isinstance(owner, nn.Module) else of_tensor))
+    registered = (getattr(owner, name) for name in (of_module if isinstance(owner, nn.Module) else of_tensor))
+    return [hook for hooks in registered for hook in (hooks or {}).values()]
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -12,15 +12,17 @@ import torch
 import transformers
 from torch import nn
 
+from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import describe
+from expertmesh.config import LoraConfig
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection import attention, known_families
+from expertmesh.introspection import attention, compute_dtype, known_families
 from expertmesh.introspection.known_families import class_key, proof_key
 from expertmesh.parallel import stages
 from expertmesh.parallel.stages import Cut, plan_cut
 from expertmesh.state.model_view import meta_copy
-from expertmesh.weights.meta_model import build_meta_model, read_model_config
-from tests.families.known import answers_of
+from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
+from tests.families.known import answers_of, ask_compute
 from tests.families.test_families import CORE, FAMILIES
 from tests.support.errors import refused
 from tests.support.models import tiny_config
@@ -66,14 +68,21 @@ def test_a_known_family_is_neither_run_nor_read() -> None:
 
 
 @needs_the_table
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2)], ids=["full", "adapters"])
 @pytest.mark.parametrize("name", ["allenai--OLMoE-1B-7B-0924-Instruct", "mistralai--Mixtral-8x7B-Instruct-v0.1"])
-def test_a_published_model_is_known_wherever_it_was_read_from(name: str, tmp_path: Path) -> None:
+def test_a_published_model_is_known_wherever_it_was_read_from(
+    name: str, lora: LoraConfig | None, tmp_path: Path
+) -> None:
     shutil.copy(Path(__file__).parents[1] / "published" / f"{name}.json", tmp_path / "config.json")
     config, _ = read_model_config(str(tmp_path))
-    model = build_meta_model(config, torch.float32)
+    model = build_meta_model(config, torch.float32 if lora is None else torch.bfloat16)
     assert model.name_or_path == str(tmp_path)
-    with _no_proof():
+    anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
+    if lora is not None:
+        adapt(model, lora, torch.float32, None)
+    with _no_proof(), mock.patch.object(compute_dtype, "_run", side_effect=AssertionError("proven on the spot")):
         _cut(model)
+        ask_compute(model, anatomy, kept)
 
 
 @needs_the_table

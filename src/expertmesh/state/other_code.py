@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from expertmesh.compat import (
-    has_hooks,
+    hooks_of,
     is_compiled,
     is_sharded_by_transformers,
     pytree,
@@ -169,7 +169,7 @@ class BeforeSharding:
             if is_compiled(module):
                 raise _compiled(f"{name or type(module).__name__} is compiled; parallelize the model without that")
         for name, parameter in model.named_parameters():
-            has = "a gradient" if parameter.grad is not None else "hooks" if has_hooks(parameter) else None
+            has = "a gradient" if parameter.grad is not None else "hooks" if hooks_of(parameter) else None
             if has is not None:
                 raise InputError(
                     f"parallelize: {name} has {has}, which the shards in its place will not have; call "
@@ -177,7 +177,7 @@ class BeforeSharding:
                     key="model.attached-to-parameter",
                 )
         parameters = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
-        return cls(parameters, {name: module for name, module in model.named_modules() if has_hooks(module)})
+        return cls(parameters, {name: module for name, module in model.named_modules() if hooks_of(module)})
 
     def refuse_lost_hooks(self, model: nn.Module) -> None:
         """Raise `InputError` for hooks of modules that are no longer in `model`, which is not yet sharded."""
