@@ -19,9 +19,8 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, slices
 from expertmesh.state.model_view import ModelView, sharded
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, read_box
 from expertmesh.weights.mapping import StateTensor, plan_save
-from expertmesh.weights.reading import read_box
 from expertmesh.weights.save import saved_specs
 from expertmesh.weights.write import gather, is_gathered, live_values, owned_pieces
 

@@ -26,17 +26,17 @@ from expertmesh.anatomy import describe
 from expertmesh.compat import init_weights, set_weight_conversions
 from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.boxes import Box, intersect, slices
+from expertmesh.io.boxes import Box, slices
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
 from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView, Source, attach
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.first_values import FirstValues, open_weights, refuse_other_draws
+from expertmesh.weights.lazy import bytes_needed, read_box
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load, plan_save
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.quantised.published import plain_dtype
-from expertmesh.weights.reading import bytes_needed, read_box
 
 if TYPE_CHECKING:
     from expertmesh.weights.lazy import LazyTensor
@@ -237,10 +237,9 @@ def _announced(
     for number, item in enumerate(items):
         while following < len(items) and (following <= number or told < _AHEAD_BYTES):
             name, lazy = items[following]
-            for piece in lazy.pieces:
-                common = intersect(piece.dest, boxes[name])
-                if isinstance(files, WeightFiles) and isinstance(piece.leaf, FileTensor) and common is not None:
-                    files.announce(piece.leaf, piece.crop(common).source)
+            for piece in lazy.inside(boxes[name]):
+                if isinstance(files, WeightFiles) and isinstance(piece.leaf, FileTensor):
+                    files.announce(piece.leaf, piece.source)
             told += sizes[following]
             following += 1
         yield item

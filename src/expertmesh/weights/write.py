@@ -26,9 +26,8 @@ from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import FilesLayout, write_box
 from expertmesh.io.terminal import tracked
 from expertmesh.state.shards import full_values, local_box, local_values, owns_copy, placement_of
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, read_box
 from expertmesh.weights.mapping import StateTensor
-from expertmesh.weights.reading import read_box
 
 if TYPE_CHECKING:
     from expertmesh.io.boxes import Piece
