@@ -82,6 +82,12 @@ class LazyTensor(torch.Tensor):
             if (common := intersect(piece.dest, box)) is not None:
                 yield piece.crop(common)
 
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        """The dtype to write it in: that of its files, bfloat16 where they hold codes."""
+        quantised = any(isinstance(leaf, QuantisedTensor) for leaf in self.leaves())
+        return torch.bfloat16 if quantised else self.dtype
+
     def leaves(self) -> list[Leaf]:
         """Return the leaves that have values (file tensors or model tensors), including those behind other leaves."""
         found: dict[int, Leaf] = {}
@@ -399,7 +405,8 @@ def _read_packed(lazy: LazyTensor, box: Box, out: PackedTensor, fetch: LeafReade
         units = (first, first + len(packed_XB))
         if kind.published:
             part = (units, *box[1:])
-            packed_XB.copy_(published_bytes(lazy.inside(part), part, kind, fetch))
+            pieces = lazy.inside(part)
+            packed_XB.copy_(published_bytes(pieces, part, kind, fetch))
             continue
         wanted = (units, *(whole if cuts else box)[1:])
         values = torch.empty(extents(wanted), dtype=lazy.dtype)
