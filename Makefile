@@ -23,7 +23,7 @@ OLDEST := tests/config tests/data tests/experts tests/weights tests/checkpoint t
 gpu:
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-.PHONY: setup test test-all test-oldest test-newest gpu families lint demo figures schema docs wheel clean
+.PHONY: setup test test-all test-every test-oldest test-newest gpu families lint demo figures schema docs wheel clean
 
 setup: $(STAMP)
 
@@ -37,11 +37,15 @@ $(STAMP): pyproject.toml constraints/ci.txt
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# Also what `slow` marks leave out of `make test`, of some matrices another part at each commit (tests/support/rotation.py),
+# Also what `slow` marks leave out of `make test`, of a test with many such cases another quarter at each commit,
 # with Triton (300 MB) for its interpreter and compiler.
-test-all: setup
+test-all: CASES = --quarter
+test-all: test-every
+
+# Every case, as the nightly job has it.
+test-every: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/ci.txt -e ".[kernels]"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=40
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=40 $(CASES)
 
 # The lowest versions that pyproject.toml claims, and the newest releases whatever it claims, each in its own environment.
 test-oldest:

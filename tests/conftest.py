@@ -13,6 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.one_launch import Launched, Launches
+from tests.support.rotation import of_this_commit
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quarter", action="store_true", help="of a test with many slow cases a quarter, by the commit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,7 +38,25 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow_cases(items)
+    if config.option.quarter:
+        left_out = _not_of_this_commit(items)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _not_of_this_commit(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return three quarters of the slow cases of each test that has more than two; two cases stay at least."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    many = [cases for cases in tests.values() if len(cases) > 2]
+    return [item for cases in many for item in set(cases) - set(of_this_commit(cases, max(2, len(cases) // 4)))]
+
+
+def _mark_slow_cases(items: list[pytest.Item]) -> None:
     """Give the cases that `slow_cases` names the mark `slow`. Each says why it may be left out; one names a case."""
     unused: dict[tuple[str, str], bool] = {}
     for item in items:
@@ -80,15 +103,25 @@ def launched(request: pytest.FixtureRequest, _launches: Launches) -> Launched:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_ranks_end() -> Iterator[None]:
-    """The next module's functions start from ranks that nothing has run on."""
+def _large_shared_ranks_end() -> Iterator[None]:
+    """Ranks of one or two modules would stay in memory for the rest of the session."""
     yield
+    _end_shared_ranks(above=4)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_ranks_end() -> Iterator[None]:
+    yield
+    _end_shared_ranks()
+
+
+def _end_shared_ranks(above: int = 0) -> None:
     if ranks := sys.modules.get("tests.support.ranks"):
-        ranks.shared_ranks.end()
+        ranks.shared_ranks.end(above)
 
 
 @pytest.fixture
-def cache_of_model_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache_of_model_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give transformers a cache of the test's own for code that models bring; it imports from there."""
     from transformers import dynamic_module_utils
 
@@ -96,3 +129,6 @@ def cache_of_model_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         monkeypatch.delitem(sys.modules, name)
+    _end_shared_ranks()  # they have the other cache
+    yield
+    _end_shared_ranks()

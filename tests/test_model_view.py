@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 import expertmesh as em
 from expertmesh.state.model_view import ModelView
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 
 TIED = ["model.embed_tokens.weight", "lm_head.weight"]
 
@@ -31,7 +31,7 @@ def test_adapters_stand_apart() -> None:
         assert view.attached.mesh is not None
         return set(view.adapters), set(view.state) - before
 
-    ((adapters, others),) = run_ranks(names, 1)
+    ((adapters, others),) = shared_ranks(names, 1)
     assert adapters == others
     assert all(name.endswith(("lora_A", "lora_B")) for name in adapters)
 
@@ -45,7 +45,7 @@ def test_classes_of_fsdp2_are_put_aside_and_come_back() -> None:
             found.append(type(model).__name__)
         return [*found, type(model).__name__, view.family.__name__]
 
-    (found,) = run_ranks(classes, 1)
+    (found,) = shared_ranks(classes, 1)
     assert found == ["FSDPQwen3MoeForCausalLM", "Qwen3MoeForCausalLM", "FSDPQwen3MoeForCausalLM", "Qwen3MoeForCausalLM"]
 
 

@@ -4,12 +4,16 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import expertmesh as em
+from expertmesh.experts import token_counts
+from expertmesh.experts.layer import ExpertLayer
 from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import TURNS, LivingRanks, RankFailed, SharedRanks, shared_ranks
 
@@ -116,3 +120,38 @@ def test_shared_ranks_stay_until_one_fails() -> None:
     with pytest.raises(RankFailed, match=BROKEN["one raises"][1]):
         shared_ranks(_raise_on_one, 2)
     assert not set(shared_ranks(os.getpid, 2)) & set(first)
+
+
+def test_what_a_function_patches_is_put_back_behind_it() -> None:
+    def values() -> list[Any]:
+        return [
+            token_counts.real_tokens(3),
+            ExpertLayer.first_expert,
+            os.environ.get("PATCHED"),
+            torch.relu(torch.ones(1)),
+        ]
+
+    def patch() -> None:
+        token_counts.real_tokens = lambda tokens: "patched"  # type: ignore[assignment]
+        ExpertLayer.first_expert = 7
+        os.environ["PATCHED"] = "1"
+        mock.patch.object(torch, "relu", lambda x: 2 * x).start()
+        assert values() == ["patched", 7, "1", 2]
+
+    shared = SharedRanks()
+    (before,) = shared(values, 1)
+    shared(patch, 1)
+    assert shared(values, 1) == [before]
+    shared.end()
+
+
+def test_ranks_have_what_is_patched_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharedRanks()
+    (first,) = shared(os.getpid, 1)
+    monkeypatch.setenv("PATCHED", "1")
+    assert shared(os.getenv, 1, "PATCHED") == ["1"]
+    assert shared(os.getpid, 1) == [first]
+    with mock.patch.object(token_counts, "real_tokens", return_value="patched"):
+        assert shared(lambda: token_counts.real_tokens(3), 1) == ["patched"]
+    assert shared(lambda: token_counts.real_tokens(3), 1) == [None]
+    shared.end()

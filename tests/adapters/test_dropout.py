@@ -18,7 +18,7 @@ from expertmesh.experts.lora_state import Dropout, adapter_state, keep_mask, sal
 from tests.adapters.reference import TARGETS, random_adapter, take_steps, trainables, worst
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import rows_of_step
 
 FAMILY = "deepseek_v3"
@@ -55,7 +55,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(adapter: Path) -> dict[str, torch.Tensor]:
-    (trained,) = run_ranks(with_dropout, 1, adapter, 1)
+    (trained,) = shared_ranks(with_dropout, 1, adapter, 1)
     return trained
 
 
@@ -70,7 +70,7 @@ def test_every_layout_and_batch_drops_the_same(adapter: Path, alone: dict[str, t
         4: [{"ep": 2, "replicate": 2, "activation_checkpointing": True}],
     }
     for world, ways in runs.items():
-        for trained in run_ranks(lambda ways=ways: [with_dropout(adapter, **options) for options in ways], world)[0]:
+        for trained in shared_ranks(lambda ways=ways: [with_dropout(adapter, **options) for options in ways], world)[0]:
             assert worst(trained, alone)[0] <= 1e-5
 
 
@@ -96,7 +96,7 @@ def test_a_model_that_is_called_alone_takes_row_numbers_and_is_refused_without(a
 
 
 def test_a_mask_that_depends_on_the_rank_is_seen(adapter: Path, alone: dict[str, torch.Tensor]) -> None:
-    trained = run_ranks(lambda: with_dropout(adapter, 2, rank_in_mask=True), 2)[0]
+    trained = shared_ranks(lambda: with_dropout(adapter, 2, rank_in_mask=True), 2)[0]
     assert worst(trained, alone)[0] > 1e-2
 
 

@@ -23,7 +23,7 @@ from expertmesh.verification.checkpoint.verify import verify
 from tests.adapters.stock import adapted, base_model, logits, write_family
 from tests.checkpoint.damage import flip_a_bit, remove
 from tests.support.errors import refused
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 ADAPTER = "adapter_model.safetensors"
@@ -50,7 +50,7 @@ def _load_and_write(root: Path) -> None:
 def _checkpoint_of(family: str, root: Path, **config: Any) -> tuple[Path, torch.Tensor]:
     """A checkpoint of stock PEFT's adapter, and the logits of its model."""
     expected = write_family(family, root, **config)
-    run_ranks(_load_and_write, 2, root)
+    shared_ranks(_load_and_write, 2, root)
     return root / "checkpoints" / "step-00000001", expected
 
 
@@ -131,7 +131,7 @@ def test_verify_tells_experts_whose_b_is_zero(tmp_path: Path, capsys: pytest.Cap
         b = tensors[f"base_model.model.model.layers.1.mlp.experts{outside}.lora_B.weight"].view(32, 4, 8)
         b[..., 2], b[:16, :, 5] = 0, 0
     save_file(tensors, path, metadata={"format": "pt"})
-    run_ranks(_load_and_write, 2, tmp_path)
+    shared_ranks(_load_and_write, 2, tmp_path)
     found = verify(tmp_path / "checkpoints" / "step-00000001")
     assert found.experts[0].filled == (1.0,) * 8
     assert found.experts[1].filled == (1.0, 1.0, 0.0, 1.0, 1.0, 0.5, 1.0, 1.0)

@@ -36,7 +36,7 @@ from tests.adapters.reference import TARGETS, AdapterDistance, PeftRun, random_a
 from tests.adapters.stock import logits
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import worst
 
 TOLERANCE = 1e-5
@@ -98,7 +98,7 @@ def _train(
             for layout in layouts
         ]
 
-    results: list[list[AdapterDistance]] = run_ranks(all_layouts, world)
+    results: list[list[AdapterDistance]] = shared_ranks(all_layouts, world)
     return results[0]
 
 
@@ -147,11 +147,11 @@ def test_dropout_drops_the_same_in_every_layout(tmp_path: Path) -> None:
     model = tiny_model(test_dropout.FAMILY, **test_dropout.BLOCKS)
     random_adapter(model, tmp_path, *TARGETS[test_dropout.FAMILY])
     trained = functools.partial(test_dropout.with_dropout, tmp_path, precision=_precision("nf4"))
-    (alone,) = run_ranks(trained, 1, 1)
+    (alone,) = shared_ranks(trained, 1, 1)
     for options in ({"ep": 2, "micro_batch": 2}, {"ep": 1, "activation_checkpointing": True}):
-        assert worst(run_ranks(functools.partial(trained, **options), 2)[0], alone)[0] <= TOLERANCE
+        assert worst(shared_ranks(functools.partial(trained, **options), 2)[0], alone)[0] <= TOLERANCE
     plain_base = functools.partial(test_dropout.with_dropout, tmp_path, 2)
-    assert worst(run_ranks(plain_base, 2)[0], alone)[0] > 1e-3
+    assert worst(shared_ranks(plain_base, 2)[0], alone)[0] > 1e-3
 
 
 def _held(model: nn.Module, mesh: Mesh) -> dict[bool, tuple[int, int, set[str]]]:
@@ -282,7 +282,7 @@ def _offloaded(
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointed"])
 def test_experts_from_host_memory_come_a_layer_ahead_in_both_directions(options: dict[str, Any]) -> None:
     run = _expected("qwen3_moe", "mxfp4", num_hidden_layers=4)
-    distance, events = run_ranks(functools.partial(_offloaded, **options), 2, run, {"ep": 2})[0]
+    distance, events = shared_ranks(functools.partial(_offloaded, **options), 2, run, {"ep": 2})[0]
     distance.check(TOLERANCE)
     assert max(layers for *_, layers in events) == 2
     # Of the second step: two matrices of each layer, both ways, while the one before is used; the ends are not ahead.
@@ -296,7 +296,7 @@ def test_experts_from_host_memory_come_a_layer_ahead_in_both_directions(options:
 @pytest.mark.slow_cases(r"4-.*", why="one rank stays, and ep 2 in the order of copies")
 @pytest.mark.parametrize(("world", "layout"), [(4, layout) for layout in OFFLOADED[2:]] + [(1, {"ep": 1})], ids=str)
 def test_experts_from_host_memory_train_the_same_in_every_layout(world: int, layout: dict[str, int]) -> None:
-    distance, events = run_ranks(_offloaded, world, _expected("qwen3_moe", "mxfp4"), layout)[0]
+    distance, events = shared_ranks(_offloaded, world, _expected("qwen3_moe", "mxfp4"), layout)[0]
     distance.check(TOLERANCE)
     assert max(layers for *_, layers in events) <= 2
 
@@ -344,7 +344,7 @@ def test_what_cannot_be_packed_is_refused_by_name() -> None:
     )
     assert "4 ranks cannot share the 2 rows of model.layers.0.self_attn.k_proj.weight evenly" in rows[0]
     inside = functools.partial(_refusal, tp=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16)
-    problem = run_ranks(inside, 2, "nf4", lora)[0]
+    problem = shared_ranks(inside, 2, "nf4", lora)[0]
     assert "tp 2 cuts model.layers.0.self_attn.o_proj.weight inside its blocks of 64 columns" in problem
 
 

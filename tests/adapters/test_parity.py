@@ -22,7 +22,7 @@ from expertmesh.state.model_view import module_state
 from tests.adapters.reference import EXPERTS, AdapterDistance, PeftRun, tiny_peft_run, train_adapters
 from tests.parallel.test_uneven_routing import EVERY_ROW, FIRST_EP_GROUP, route_by_half
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 Layout = tuple[int, int, int]  # ep, replicate, rows of a micro-batch; the accumulation count follows from 8 rows a step
 # By world size; every layout for three families, and each of the others at two (`make families` has them at more).
@@ -45,7 +45,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
 def _train(run: PeftRun, world: int, layouts: list[Layout], **options: Any) -> list[list[AdapterDistance]]:
     """By rank and layout; the ranks are started once for all layouts."""
-    return run_ranks(_case(run, world, layouts, **options)[1], world)
+    return shared_ranks(_case(run, world, layouts, **options)[1], world)
 
 
 def _case(

@@ -23,7 +23,7 @@ from tests.adapters.test_save import logits_of, peft_error
 from tests.families.tiny import random_model
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import full
 
 PROMPT = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def _scrambled(run: PeftRun, directory: Path) -> AdapterDistance:
 
 def test_experts_in_each_others_place_are_caught(tmp_path: Path) -> None:
     run = tiny_peft_run("qwen3_moe", tmp_path / "start")
-    for distance in run_ranks(_scrambled, 2, run, tmp_path / "saved"):
+    for distance in shared_ranks(_scrambled, 2, run, tmp_path / "saved"):
         with pytest.raises(AssertionError, match="AdapterDistance"):
             distance.check(1e-5)
 

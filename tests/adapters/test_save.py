@@ -31,7 +31,7 @@ from tests.families.tiny import random_model
 from tests.parallel.test_uneven_routing import route_by_half
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import rows_of_step
 
 IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(7))
@@ -56,7 +56,7 @@ def _train_and_save(
 
     world, ep, replicate = layout
     parallel = em.ParallelConfig(ep=ep, replicate=replicate)
-    distances = run_ranks(lambda: train_adapters(run, parallel, after=after, tamper=tamper), world)
+    distances = shared_ranks(lambda: train_adapters(run, parallel, after=after, tamper=tamper), world)
     logits: Tensor = distances[0].after
     return logits
 

@@ -26,7 +26,7 @@ from expertmesh.adapters.save import unread_by_engines
 from expertmesh.cli.main import main
 from expertmesh.model import ModelOptions, build_model
 from tests.adapters.stock import base_model, write_family
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 READERS = {
     "vllm": (
@@ -115,7 +115,7 @@ def _load_and_write(root: Path) -> None:
 def _written(family: str, root: Path) -> tuple[Path, Path | None]:
     """Our directory in PEFT's format and, where the family has names for it, the one with keys for each expert."""
     write_family(family, root)
-    run_ranks(_load_and_write, 2, root)
+    shared_ranks(_load_and_write, 2, root)
     if family not in PER_EXPERT:
         return root / "peft", None
     checkpoint = str(root / "checkpoints" / "step-00000001")

@@ -25,7 +25,7 @@ from expertmesh.checkpoint.read import check_hashes, open_state
 from expertmesh.checkpoint.small_files import read_generators, rng_state
 from expertmesh.checkpoint.write import SavedJob, publish
 from expertmesh.io.boxes import Box, extents
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 RANKS, PARAMETERS, RANK = 4096, 1000, 1234
 LAYOUT = {"pp": 1, "replicate": 1, "fsdp": RANKS, "cp": 1, "tp": 1, "ep": 1, "efsdp": RANKS}
@@ -136,8 +136,8 @@ def _resume(path: Path, counted: bool) -> tuple[float, int]:
 
 
 def _both(directory: Path, counted: bool) -> tuple[float, float, int]:
-    joining = run_ranks(_join, 1, directory, counted)[0]
-    resuming, grown = run_ranks(_resume, 1, directory / "step-00000001", counted)[0]
+    joining = shared_ranks(_join, 1, directory, counted)[0]
+    resuming, grown = shared_ranks(_resume, 1, directory / "step-00000001", counted)[0]
     return joining, resuming, grown
 
 

@@ -285,7 +285,7 @@ def train_alone(root: Path) -> Iterator[Callable[[Path, str], list[float]]]:
     ranks.end()
 
 
-@pytest.mark.slow_cases(r"(?!packed-replicate-tp|distill-cp-pp).*", why="two jobs stay, and all refusals")
+@pytest.mark.slow_cases(r"(?!packed-replicate-tp).*", why="a job of seven options stays, and all refusals")
 @pytest.mark.parametrize(("name", "place"), SHARE_RANKS)
 @one_launch(lambda root, name, place: _job(_inputs(root, OPTION[name]), OPTION[name], PLACES[place]))
 def test_options_along_axes_train_by_the_command_line(

@@ -29,7 +29,7 @@ from expertmesh.training.run import train
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_config, tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import OPTIM, Row, padded
 from tests.training.tiny_run import metrics, run_config, train_steps, weights, write_inputs
 
@@ -166,7 +166,7 @@ def test_four_steps_move_the_bias_as_the_rule_does_and_alike_on_every_rank(
 def test_a_bias_that_is_a_sharded_parameter_moves_alike() -> None:
     name = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
     want = expected("ernie4_5_moe", name)
-    for found in run_ranks(lambda: train_balanced(want, em.ParallelConfig(ep=2), 4, name), 2):
+    for found in shared_ranks(lambda: train_balanced(want, em.ParallelConfig(ep=2), 4, name), 2):
         assert all(torch.equal(got, bias) for got, bias in zip(found.biases, want.biases, strict=True))
         assert found.weight <= 1e-5
 
@@ -175,7 +175,7 @@ def test_a_bias_that_is_a_sharded_parameter_moves_alike() -> None:
 def test_a_planted_bug_turns_the_comparison_red(bug: str) -> None:
     want = expected()
     options = {"activation_checkpointing": bug == "recomputed"}
-    for found in run_ranks(lambda: train_balanced(want, em.ParallelConfig(ep=2), 2, bug=bug, **options), 2):
+    for found in shared_ranks(lambda: train_balanced(want, em.ParallelConfig(ep=2), 2, bug=bug, **options), 2):
         if bug == "recomputed":
             assert (found.loads[0] > want.counts[0]).all()
         else:

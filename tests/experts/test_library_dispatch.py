@@ -117,7 +117,7 @@ def _compared(routing: Routing, dtype: torch.dtype) -> tuple[float, list[str]]:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_results_and_gradients_equal_the_all_to_alls(routing: str, dtype: torch.dtype) -> None:
     with _installed(dtype):
-        for error, calls in shared_ranks(_compared, 4, ROUTINGS[routing], dtype):
+        for error, calls in run_ranks(_compared, 4, ROUTINGS[routing], dtype):
             assert error <= (1e-6 if dtype == torch.float32 else 2**-7)
             # Counts, rows and weights in one; the numbers; the way back; in backward its reverse, then the first's.
             assert calls == ["open", "dispatch", "cached dispatch", "combine", "cached dispatch", "combine"]
@@ -214,7 +214,7 @@ def test_recomputation_changes_no_bit_and_exchanges_no_counts(
     family: str, model_class: str, layers: int, again: int
 ) -> None:
     with _taken():
-        for changed, distance, calls, alive in shared_ranks(_in_every_mode, 2, model_class, family):
+        for changed, distance, calls, alive in run_ranks(_in_every_mode, 2, model_class, family):
             assert changed == []
             assert distance <= 1e-5
             # The host waits in "dispatch" alone. In backward a layer dispatches results' gradients and combines rows'.

@@ -22,7 +22,7 @@ from tests.adapters.reference import in_files, random_adapter
 from tests.families.lora import adapted_names
 from tests.families.proof import Gradients, Run, floor_of, forward_backward_of, rows_of, targets_of
 from tests.families.tiny import EXPERTS, model_class_of, random_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import of_all_stages
 
 MARGIN, OF_ONE = 1.5, 8.0
@@ -84,7 +84,7 @@ def bf16_ratios(
     found: dict[str, Ratio] = {}
     for world in sorted({run.world for run in runs.values()}):
         here = {name: run for name, run in runs.items() if run.world == world}
-        for got in run_ranks(_rank, world, scratch, list(here.values()), lora, tamper)[:1]:
+        for got in shared_ranks(_rank, world, scratch, list(here.values()), lora, tamper)[:1]:
             found |= {name: _ratio(mine, own, exact) for name, mine in zip(here, got, strict=True)}
     return found
 

@@ -30,7 +30,7 @@ from expertmesh.weights.meta_model import build_meta_model
 from tests.adapters.reference import in_files, random_adapter, trainables
 from tests.families.proof import OPTIM, STEPS, TOLERANCE, Errors, Layout, Proof, error_of, floor_of, rows_of
 from tests.families.tiny import EXPERTS, model_class_of, random_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import whole
 
 LAYOUTS: tuple[Layout, ...] = ((2, 2, "grouped_mm"), (4, 2, "loop"))
@@ -79,7 +79,7 @@ def measure(model_class: str, family: str, scratch: Path, layouts: Sequence[Layo
         target = scratch / f"world{world}-ep{ep}"
         moe = em.MoeConfig(compute="loop" if dtype == torch.float64 else compute)
         paths = (scratch / "source", scratch / "adapter", target)
-        errors, final, logits, names = run_ranks(_rank, world, paths, ep, moe, expected, dtype)[0]
+        errors, final, logits, names = shared_ranks(_rank, world, paths, ep, moe, expected, dtype)[0]
         stored = {names[key]: tensor for key, tensor in load_file(target / "adapter_model.safetensors").items()}
         assert stored.keys() == final.keys()
         assert all(torch.equal(stored[key], final[key]) for key in final), "the file does not hold what was trained"

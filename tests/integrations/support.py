@@ -31,7 +31,7 @@ from trl import (
 
 import expertmesh as em
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 CONFIGS: dict[type[Trainer], type[TrainingArguments]] = {
     Trainer: TrainingArguments,
@@ -78,12 +78,12 @@ class Result:
 
 def stock(job: Job, world: int = 1) -> Result:
     """The class of transformers or TRL as it is; on several ranks, under DDP."""
-    found: Result = run_ranks(run_script, world, job, None)[0]
+    found: Result = shared_ranks(run_script, world, job, None)[0]
     return found
 
 
 def sharded(job: Job, world: int, **parallel: Any) -> Result:
-    found: Result = run_ranks(run_script, world, job, em.ParallelConfig(**parallel))[0]
+    found: Result = shared_ranks(run_script, world, job, em.ParallelConfig(**parallel))[0]
     return found
 
 

@@ -36,7 +36,7 @@ from tests.integrations.test_dpo import pairs
 from tests.integrations.test_grpo import ends_often, prompts, reward_of_length
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 
 ROOT = Path(__file__).parents[2]
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -449,7 +449,7 @@ def _both(kind: type[Trainer], directory: Path, runs: dict[tuple[str, ...], Case
     base = ends_often() if kind is GRPOTrainer else tiny_model("qwen3_moe", **ONE_LAYER)
     base.save_pretrained(directory / "base")
     (directory / "marked.jinja").write_text(MARKED)
-    return [run_ranks(_every_run, 2, kind, directory, runs, p)[0] for p in (em.ParallelConfig(ep=2), None)]
+    return [shared_ranks(_every_run, 2, kind, directory, runs, p)[0] for p in (em.ParallelConfig(ep=2), None)]
 
 
 def _every_run(

@@ -24,7 +24,7 @@ from expertmesh.integrations import refusals
 from tests.integrations.support import Job, even_rows, sharded, tokenizer
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 
 # Parts of arguments, and those that say whatever they say; arguments that are refused whole are in test_arguments.py.
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -335,4 +335,4 @@ def test_a_model_that_is_sharded_already(tmp_path: Path) -> None:
         _make(args, model=model)
 
     with refused_on_ranks("trainer.unsupported-model", naming="sharded already"):
-        run_ranks(make, 2)
+        shared_ranks(make, 2)

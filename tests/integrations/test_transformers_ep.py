@@ -19,7 +19,7 @@ from expertmesh.integrations import transformers_ep
 from expertmesh.integrations.transformers_ep import ExpertmeshEP
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import full, padded, rows_of_step, worst
 
 Gradients = dict[str, torch.Tensor]
@@ -75,7 +75,7 @@ def _swapped(source: Path) -> tuple[float, float, float]:
 def test_two_experts_in_each_others_place_are_caught(tmp_path: Path) -> None:
     model: Any = tiny_model("qwen3_moe")
     model.save_pretrained(tmp_path)
-    assert all(gradient > 1e-2 for _, gradient, _ in run_ranks(_swapped, 2, tmp_path))
+    assert all(gradient > 1e-2 for _, gradient, _ in shared_ranks(_swapped, 2, tmp_path))
 
 
 def _with_tp(source: Path) -> None:

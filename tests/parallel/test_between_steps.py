@@ -16,7 +16,7 @@ import expertmesh as em
 from expertmesh.config.errors import IntegrityError
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 
 IDS = torch.randint(96, (2, 1, 16), generator=torch.Generator().manual_seed(0))
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -73,7 +73,7 @@ def _norms_with(between: str, tied: bool) -> list[float]:
 @pytest.mark.slow_cases(r"False", why="the same with adapters stays")
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_between_steps_changes_them(tied: bool) -> None:
-    for undisturbed, *others in run_ranks(lambda: [_norms_with(each, tied) for each in ("nothing", *BETWEEN)], 2):
+    for undisturbed, *others in shared_ranks(lambda: [_norms_with(each, tied) for each in ("nothing", *BETWEEN)], 2):
         for between, norms in zip(BETWEEN, others, strict=True):
             assert norms == undisturbed, between
 
@@ -114,7 +114,7 @@ def test_a_router_that_is_not_recognised_cannot_be_frozen_silently() -> None:
     model = tiny_model("qwen3_moe")
     model.model.layers[1].mlp.gate = Chooser()
     with refused_on_ranks("moe.router-not-recognised", naming="model.layers.1.mlp"):
-        run_ranks(_parallelize, 1, model, em.MoeConfig(router="frozen"))
+        shared_ranks(_parallelize, 1, model, em.MoeConfig(router="frozen"))
 
 
 def _parallelize(model: nn.Module, moe: em.MoeConfig | None = None, tamper: str = "") -> None:

@@ -24,7 +24,7 @@ from tests.support.collectives import Collectives
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import Distance, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
@@ -71,7 +71,10 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow_cases(r"inputs on the host, tp, cp", why="ep and recomputation stay")
+@pytest.mark.slow_cases(
+    r"(inputs on the host, tp, cp|tied embeddings|replicas|ep and half of it recomputed|one rank)",
+    why="fsdp, tp, cp, rounds, recomputation and inputs on the host stay",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @one_launch(lambda layout: _case(*LAYOUTS[layout][:3], **{"changes": BLOCKS, **LAYOUTS[layout][3]}))
 def test_every_layout_equals_the_unsharded_model(launched: Launched, layout: str) -> None:
@@ -108,7 +111,7 @@ def test_adapters_train_as_stock_pefts_do(case: str, tmp_path: Path) -> None:
     def train() -> AdapterDistance:
         return train_adapters(run, em.ParallelConfig(**axes), order=BY_LAYER, **options)
 
-    for distance in run_ranks(train, 2):
+    for distance in shared_ranks(train, 2):
         distance.check(TOLERANCE)
 
 
@@ -204,7 +207,7 @@ def _exchange_inputs_on_the_host(model: nn.Module, mesh: Mesh) -> None:
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None]) -> None:
     on_host = {"changes": BLOCKS, **ON_HOST} if bug is _exchange_inputs_on_the_host else {}
     world, train = _case("qwen3_moe", 2, {}, tamper=bug, **on_host)
-    for distance in run_ranks(train, world):
+    for distance in shared_ranks(train, world):
         assert distance.gradient[0] > 1e-3, distance
 
 

@@ -25,7 +25,7 @@ from expertmesh.parallel.checkpointing import checkpointed_blocks, checkpointed_
 from tests.families.tiny import random_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import padded, rows_of_step
 
 MODES = ("none", "selective", "full")
@@ -122,7 +122,7 @@ def test_selective_sends_rows_four_times_a_layer_and_full_five_times() -> None:
     def counts() -> list[Calls]:
         return [_calls(mode) for mode in MODES]
 
-    for none, selective, full in run_ranks(counts, 2):
+    for none, selective, full in shared_ranks(counts, 2):
         _check_selective(none)
         _check_selective(selective)
         # When a block is run again, the counts are known, and nobody reads what the experts give: it ends before their
@@ -145,7 +145,7 @@ def test_dropout_numbers_of_experts_do_not_travel_again() -> None:
             found.append(Calls(seen["rows"] // LAYERS, (seen["rows"] + seen["others"]) // LAYERS, 0))
         return found
 
-    for none, selective, full in run_ranks(counts, 2):
+    for none, selective, full in shared_ranks(counts, 2):
         assert none == selective == Calls(rows=4, all=8, products=0)
         assert full == Calls(rows=5, all=11, products=0)
 
@@ -156,7 +156,7 @@ def _forget() -> None:
 
 
 def test_an_all_to_all_that_is_repeated_is_seen() -> None:
-    for calls in run_ranks(lambda: _calls("selective", _forget), 2):
+    for calls in shared_ranks(lambda: _calls("selective", _forget), 2):
         with pytest.raises(AssertionError):
             _check_selective(calls)
         assert calls.rows == 5
@@ -184,7 +184,7 @@ def test_a_forward_leaves_what_selective_keeps_of_experts_and_attention_and_no_b
             found.append(_held(model, batch))
         return [*found, batch["input_ids"].numel()]
 
-    ((none, selective, full, tokens),) = run_ranks(held, 1)
+    ((none, selective, full, tokens),) = shared_ranks(held, 1)
     pairs, fp32, int64, heads, experts = tokens * TOP_K, 4, 8, 4, 8
     layer_bytes = (
         fp32 * (tokens * HIDDEN + pairs * 2 * WIDTH + pairs)  # rows, grouped product, routing weights
@@ -244,7 +244,7 @@ def test_what_a_dispatched_layer_keeps_follows_from_its_rows_and_pairs() -> None
             loss.backward()
         return found, expected
 
-    for found, expected in run_ranks(census, 2):
+    for found, expected in shared_ranks(census, 2):
         assert len(expected) == LAYERS  # nothing is dispatched again
         assert sum(found) == sum(expected)
 
@@ -266,7 +266,7 @@ def test_blocks_that_are_left_out_are_run_once() -> None:
             found.append(count)
         return found
 
-    assert run_ranks(runs, 1) == [[[2, 2, 2, 2], [2, 1, 2, 1], [1, 2, 2, 1]]]
+    assert shared_ranks(runs, 1) == [[[2, 2, 2, 2], [2, 1, 2, 1], [1, 2, 2, 1]]]
 
 
 def test_frozen_blocks_in_front_of_all_that_trains_have_no_backward() -> None:
@@ -281,7 +281,7 @@ def test_frozen_blocks_in_front_of_all_that_trains_have_no_backward() -> None:
         em.causal_lm_loss(model, padded(rows_of_step(0, ())[:2]), target_tokens=64).backward()
         return found
 
-    assert run_ranks(inputs_with_gradient, 1) == [[False, False, True]]
+    assert shared_ranks(inputs_with_gradient, 1) == [[False, False, True]]
 
 
 def test_which_blocks_a_choice_means() -> None:

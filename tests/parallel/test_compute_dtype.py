@@ -22,7 +22,6 @@ from tests.families.proof import Run
 from tests.families.tiny import tiny_config
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.rotation import of_this_commit
 from tests.training.tiny_run import run_config, write_inputs
 
 # By model class: those that keep single parameters in fp32, convolutions, a head, or buffers that bf16 cannot meet.
@@ -41,9 +40,9 @@ EP = {"ep2": Run((2, 2, "grouped_mm"))}
 OF_FOUR = {"deepseek_v4", "flint", "inkling", "minimax"}
 
 
-@pytest.mark.slow(why="test_precision.py has a family; buffers stay, where no rank is started. Half at each commit")
+@pytest.mark.slow(why="test_precision.py has a family; buffers stay, where no rank is started.")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", of_this_commit(list(FAMILIES), 4))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_no_further_off_than_the_unsharded_bf16_model(family: str, lora: bool, tmp_path: Path) -> None:
     axes = {axis: run_of(axis) for axis in ("tp", "pp") if refusal_of(FAMILIES[family], family, axis) is None}
     runs = EP if lora else {"ep2": Run((4 if family in OF_FOUR else 2, 2, "loop")), **axes}

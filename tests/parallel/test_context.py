@@ -38,7 +38,7 @@ from tests.parallel.test_router_loss import expected, packed_rows, with_losses
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import Distance, padded, reference, rows_of_step, train_sharded
 
 TOLERANCE = 1e-5
@@ -112,7 +112,7 @@ def test_checkpointed_blocks_exchange_again_and_give_the_same(launched: Launched
 def test_packed_rows_keep_their_samples_apart_and_router_losses_are_the_global_batchs(attention: str) -> None:
     want = expected("qwen3_moe", attn_implementation=attention)
     axes, micro_batch = ({"cp": 2, "ep": 4}, 4) if attention == "sdpa" else ({"cp": 4, "ep": 1}, 16)
-    for each in run_ranks(lambda: with_losses(want, em.ParallelConfig(**axes), micro_batch, prepare=packed_rows), 4):
+    for each in shared_ranks(lambda: with_losses(want, em.ParallelConfig(**axes), micro_batch, prepare=packed_rows), 4):
         assert max(each.loss, each.aux_loss, each.z_loss, each.gradient[0]) <= TOLERANCE, each
         assert each.load == 2 * 2 * sum(len(ids) for ids, _ in want.rows)  # padding is no load
 
@@ -120,13 +120,13 @@ def test_packed_rows_keep_their_samples_apart_and_router_losses_are_the_global_b
 @pytest.mark.slow(why="router losses of packed rows stay")
 def test_padded_rows_do_not_change_router_losses_either() -> None:
     want = expected("mixtral", sliding_window=4)
-    for each in run_ranks(lambda: with_losses(want, em.ParallelConfig(cp=2, ep=2), 4), 4):
+    for each in shared_ranks(lambda: with_losses(want, em.ParallelConfig(cp=2, ep=2), 4), 4):
         assert max(each.loss, each.aux_loss, each.z_loss, each.gradient[0]) <= TOLERANCE, each
 
 
 def test_adapters_on_attention_and_experts_equal_stock_peft(tmp_path: Path) -> None:
     want = tiny_peft_run("deepseek_v3", tmp_path)
-    for distance in run_ranks(lambda: train_adapters(want, em.ParallelConfig(cp=2, ep=4), 2), 4):
+    for distance in shared_ranks(lambda: train_adapters(want, em.ParallelConfig(cp=2, ep=4), 2), 4):
         distance.check(TOLERANCE)
 
 
@@ -143,7 +143,7 @@ def test_dropout_of_adapters_drops_what_it_drops_on_whole_rows(tmp_path: Path) -
     random_adapter(tiny_model("qwen3_moe"), tmp_path, *TARGETS["qwen3_moe"])
     alone = shared_ranks(_dropping, 1, tmp_path, {"ep": 1}, 1)[0]
     split = shared_ranks(_dropping, 4, tmp_path, WITH_EP, 2)[0]
-    again = run_ranks(lambda: _dropping(tmp_path, {"cp": 2, "ep": 1}, 2, activation_checkpointing=True), 2)[0]
+    again = shared_ranks(lambda: _dropping(tmp_path, {"cp": 2, "ep": 1}, 2, activation_checkpointing=True), 2)[0]
     assert worst(split, alone)[0] <= TOLERANCE
     assert worst(again, alone)[0] <= TOLERANCE
 
@@ -238,7 +238,7 @@ def test_no_rank_keeps_whole_rows_until_backward() -> None:
 def test_correction_biases_move_by_the_load_of_all_parts_of_a_row() -> None:
     want = balanced()
     parallel = em.ParallelConfig(cp=2, ep=4)
-    for found in run_ranks(lambda: _balance(want, parallel, 2, activation_checkpointing=True), 4):
+    for found in shared_ranks(lambda: _balance(want, parallel, 2, activation_checkpointing=True), 4):
         assert all(torch.equal(got, count) for got, count in zip(found.loads, want.counts, strict=True))
         assert all(torch.equal(got, bias) for got, bias in zip(found.biases, want.biases, strict=True))
         assert found.weight <= TOLERANCE
@@ -269,7 +269,7 @@ def _with_flash(want: Any, axes: Axes, prepare: Callable[[Any], Any]) -> Any:
 def test_transformers_flash_path_separates_samples_and_padding_of_whole_rows(rows: str) -> None:
     """Its own unpadding and its own reading of position ids; only the kernels are replaced."""
     want = expected("qwen3_moe")
-    for each in run_ranks(_with_flash, 2, want, WITH_EP, packed_rows if rows == "packed" else padded):
+    for each in shared_ranks(_with_flash, 2, want, WITH_EP, packed_rows if rows == "packed" else padded):
         assert max(each.loss, each.aux_loss, each.z_loss, each.gradient[0]) <= TOLERANCE, each
 
 
@@ -355,7 +355,7 @@ def _swapped_exchange(model: nn.Module, mesh: Mesh) -> None:
 )
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None], shows_in: str) -> None:
     world, train = _case("qwen3_moe", 2, ALONE, 4, tamper=bug)
-    distance, _ = run_ranks(train, world)
+    distance, _ = shared_ranks(train, world)
     with pytest.raises(AssertionError):
         distance.check(TOLERANCE)
     found = getattr(distance, shows_in)

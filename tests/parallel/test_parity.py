@@ -19,7 +19,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import dispatch
 from expertmesh.step import grad_norm
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import Distance, reference, train_sharded
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3"]
@@ -43,7 +43,7 @@ def _case(
 
 def _run(family: str, layout: tuple[int, int, int, int], **options: Any) -> list[Distance]:
     world, train = _case(family, layout, **options)
-    return run_ranks(train, world)
+    return shared_ranks(train, world)
 
 
 def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:

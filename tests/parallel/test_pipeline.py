@@ -23,7 +23,7 @@ from tests.adapters.reference import tiny_peft_run, train_adapters
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import RankFailed, run_ranks, shared_ranks
+from tests.support.ranks import RankFailed, shared_ranks
 from tests.support.reference import Distance, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
@@ -47,7 +47,7 @@ def _run_with_bug(
     bug: Callable[[nn.Module, Mesh], None], world: int, parallel: dict[str, Any], *options: Any
 ) -> list[Distance]:
     world, train = _case("qwen3_moe", world, parallel, *options, tamper=bug)
-    return run_ranks(train, world)
+    return shared_ranks(train, world)
 
 
 def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:

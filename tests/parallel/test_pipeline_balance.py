@@ -22,7 +22,7 @@ from expertmesh.step import pipeline_schedule, router_losses
 from tests.experts import test_balance as bias
 from tests.parallel.test_router_loss import MOE, Expected, Found, expected
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import OPTIM, of_all_stages, padded
 
 TOLERANCE = 1e-5
@@ -82,7 +82,7 @@ def test_router_losses_equal_the_unsharded_models_on_the_global_batch(layout: st
 
 def test_recomputed_blocks_add_nothing_twice() -> None:
     options = {"activation_checkpointing": True}
-    for found in run_ranks(lambda: _train(expected("mixtral"), em.ParallelConfig(ep=1, pp=2), 4, MOE, **options), 2):
+    for found in shared_ranks(lambda: _train(expected("mixtral"), em.ParallelConfig(ep=1, pp=2), 4, MOE, **options), 2):
         assert max(found.loss, found.aux_loss, found.z_loss, found.gradient[0]) <= TOLERANCE, found
 
 
@@ -110,7 +110,7 @@ def _no_gradient_for_the_term(mesh: Mesh) -> None:
 @pytest.mark.parametrize("bug", [_drop_the_first_stages_loss, _fractions_of_one_stage, _no_gradient_for_the_term])
 def test_a_stage_that_drops_its_router_loss_is_seen(bug: Callable[[Mesh], None]) -> None:
     want = expected("qwen3_moe")
-    for found in run_ranks(_train, 2, want, em.ParallelConfig(ep=1, pp=2), 4, MOE, bug):
+    for found in shared_ranks(_train, 2, want, em.ParallelConfig(ep=1, pp=2), 4, MOE, bug):
         assert found.router > 1e-2, found
 
 

@@ -30,7 +30,7 @@ from expertmesh.step import router_losses
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import Row, padded
 
 AUX, Z = 0.5, 0.05
@@ -254,7 +254,7 @@ def _share_per_micro_batch(model: nn.Module, rank: int) -> None:
 )
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, int], None]) -> None:
     world, train = _case(expected("qwen3_moe"), (2, 2, 1, 2), tamper=bug)
-    for found in run_ranks(train, world):
+    for found in shared_ranks(train, world):
         assert found.router > 1e-2, found
 
 
@@ -290,7 +290,7 @@ def _communicate(want: Expected, moe: em.MoeConfig, micro_batches: int) -> tuple
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_step_costs_one_small_all_reduce_and_nothing_where_the_losses_are_off(micro_batches: int) -> None:
     want, settings = expected("mixtral"), (em.MoeConfig(), em.MoeConfig(z_loss_coef=Z), MOE)
-    off, z_only, both = run_ranks(lambda: [_communicate(want, moe, micro_batches) for moe in settings], 2)[0]
+    off, z_only, both = shared_ranks(lambda: [_communicate(want, moe, micro_batches) for moe in settings], 2)[0]
     assert off[1] == []
     assert z_only == (off[0] + 1, [(8 + 1) * 8])  # E + 1 integers
     assert both[1] == [(8 + 1) * 8]

@@ -32,7 +32,7 @@ from tests.parallel.test_router_loss import expected as expected_with_router_los
 from tests.parallel.test_router_loss import with_losses as train_with_router_losses
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import Distance, Reference, padded, reference, rows_of_step, train_sharded
 
 TOLERANCE = 1e-5
@@ -106,7 +106,7 @@ def _placements(replicate: int) -> dict[str, tuple[Placement, ...]]:
 @pytest.mark.slow(why="eight ranks on two cores; four stay")
 def test_eight_ranks_hold_what_they_should() -> None:
     """FSDP 4 x TP 2 and HSDP 2x2 x TP 2."""
-    for placements in run_ranks(lambda: [_placements(1), _placements(2)], 8):
+    for placements in shared_ranks(lambda: [_placements(1), _placements(2)], 8):
         for found, lead in zip(placements, ([], [Replicate()]), strict=True):
             block = "model.layers.1"
             columns, rows = (*lead, _StridedShard(0, split_factor=2), Shard(0)), (*lead, Shard(0), Shard(1))
@@ -150,7 +150,7 @@ def _twelve_steps(model: nn.Module, parallel: em.ParallelConfig | None) -> dict[
 def test_twelve_adamw_steps_in_double_precision_equal_the_unsharded_model() -> None:
     model = tiny_model("qwen3_moe", dtype=torch.float64)
     before, expected = dict(model.named_parameters()), _twelve_steps(model, None)
-    found = run_ranks(lambda: _twelve_steps(model, em.ParallelConfig(tp=2, ep=2)), 4)[0]
+    found = shared_ranks(lambda: _twelve_steps(model, em.ParallelConfig(tp=2, ep=2)), 4)[0]
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert float((weight - before[name].detach()).norm() / weight.norm()) > 1e-3, name
@@ -164,7 +164,7 @@ def test_router_losses_count_every_token_once() -> None:
         parallels = (em.ParallelConfig(tp=2, ep=2), em.ParallelConfig(tp=2, ep=4))
         return [train_with_router_losses(want, parallel, 2, moe=MOE) for parallel in parallels]
 
-    for found in run_ranks(both, 4)[0]:
+    for found in shared_ranks(both, 4)[0]:
         assert max(found.loss, found.aux_loss, found.z_loss, found.gradient[0]) <= TOLERANCE, found
         assert found.load == 2 * 2 * sum(len(ids) for ids, _ in want.rows)
 
@@ -249,16 +249,16 @@ def _dispatch_all_positions(mesh: Mesh) -> None:
 
 @pytest.mark.slow(why="that bytes are those of the formula stays")
 def test_a_tp_group_of_two_sends_half_of_what_each_rank_sends_without_it() -> None:
-    without = run_ranks(lambda: _sent(em.ParallelConfig(ep=2)), 2)
-    shared = run_ranks(lambda: _sent(em.ParallelConfig(tp=2, ep=2)), 4)
+    without = shared_ranks(lambda: _sent(em.ParallelConfig(ep=2)), 2)
+    shared = shared_ranks(lambda: _sent(em.ParallelConfig(tp=2, ep=2)), 4)
     # Twice as many ranks for the same tokens, each of which is sent once.
     assert sum(shared) == sum(without)
     assert max(shared) < 0.6 * min(without)
 
 
 def test_a_dispatch_of_all_positions_is_seen_in_what_is_sent() -> None:
-    without = run_ranks(lambda: _sent(em.ParallelConfig(ep=2)), 2)
-    duplicated = run_ranks(lambda: _sent(em.ParallelConfig(tp=2, ep=2), _dispatch_all_positions), 4)
+    without = shared_ranks(lambda: _sent(em.ParallelConfig(ep=2)), 2)
+    duplicated = shared_ranks(lambda: _sent(em.ParallelConfig(tp=2, ep=2), _dispatch_all_positions), 4)
     assert sum(duplicated) >= 1.9 * sum(without)
 
 
@@ -348,6 +348,6 @@ def _keep_the_heads_gradient_to_oneself(model: nn.Module, mesh: Mesh) -> None:
 )
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None], shows_in: str) -> None:
     expected = _reference("olmoe", (("attention_bias", True),))
-    distance = run_ranks(lambda: train_sharded(expected, em.ParallelConfig(tp=2, ep=2), tamper=bug), 2)[0]
+    distance = shared_ranks(lambda: train_sharded(expected, em.ParallelConfig(tp=2, ep=2), tamper=bug), 2)[0]
     found = getattr(distance, shows_in)
     assert (found[0] if isinstance(found, tuple) else found) > 1e-3

@@ -39,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, State]
     def both() -> tuple[State, State]:
         return save(FAMILY, TP[1], 2, directory), load(FAMILY, TP[1], path, [2, 3])[1]
 
-    return (path, *run_ranks(both, TP[0])[0])
+    return (path, *shared_ranks(both, TP[0])[0])
 
 
 @pytest.mark.slow(why="checkpoint/test_layouts.py has other layouts; reading and writing under tp stays")
@@ -62,10 +62,10 @@ def test_other_layouts_go_on_from_a_checkpoint_of_tp(
         return load(FAMILY, TP[1], tmp_path / "step-00000002")[0]
 
     if world == TP[0]:
-        (loaded, later), back = run_ranks(lambda: (there(), and_back()), world)[0]
+        (loaded, later), back = shared_ranks(lambda: (there(), and_back()), world)[0]
     else:
-        loaded, later = run_ranks(there, world)[0]
-        back = run_ranks(and_back, TP[0])[0]
+        loaded, later = shared_ranks(there, world)[0]
+        back = shared_ranks(and_back, TP[0])[0]
     assert all(torch.equal(state[name], loaded[name]) for name in state)
     assert worst(later, onward)[0] <= 1e-5
     assert all(torch.equal(state[name], back[name]) for name in state)
@@ -90,14 +90,14 @@ def test_weights_are_read_and_written_as_they_are_in_the_files(tmp_path: Path) -
 @pytest.mark.parametrize(("family", "ep"), [("deepseek_v3", 2), ("qwen3_moe", 4), ("olmoe", 1), ("gpt_oss", 2)])
 def test_adapters_on_attention_and_experts_equal_stock_peft(family: str, ep: int, tmp_path: Path) -> None:
     run = tiny_peft_run(family, tmp_path)
-    for distance in run_ranks(lambda: train_adapters(run, em.ParallelConfig(tp=2, ep=ep), 2), 4):
+    for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(tp=2, ep=ep), 2), 4):
         distance.check(1e-5)
 
 
 @pytest.mark.slow(why="adapters on attention and experts stay")
 def test_adapters_on_a_split_vocabulary_equal_stock_peft(tmp_path: Path) -> None:
     run = tiny_peft_run("qwen3_moe", tmp_path, ["lm_head", "k_proj"], ["mlp.experts.down_proj"])
-    for distance in run_ranks(lambda: train_adapters(run, em.ParallelConfig(tp=2, ep=2), 2), 2):
+    for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(tp=2, ep=2), 2), 2):
         distance.check(1e-5)
 
 
@@ -116,8 +116,8 @@ def test_dropout_drops_the_same_as_without_tp(tmp_path: Path) -> None:
         parallel = em.ParallelConfig(tp=2, ep=2)
         return [trained(parallel, activation_checkpointing=checkpointed) for checkpointed in (False, True)]
 
-    alone = run_ranks(lambda: trained(em.ParallelConfig(ep=1)), 1)[0]
-    for split in run_ranks(both, 2)[0]:
+    alone = shared_ranks(lambda: trained(em.ParallelConfig(ep=1)), 1)[0]
+    for split in shared_ranks(both, 2)[0]:
         assert worst(split, alone)[0] <= 1e-5
 
 

@@ -1,11 +1,10 @@
 """Real gloo ranks for tests: `shared_ranks(fn, world_size, *args)` runs `fn` on each and returns what each gave.
 
-What patches this process before it starts ranks, or a rank for good, prints, or cannot be pickled, is for
-`run_ranks(fn, world_size, *args)`, which forks new ones. Forking keeps torch and transformers imported (0.3 s for four
-ranks instead of 15 s through a launcher). Every run has a wall-clock limit for the whole job and a shorter one for each
-collective, and leaves no process behind, whether it passes, fails or hangs. `LivingRanks` are started once for many
-functions: what a process pays at its first steps (pages that it copies after the fork, code that runs for the first
-time) is then paid once.
+What prints, or patches another library before ranks are called, is for `run_ranks(fn, world_size, *args)`, which forks
+new ones. Forking keeps torch and transformers imported (0.3 s for four ranks instead of 15 s through a launcher). Every
+run has a wall-clock limit for the whole job and a shorter one for each collective, and leaves no process behind,
+whether it passes, fails or hangs. `LivingRanks` are started once for many functions: what a process pays at its first
+steps (pages that it copies after the fork, code that runs for the first time) is then paid once.
 """
 
 import datetime
@@ -24,12 +23,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import dill
 import numpy as np
 import torch
 import torch._dynamo  # imported lazily by DTensor; here once, instead of two seconds in every forked rank
@@ -37,6 +38,11 @@ import torch.distributed as dist
 import torch.distributed.tensor.debug
 import tqdm
 from accelerate.state import AcceleratorState, GradientState
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._pytree import tree_map
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import expertmesh as em
@@ -88,7 +94,7 @@ def run_ranks(
         return _collect(processes, Path(scratch), timeout)
 
 
-# A function and what it is called with, picklable; or the place of one in the `fns` that ranks were started with.
+# A function and what it is called with; or the place of one in the `fns` that ranks were started with.
 Order = int | tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -97,12 +103,13 @@ class LivingRanks:
 
     Of `fns` the ranks have what this process has when they are started, so whatever those need is computed before. A
     function that fails, in whichever way, ends the ranks: `alive` is then false, and the next one wants new ranks.
-    Functions leave the process as it was: what patches anything is for `run_ranks`.
+    What a function patches, and the environment, are put back behind it.
     """
 
     def __init__(self, fns: Sequence[Callable[[], Any]], world_size: int, timeout: float = LIMIT_SECONDS) -> None:
         """Start the ranks. `timeout` is in seconds, for each function."""
         self.alive = True
+        self._code: Code | None = None
         self._timeout = timeout
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._scratch = Path(self._directory.name)
@@ -122,8 +129,16 @@ class LivingRanks:
             there.close()
 
     def start(self, order: Order) -> bool:
-        """Have every rank run what `order` says; false if they have run as many functions as ranks may."""
-        message = pickle.dumps(order)  # not as a Connection pickles: it would share memory of tensors
+        """Have every rank run what `order` says, in this process's environment.
+
+        False if they have run as many functions as ranks may, or this process has patched code since they were forked.
+        """
+        message = _pickled((order, dict(os.environ)))
+        if self._code is None:
+            self._code = _code()  # with what pickling has imported
+        elif any(_patches(self._code)):
+            self.end()
+            return False
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
@@ -183,8 +198,9 @@ class LivingRanks:
 
 
 class SharedRanks:
-    """Called as `run_ranks`, with functions that can be pickled and leave the process as it was; ranks stay for the
-    next call, by their number, until `end`, as conftest.py does behind each module.
+    """Called as `run_ranks`, with any function; ranks stay for the next call, by their number, until `end`.
+
+    conftest.py ends large ones behind each module, and all with the session.
     """
 
     def __init__(self) -> None:
@@ -199,12 +215,12 @@ class SharedRanks:
                 raise RuntimeError(f"{world_size} new ranks do not start")
         return ranks.results()
 
-    def end(self) -> None:
-        """Leave no ranks behind."""
-        for ranks in self._ranks.values():
+    def end(self, above: int = 0) -> None:
+        """Leave none behind of more ranks than `above`."""
+        for world_size in [size for size in self._ranks if size > above]:
+            ranks = self._ranks.pop(world_size)
             if ranks.alive:
                 ranks.end()
-        self._ranks = {}
 
 
 shared_ranks = SharedRanks()
@@ -280,12 +296,12 @@ def _living_rank_main(
     parent = os.getppid()
     left: list[Any] = []
     random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    before, environment, here = _patchable(), dict(os.environ), Path.cwd()
+    before, here = _code(), Path.cwd()
     for turn in itertools.count():
         while not orders.poll(1):
             if os.getppid() != parent:
                 os._exit(1)
-        order = pickle.loads(orders.recv_bytes())
+        order, environment = dill.loads(orders.recv_bytes())
         if turn == TURNS:
             os._exit(0)
         if turn > 0:  # only now is every rank done with them
@@ -293,46 +309,76 @@ def _living_rank_main(
         torch.set_rng_state(random_states[0])
         np.random.set_state(random_states[1])
         random.setstate(random_states[2])
+        os.environ.clear()
+        os.environ |= environment
         orders.send("starting")
         fn = fns[order] if isinstance(order, int) else functools.partial(order[0], *order[1])
         if not _run(
             functools.partial(_unpatched, fn, before), rank, world, scratch, f"{scratch}/store-{turn}", timeout
         ):
             os._exit(1)
-        os.environ.clear()
-        os.environ |= environment
         os.chdir(here)
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
         orders.send("done")
 
 
-def _unpatched(fn: Callable[[], Any], before: dict[str, Any]) -> Any:
-    """Return what `fn` gives; raises if it leaves a function or method other than it was in `before`."""
-    result = fn()
-    now = _patchable()
-    patched = sorted(name for name, value in before.items() if now.get(name) is not value)
-    assert not patched, f"left patched: {patched}; what patches a rank for good is for `run_ranks`"
-    return result
+# Modules and classes, each with the values that its names have.
+Code = list[tuple[Any, dict[str, Any]]]
 
 
-def _patchable() -> dict[str, Any]:
-    """What tests patch, by name: functions and classes of expertmesh, all that its classes have, and collectives."""
-    found = {}
+def _code() -> Code:
+    """Return what tests patch: all of expertmesh, collectives, and what touches files and time."""
+    found: Code = []
     for place, module in list(sys.modules.items()):
         if place.startswith("expertmesh") or place in ("os", "shutil", "time", "torch.distributed"):
-            for name, value in list(vars(module).items()):
-                if callable(value) or inspect.ismodule(value):
-                    found[f"{place}.{name}"] = value
-                if issubclass(type(value), type) and value.__module__ == place:
-                    own = {key: each for key, each in vars(value).items() if not key.startswith("__pydantic")}
-                    # torch wraps the step of an optimizer's class at its first instance.
-                    own = {
-                        key: each.__wrapped__ if getattr(each, "hooked", None) is True else each
-                        for key, each in own.items()
-                    }
-                    found |= {f"{place}.{name}.{key}": each for key, each in own.items()}
+            classes = [
+                value
+                for value in list(vars(module).values())
+                if issubclass(type(value), type) and value.__module__ == place
+            ]
+            found += [(owner, dict(vars(owner))) for owner in [module, *classes]]
     return found
+
+
+def _patches(before: Code) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what is not as `before`: a module or class, the name in it, and its value then, or None where it is new."""
+    for owner, then in before:
+        now = vars(owner)
+        if now == then:  # in C, by identity; nearly always the same
+            continue
+        for name in now.keys() | then.keys():
+            if now.get(name) is not then.get(name) and not _may_change(owner, name, then.get(name)):
+                yield owner, name, then.get(name)
+
+
+def _may_change(owner: Any, name: str, then: Any) -> bool:
+    """Return whether a name may have another value: a variable of a module, what torch and pydantic keep in classes."""
+    now = vars(owner).get(name)
+    if getattr(now, "hooked", None) is True:  # the step of an optimizer's class, wrapped at its first instance
+        return now.__wrapped__ is getattr(then, "__wrapped__", then)
+    if not inspect.ismodule(owner):
+        return name.startswith("__pydantic")
+    return not any(callable(each) or inspect.ismodule(each) for each in (now, then))
+
+
+def _unpatched(fn: Callable[[], Any], before: Code) -> Any:
+    """Return what `fn` gives, and put back what it has patched: by mock anywhere, else in `before`."""
+    try:
+        return fn()
+    finally:
+        mock.patch.stopall()
+        for owner, name, then in list(_patches(before)):
+            if then is not None:
+                setattr(owner, name, then)
+
+
+def _pickled(value: Any) -> bytes:
+    # Not as a Connection pickles: it would share memory of tensors. Lambdas are for dill, which takes more by value.
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return bytes(dill.dumps(value))
 
 
 def _set_up(rank: int, scratch: str) -> None:
@@ -345,11 +391,32 @@ def _set_up(rank: int, scratch: str) -> None:
     tqdm.tqdm.set_lock(threading.RLock())
     tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
+    _remember_shapes()
     stack = os.open(f"{scratch}/stack-{rank}", os.O_WRONLY)
     # Enabled again, not only for another file: a library may have put handlers of its own over pytest's.
     faulthandler.disable()
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
+
+
+def _remember_shapes() -> None:
+    """Let DTensor ask once in this process which shape an operation gives, not again for every mesh and placement.
+
+    Each question makes a mode of fake tensors: a tenth of what tiny models take.
+    """
+    propagator: Any = ShardingPropagator
+    ask, known = propagator._propagate_tensor_meta_non_cached, dict[Any, Any]()
+
+    def asked_once(self: Any, schema: OpSchema) -> Any:
+        shapes = tree_map(lambda each: each.tensor_meta if isinstance(each, DTensorSpec) else each, schema.args_schema)
+        key = (schema.op, repr((shapes, schema.kwargs_schema)))
+        if detect_fake_mode() is not None:  # traced shapes are symbols
+            return ask(self, schema)
+        if key not in known:
+            known[key] = ask(self, schema)
+        return known[key]
+
+    propagator._propagate_tensor_meta_non_cached = asked_once
 
 
 def _share_one_device() -> None:

@@ -1,4 +1,4 @@
-"""Of many cases that another command proves all of, a few at each commit, so that everything comes around."""
+"""Of many cases that another command runs all of, a few at each commit, so that everything comes around."""
 
 import subprocess
 from collections.abc import Sequence

@@ -106,7 +106,7 @@ BUGS: dict[str, tuple[Any, list[str]]] = {
 def test_planted_bugs_show(inputs: Path, tmp_path: Path, bug: str) -> None:
     train_wrongly, options = BUGS[bug]
     configs = [preference_config(inputs, tmp_path / name, *options) for name in ("sound", "bug")]
-    run_ranks(lambda: [run(config) for run, config in zip((train, train_wrongly), configs, strict=True)], 2)
+    shared_ranks(lambda: [run(config) for run, config in zip((train, train_wrongly), configs, strict=True)], 2)
     sound, wrong = _losses(tmp_path / "sound"), _losses(tmp_path / "bug")
     assert float((torch.tensor(sound) - torch.tensor(wrong)).abs().max()) > 1e-3
 

@@ -22,7 +22,7 @@ from tests.checkpoint.damage import change_manifest
 from tests.checkpoint.forge import forge_tensors
 from tests.support.errors import refused
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.given_gradients import Case, State, given_gradient, sharded_steps, whole_steps
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
 
@@ -163,7 +163,7 @@ def _parts_by_themselves() -> None:
 def test_parts_orthogonalised_by_themselves_would_be_noticed() -> None:
     case = Case(MUON, "float64")
     axes = em.ParallelConfig(ep=2)
-    state = run_ranks(sharded_steps, 2, case, axes, range(3), None, None, _parts_by_themselves)[0]
+    state = shared_ranks(sharded_steps, 2, case, axes, range(3), None, None, _parts_by_themselves)[0]
     assert _far(state, whole_steps(case, 3, compute=torch.float64)) > 1e-4
 
 
@@ -175,7 +175,7 @@ def _blocks_of_own_columns() -> None:
 def test_blocks_that_ranks_do_not_share_would_be_noticed() -> None:
     case = Case(EIGHT_BIT, "float32", changes=WIDE)
     axes = em.ParallelConfig(ep=2, tp=2)
-    state = run_ranks(sharded_steps, 2, case, axes, range(3), None, None, _blocks_of_own_columns)[0]
+    state = shared_ranks(sharded_steps, 2, case, axes, range(3), None, None, _blocks_of_own_columns)[0]
     with pytest.raises(AssertionError):
         _equal(state, whole_steps(case, 3))
 
@@ -192,7 +192,7 @@ def _round_by_own_places() -> None:
 
 def test_rounding_by_a_rank_s_own_places_would_be_noticed() -> None:
     case = Case(ROUNDED)
-    state = run_ranks(sharded_steps, 2, case, em.ParallelConfig(ep=2), range(3), None, None, _round_by_own_places)[0]
+    state = shared_ranks(sharded_steps, 2, case, em.ParallelConfig(ep=2), range(3), None, None, _round_by_own_places)[0]
     with pytest.raises(AssertionError):
         _equal(state, whole_steps(case, 3))
 

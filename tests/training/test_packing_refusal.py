@@ -14,7 +14,6 @@ from tests.families.packing import check_packing, packing_of
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.rotation import of_this_commit
 
 DIRECT = "create_causal_mask(config=c, position_ids=position_ids)"
 UNPACKED = "kwargs = {'config': c, 'position_ids': p}\nmask = create_sliding_window_causal_mask(**kwargs)"
@@ -54,7 +53,7 @@ INKLING = ("InklingForCausalLM", "inkling")  # convolutions in attention and beh
 INKLING2 = ("Inkling2ForCausalLM", "inkling2")  # the same, and attention over the states of earlier blocks
 
 
-ROTATING = pytest.mark.slow(why="`make families` packs all; others at the next commit")
+SLOW = pytest.mark.slow(why="`make families` packs all")
 
 
 @pytest.mark.parametrize(
@@ -62,8 +61,8 @@ ROTATING = pytest.mark.slow(why="`make families` packs all; others at the next c
     [
         QWEN3_5,
         *(
-            pytest.param(*each, marks=ROTATING)
-            for each in of_this_commit([GPT_OSS, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4, ZAYA, INKLING, INKLING2], 2)
+            pytest.param(*each, marks=SLOW)
+            for each in (GPT_OSS, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4, ZAYA, INKLING, INKLING2)
         ),
     ],
 )
@@ -118,7 +117,7 @@ ON_AXES = [
     [
         (GPT_OSS, {"cp": 2}),
         (AFMOE, {"pp": 2}),
-        *(pytest.param(*each, marks=ROTATING) for each in of_this_commit(ON_AXES, 3)),
+        *(pytest.param(*each, marks=SLOW) for each in ON_AXES),
     ],
     ids=str,
 )

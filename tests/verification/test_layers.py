@@ -19,7 +19,6 @@ from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
 from tests.support.ranks import RankFailed, run_ranks, shared_ranks
-from tests.support.rotation import of_this_commit
 from tests.training.dpo_by_trl import preference_config
 from tests.training.kto_by_trl import kto_config
 from tests.training.tiny_run import run_config, write_inputs
@@ -161,17 +160,14 @@ JOBS = {
 
 
 IN_MAKE_TEST = ("bytes of tp", "bytes of pp")
-ROTATING = pytest.mark.slow(why="pp stays, and every planted bug of test_mutations.py; others at the next commit")
+SLOW = pytest.mark.slow(why="pp stays, and every planted bug of test_mutations.py")
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         *IN_MAKE_TEST,
-        *(
-            pytest.param(kind, marks=ROTATING)
-            for kind in of_this_commit([kind for kind in JOBS if kind not in IN_MAKE_TEST], 8)
-        ),
+        *(pytest.param(kind, marks=SLOW) for kind in JOBS if kind not in IN_MAKE_TEST),
     ],
 )
 def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from expertmesh.verification import run as runner
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check, Figure, Mutation, Report
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.training.dpo_by_trl import preference_config
 from tests.training.kto_by_trl import kl_of_own_rows, kto_config
 from tests.training.tiny_run import run_config, write_inputs
@@ -45,7 +45,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _self_test(inputs: Path, world: int, *overrides: str) -> Report:
     config = run_config(inputs, inputs / "out", *overrides)
     options = VerifyOptions(tokens=256, self_test=True, only=("bytes",), report=str(inputs / "report.json"))
-    report: Report = run_ranks(runner.verify, world, config, Control(arguments=options.dump()))[0]
+    report: Report = shared_ranks(runner.verify, world, config, Control(arguments=options.dump()))[0]
     return report
 
 
@@ -92,7 +92,7 @@ def _layers_that_fail(config: Config, plant: Callable[[], Any]) -> set[str]:
             runner.verify(config, Control(arguments=options.dump()))
 
     Path(config.output_dir).mkdir(exist_ok=True)
-    run_ranks(job, 2)
+    shared_ranks(job, 2)
     report = json.loads((Path(config.output_dir) / "red.json").read_text())
     checks = [(layer["name"], check) for layer in report["layers"] for check in layer["checks"]]
     return {f"{layer}: {check['name']}" for layer, check in checks if check["status"] == "fail"}
@@ -128,7 +128,7 @@ def _fails(config: object, control: Control) -> str:
     def wrong(proof: Proof) -> list[Check]:
         return [Check.of("a check", [Figure("a tensor", 0.5, 1e-5)])]
 
-    runner.CHECKS["bytes"] = wrong  # in a forked rank, which ends after this
+    mock.patch.dict(runner.CHECKS, bytes=wrong).start()
     with pytest.raises(IntegrityError) as caught:
         runner.verify(config, control)  # type: ignore[arg-type]
     return str(caught.value)

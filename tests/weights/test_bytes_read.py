@@ -20,7 +20,7 @@ from expertmesh.state.model_view import ModelView
 from expertmesh.weights.load import bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import materialize, read_model_config
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.weights.tiny import qwen3_moe, random_model, write_fused
 
 WORLD, EXPERTS = 8, 64
@@ -68,7 +68,7 @@ def test_a_layer_of_64_experts_on_8_expert_parallel_ranks_reads_exactly_one_eigh
     all_experts = _write(random_model(config), tmp_path / "model", layout)
     assert (tmp_path / "model" / "model.safetensors.index.json").exists() == (layout == "sharded")
     assert all_experts == EXPERTS * 3 * 32 * 8 * 4
-    for experts, total, held, announced in run_ranks(_read, WORLD, tmp_path / "model"):
+    for experts, total, held, announced in shared_ranks(_read, WORLD, tmp_path / "model"):
         assert experts * WORLD == all_experts
         assert total == held == announced
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 import expertmesh as em
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import run_ranks, shared_ranks
+from tests.support.ranks import shared_ranks
 
 FP32 = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
 IDS_BS = torch.randint(1, 96, (3, 8), generator=torch.Generator().manual_seed(1))
@@ -39,7 +39,7 @@ def test_weights_and_a_new_head_are_those_of_from_pretrained(
     auto: Any = AutoModelForSequenceClassification
     expected = auto.from_pretrained(tmp_path, num_labels=3, dtype=torch.float32, experts_implementation="eager")
     expected.config.pad_token_id = 0
-    for parameters, logits_BL in run_ranks(lambda: _loaded(tmp_path, 5, ep=2), 2):
+    for parameters, logits_BL in shared_ranks(lambda: _loaded(tmp_path, 5, ep=2), 2):
         assert parameters.keys() == dict(expected.named_parameters()).keys()
         assert all(torch.equal(parameters[name], value) for name, value in expected.named_parameters())
         torch.testing.assert_close(logits_BL, expected(input_ids=IDS_BS).logits, rtol=1e-5, atol=1e-6)
@@ -54,11 +54,11 @@ def test_what_a_classifier_cannot_do_is_refused(tmp_path: Path) -> None:
         em.causal_lm_loss(model, {"input_ids": IDS_BS, "labels": IDS_BS}, target_tokens=21)
 
     with refused_on_ranks("model.no-classifier", naming="olmoe"):
-        run_ranks(lambda: em.load_model(tmp_path / "olmoe", em.init_mesh(em.ParallelConfig(ep=1)), num_labels=1), 1)
+        shared_ranks(lambda: em.load_model(tmp_path / "olmoe", em.init_mesh(em.ParallelConfig(ep=1)), num_labels=1), 1)
     with refused_on_ranks("layout.ranks-share-rows", naming="parallel.tp is 2"):
-        run_ranks(lambda: _loaded(tmp_path / "qwen3_moe", 0, ep=2, tp=2), 2)
+        shared_ranks(lambda: _loaded(tmp_path / "qwen3_moe", 0, ep=2, tp=2), 2)
     with refused_on_ranks("model.no-base-model", naming="Qwen3MoeForSequenceClassification"):
-        run_ranks(loss, 1)
+        shared_ranks(loss, 1)
     with refused_on_ranks("lora.on-classifier", naming="lora"):
         shared_ranks(_adapted, 1, tmp_path / "qwen3_moe")
 

@@ -21,7 +21,7 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import LoadReport, bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import build_meta_model, materialize
-from tests.support.ranks import RankFailed, run_ranks, shared_ranks
+from tests.support.ranks import RankFailed, shared_ranks
 from tests.weights.tiny import FAMILIES, full_state, qwen3_moe, random_model, shard_for_test, write_fused
 
 LAYOUTS = ((1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 2, 0), (4, 2, 1), (4, 4, 0))
@@ -146,7 +146,7 @@ def test_planted_bugs_turn_the_comparison_red(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     swapped, _ = shared_ranks(_swap_two_experts, 2, reference.config, tmp_path)
     assert _differences(swapped, reference.state_dict()) == ["model.layers.0.mlp.experts.down_proj"]
-    copied, _ = run_ranks(_rank_0s_shards_everywhere, 2, reference.config, tmp_path)
+    copied, _ = shared_ranks(_rank_0s_shards_everywhere, 2, reference.config, tmp_path)
     assert set(_differences(copied, reference.state_dict())) == set(reference.state_dict())
 
 

@@ -49,7 +49,7 @@ def _run(
     config: PreTrainedConfig, source: Path, target: Path, layout: tuple[int, int, int], **options: Any
 ) -> list[SaveReport]:
     job = (config, source, target, layout, options)
-    return run_ranks(_load_and_save, layout[0], *job) if layout[0] > 1 else [_load_and_save(*job)]
+    return shared_ranks(_load_and_save, layout[0], *job) if layout[0] > 1 else [_load_and_save(*job)]
 
 
 def _specs(directory: Path) -> dict[str, tuple[str, list[int]]]:

@@ -13,7 +13,7 @@ from expertmesh.io.safetensors_reader import FileTensor, open_weight_files
 from expertmesh.weights.load import LoadReport, UnmappedTensors, fill, summarize_unmapped
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.save import SaveReport, save_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import shared_ranks
 from tests.weights.tiny import deepseek_v3, random_model, shard_for_test
 
 State = dict[str, torch.Tensor]
@@ -68,7 +68,7 @@ def _load_change_save(
 def _run(config: PreTrainedConfig, source: Path, target: Path, ep: int, **options: Any) -> list[Any]:
     lost_on = options.pop("lost_on", None)
     job = (config, source, target, ep, lost_on, options)
-    return run_ranks(_load_change_save, ep, *job) if ep > 1 else [_load_change_save(*job)]
+    return shared_ranks(_load_change_save, ep, *job) if ep > 1 else [_load_change_save(*job)]
 
 
 @pytest.mark.slow_cases(r"[14]-.*", why="two ranks and files in parts stay")
