@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from expertmesh.io.boxes import full_box, slices
-from expertmesh.state.codes import codes_of, values_of
+from expertmesh.state.codes import PackedFormat, codes_of, quantise, quantised_format, rounded, values_of
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.packed_format import PackedFormat, quantise, quantised_format, rounded
 from expertmesh.weights.quantised.encode import Rounding, encode, stored_matrix
 
 NAMES = ("nf4", "mxfp4", "nvfp4", "float8")

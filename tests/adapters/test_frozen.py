@@ -27,9 +27,9 @@ from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.export.merge import merge
-from expertmesh.state import packed_format
+from expertmesh.state import codes as codes_module
+from expertmesh.state.codes import Sections, quantised_format
 from expertmesh.state.packed import HostCopies, PackedTensor
-from expertmesh.state.packed_format import Sections, quantised_format
 from expertmesh.state.shards import local_tensor
 from tests.adapters import test_dropout
 from tests.adapters.reference import TARGETS, AdapterDistance, PeftRun, random_adapter, tiny_peft_run, train_adapters
@@ -192,7 +192,7 @@ def _next_expert(model: nn.Module, mesh: Mesh) -> None:
 
 def _transposed_in_backward(model: nn.Module, mesh: Mesh) -> None:
     """The second half of the experts is dequantised as the first in backward."""
-    dequantise = packed_format.dequantise
+    dequantise = codes_module.dequantise
 
     def wrong(sections: Sections, *args: Any, **options: Any) -> torch.Tensor:
         codes = sections.codes_XRB

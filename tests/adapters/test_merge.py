@@ -23,7 +23,7 @@ from expertmesh.data.encoding import sandbox
 from expertmesh.export import merge_check
 from expertmesh.export.deltas import Deltas
 from expertmesh.export.merge import merge
-from expertmesh.weights import reading, write
+from expertmesh.weights import lazy, write
 from tests.adapters.reference import random_adapter
 from tests.adapters.stock import EXPERTS, adapted, base_model, logits, write_family
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
@@ -219,7 +219,7 @@ def test_memory_is_a_block_and_one_adapter_never_a_tensor_of_all_experts(
     written: dict[str, tuple[Path, torch.Tensor]], family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, _ = written[family]
-    for module in (reading, write, merge_check):
+    for module in (lazy, write, merge_check):
         monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 512)
     monkeypatch.setattr(merge_check, "_SAMPLE_ELEMENTS", 64)
     with _Largest() as largest:

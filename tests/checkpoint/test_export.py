@@ -17,7 +17,7 @@ from expertmesh.config.errors import IntegrityError, SecurityError
 from expertmesh.export.checkpoint import export
 from expertmesh.io import directory as directory_module
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
-from expertmesh.weights import reading, write
+from expertmesh.weights import lazy, write
 from tests.checkpoint.damage import flip_a_bit, replace_file
 from tests.checkpoint.forge import forge_json
 from tests.checkpoint.tiny import Job
@@ -174,7 +174,7 @@ def test_memory_is_bounded_by_a_block_not_by_a_tensor(
 
     monkeypatch.setattr(WeightFiles, "read", watched_read)
     monkeypatch.setattr(write, "write_box", watched_write)
-    for module in (reading, write):
+    for module in (lazy, write):
         monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 64)
     export(run / "checkpoints" / STEP, tmp_path / "out")
     assert 32 < largest <= 64

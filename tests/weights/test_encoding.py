@@ -31,9 +31,9 @@ from expertmesh.weights import write
 from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from expertmesh.weights.quantised import encode as encoding
-from expertmesh.weights.quantised.encode import Rounding, encode, settings_of, stored_matrix
+from expertmesh.weights.quantised.encode import PACKED, Rounding, encode, settings_of, stored_matrix
 from expertmesh.weights.quantised.tensor import QuantisedTensor
-from expertmesh.weights.save import PACKED, save_model
+from expertmesh.weights.save import save_model
 from tests.adapters.reference import random_adapter
 from tests.support.errors import refused
 from tests.support.ranks import shared_ranks

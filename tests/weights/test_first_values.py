@@ -15,10 +15,10 @@ from expertmesh.io.boxes import Box, full_box, slices
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.first_values import FirstValues
+from expertmesh.weights.lazy import read_box
 from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
-from expertmesh.weights.reading import read_box
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.list_models import write_list_model
 from tests.support.models import tiny_config

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.io.boxes import Box, Leaf, extents, full_box, slices, volume
-from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.reading import bytes_needed, read_box
+from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import full_box
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.model_view import ModelView
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, bytes_needed
 from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import LoadPlan, plan_load, plan_save
 from expertmesh.weights.meta_model import build_meta_model, materialize
-from expertmesh.weights.reading import bytes_needed
 from tests.support.errors import refused
 from tests.support.ranks import shared_ranks
 from tests.weights.tiny import FAMILIES, deepseek_v3, mixtral, qwen3_moe, random_model, write_fused

@@ -14,9 +14,9 @@ import expertmesh as em
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.boxes import slices
 from expertmesh.io.safetensors_reader import WeightFiles
+from expertmesh.state.codes import quantise as quantised_bytes
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.packed_format import quantise as quantised_bytes
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.audit import audit_weights
 from expertmesh.weights.load import fill
@@ -187,7 +187,7 @@ def _load_with_one_factor(directory: Path) -> str:
         return packed_XB
 
     with (
-        mock.patch("expertmesh.weights.reading.quantise", first_factor),
+        mock.patch("expertmesh.weights.lazy.quantise", first_factor),
         pytest.raises(ExpertmeshError) as caught,
     ):
         _load(directory, "nvfp4", 1, torch.float32)

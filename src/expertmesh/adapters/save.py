@@ -131,8 +131,9 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: To
                 f"{type(model).__name__} has no adapters; load it with lora, or use save_model", key="model.no-adapters"
             )
         check_target(directory)
-        files = file_tensors(ModelView(model).adapters, plan.targets)
-        small = small_files(model, plan) | generation_files(model)
+        view = ModelView(model)
+        files = file_tensors(view.adapters, plan.targets)
+        small = small_files(model, plan) | generation_files(view)
     layout, written = write_adapter(directory, files, small, tokenizer, live_values)
     filled, untrained = _filled(model, plan)
     return AdapterReport(directory, len(files), layout.size, written, filled, untrained, unread_by_engines(model, plan))

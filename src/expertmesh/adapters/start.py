@@ -27,10 +27,9 @@ from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView, stage_names
 from expertmesh.state.shards import is_on_other_stage, local_box, local_tensor
 from expertmesh.weights.first_values import seed_of
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, LeafReader, read_box
 from expertmesh.weights.load import refuse_non_finite
 from expertmesh.weights.mapping import StateTensor
-from expertmesh.weights.reading import LeafReader, read_box
 
 
 @torch.no_grad()

@@ -17,13 +17,12 @@ from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.boxes import Box, blocks, extents, full_box, slices
+from expertmesh.io.boxes import Box, extents, full_box, slices
 from expertmesh.state.model_view import ModelView, sharded
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, read_box
 from expertmesh.weights.mapping import StateTensor, plan_save
-from expertmesh.weights.reading import read_box
 from expertmesh.weights.save import saved_specs
-from expertmesh.weights.write import gather, is_gathered, live_values, owned_pieces
+from expertmesh.weights.write import gather, is_gathered, live_values, owned_values
 
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -72,7 +71,7 @@ def iter_hf_weights(
             fits = _compute(lazy, tensor, values)
         else:
             # A list, not a generator: `all` must not stop before every part is copied.
-            fits = all([_copy(part, box, tensor) for box, part in _parts(lazy, values)])
+            fits = all([_copy(part, box, tensor) for box, part in owned_values(lazy, values, _BLOCK_ELEMENTS)])
             stored[-1] = not fits
             if dist.is_initialized():
                 # MAX over bytes, of which one rank has each and the others zero: exact, and keeps the sign of zeros.
@@ -144,15 +143,6 @@ def add_delta(values: Tensor, box: Box, target: Target, factors: tuple[Tensor, T
         a_rK, b_Nr = a_ErK[expert].double(), b_ENr[expert].double()
         left, right = (a_rK.t(), b_Nr.t()) if target.transposed else (b_Nr, a_rK)
         part.copy_(part.double().addmm_(left[slice(*rows)], right[:, slice(*columns)], alpha=target.scaling))
-
-
-def _parts(lazy: LazyTensor, values: _Values) -> Iterator[tuple[Box, Tensor]]:
-    """Yield (box, values) of the parts that this rank owns of a tensor whose values are moved, not computed."""
-    for piece in owned_pieces(lazy):
-        for box in blocks(piece.dest, _BLOCK_ELEMENTS):
-            cropped = piece.crop(box)
-            assert isinstance(cropped.leaf, StateTensor)
-            yield box, cropped.arrange(values(cropped.leaf, cropped.source))
 
 
 def _compute(lazy: LazyTensor, tensor: Tensor, values: _Values) -> bool:

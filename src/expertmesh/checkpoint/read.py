@@ -24,8 +24,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import Box, Piece, extents, full_box, volume
 from expertmesh.io.reading import open_file, parse_json, shortened
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
-from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.reading import read_box
+from expertmesh.weights.lazy import LazyTensor, read_box
 
 
 class Headers:

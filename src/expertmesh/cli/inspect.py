@@ -30,7 +30,7 @@ from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.parallel.shard_plan import ShardOptions, quantised_formats
 from expertmesh.weights.meta_model import kept_in_fp32, read_model_config
-from expertmesh.weights.quantised.published import method_of, plain_dtype, published_tensors, quantisation
+from expertmesh.weights.quantised.published import method_of, published_tensors, quantisation
 
 # What forward and backward run in by default.
 COMPUTE_BYTES = 2
@@ -75,7 +75,7 @@ def disk_text(config: PreTrainedConfig, directory: Path) -> str:
             by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
         total = bytes_text(files.total_bytes)
         published = published_tensors(quantisation(config), files).tensors.values()
-        plain = sum(lazy.numel() * plain_dtype(lazy).itemsize for lazy in published)
+        plain = sum(lazy.numel() * lazy.plain_dtype.itemsize for lazy in published)
     settings = quantisation(config)
     how = "" if settings is None else f"; quantised ({method_of(settings)}), {bytes_text(plain)} with bfloat16 instead"
     kinds = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in by_dtype.most_common())

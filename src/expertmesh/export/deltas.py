@@ -16,9 +16,8 @@ from expertmesh.adapters.stream import add_delta
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, extents, full_box
 from expertmesh.io.safetensors_reader import WeightFiles
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, read_box
 from expertmesh.weights.mapping import LoadPlan, StateTensor
-from expertmesh.weights.reading import read_box
 
 
 class Deltas:

@@ -1,6 +1,6 @@
 """What makes a merge trustworthy: which base it starts from, and whether what was written is base + adapter.
 
-The base is known by the hash of its weights in the dtypes that training had them in (weights/reading.py). What was
+The base is known by the hash of its weights in the dtypes that training had them in (adapters/base.py). What was
 written is compared by another way than it was computed: read through the safetensors library, multiplied in fp64, with
 the adapter taken apart as PEFT's own code does it. Holds a block of the base, or one adapter's two matrices, at a time.
 """
@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertmesh.adapters.base import element_sum, joined_hash
 from expertmesh.adapters.peft_format import Part, base_copies, keys_in
 from expertmesh.adapters.plan import Replaced
 from expertmesh.adapters.targets import Target
@@ -25,11 +26,10 @@ from expertmesh.io.boxes import Box, blocks, extents, full_box
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView
 from expertmesh.weights.audit import LibraryFiles
-from expertmesh.weights.lazy import LazyTensor, Rounded
+from expertmesh.weights.lazy import LazyTensor, Rounded, read_box
 from expertmesh.weights.load import differing_copies, named_source
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
 from expertmesh.weights.quantised.tensor import QuantisedTensor
-from expertmesh.weights.reading import element_sum, joined_hash, read_box
 
 _BLOCK_ELEMENTS = 1 << 22
 _SAMPLE_ELEMENTS = 1 << 18

@@ -36,10 +36,10 @@ from expertmesh.parallel.routes import install_routes
 from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import Group, ShardPlan, view_of
 from expertmesh.parallel.tensor import split_parts
+from expertmesh.state.codes import PackedFormat
 from expertmesh.state.model_view import attach
 from expertmesh.state.other_code import guard
 from expertmesh.state.packed import HostCopies, PackedTensor
-from expertmesh.state.packed_format import PackedFormat
 
 
 @dataclass(frozen=True, slots=True)

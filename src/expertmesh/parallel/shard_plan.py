@@ -49,8 +49,8 @@ from expertmesh.parallel.refusals import (
 )
 from expertmesh.parallel.stages import Cut, find_decoder, plan_cut
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
+from expertmesh.state.codes import PackedFormat, quantised_format
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.packed_format import PackedFormat, quantised_format
 
 KeptInFp32 = Callable[[str], bool]
 View = Literal["dense", "dense_tp", "expert"]

@@ -20,7 +20,7 @@ from expertmesh.planning.traffic import Transfer, host_copies, traffic_of
 # Operations of one expert layer, forward and backward, and those of its forward from the activation on, counted in
 # benchmarks/planning.py.
 EXPERT_OPERATIONS, LAST_OPERATIONS = (75, 60), 7
-# Bytes read and written for each packed weight: code, index, fp32 value looked up, scaled and cast (packed_format.py).
+# Bytes read and written for each packed weight: code, index, fp32 value looked up, scaled and cast (codes.py).
 DEQUANTISING = 22
 
 

@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.compat import NoTorchFunction, runs_in_backward, wrapper_tensor
-from expertmesh.state.codes import Scratch
-from expertmesh.state.packed_format import PackedFormat, Sections, cut_columns, dequantise, quantise, scales_of
+from expertmesh.state.codes import PackedFormat, Scratch, Sections, cut_columns, dequantise, quantise, scales_of
 
 aten = torch.ops.aten
 # This many elements of packed weights are dequantised together, but at least one expert: on a CPU as many as its caches

@@ -7,11 +7,11 @@ tensor already sharded on the same dim (experts: ep slice first, efsdp inside it
 
 Tensors of a model that was split into pipeline stages are marked with their placement. Tensors of other stages are on
 meta: they have a name, a shape and a dtype, and this rank holds an empty part of them. Nothing here communicates except
-`full_values`.
+`full_values` and `full_tensors`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from expertmesh.compat import StridedShard
+from expertmesh.distributed.all_ranks import collective_device
 from expertmesh.io.boxes import Box, extents, full_box, slices
 from expertmesh.state.packed import PackedTensor, values_at
 
@@ -48,32 +49,26 @@ def local_box(tensor: Tensor) -> Box:
     An empty shard has start == stop on the sharded dim. The box is empty on a rank outside the tensor's mesh, and for a
     tensor of another pipeline stage (but a scalar's box is never empty).
     """
-    box = full_box(tensor.shape)
-    if is_on_other_stage(tensor):
-        return tuple((0, 0) for _ in box)
-    if not isinstance(tensor, DTensor):
-        return box
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return tuple((0, 0) for _ in box)
-    box = box_at(tensor, coordinate)
-    held = tuple(tensor.to_local().shape)
-    where = f"{tuple(tensor.shape)} {tensor.placements}"
-    assert held == extents(box), f"local tensor {held} is not box {box} of {where}"
+    coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else ()
+    if coordinate is None or is_on_other_stage(tensor):
+        return ((0, 0),) * tensor.dim()
+    held = tuple(local_tensor(tensor).shape)
+    box = box_at(tensor, coordinate) if isinstance(tensor, DTensor) else full_box(tensor.shape)
+    assert held == extents(box), f"local tensor {held} is not box {box} of a tensor {tuple(tensor.shape)}"
     return box
 
 
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     """Return the box of `tensor` that the rank at `coordinate` of its mesh holds."""
-    ranges = list(full_box(tensor.shape))
-    for dim in range(tensor.dim()):
-        start, stop = ranges[dim]
+    ranges = []
+    for dim, size in enumerate(tensor.shape):
+        start, stop = 0, size
         for axis in _sharding_order(tensor, dim):
             # The rule of torch.chunk: equal chunks, rounded up; the last ones are shorter or empty.
             chunk = -(-(stop - start) // tensor.device_mesh.size(axis))
             first = min(start + chunk * coordinate[axis], stop)
             start, stop = first, min(first + chunk, stop)
-        ranges[dim] = (start, stop)
+        ranges.append((start, stop))
     return tuple(ranges)
 
 
@@ -121,6 +116,28 @@ def full_values(tensor: DTensor) -> Tensor:
     if not isinstance(local, PackedTensor):
         return tensor.full_tensor()
     return DTensor.from_local(local.experts(0, len(local)), tensor.device_mesh, tensor.placements).full_tensor()
+
+
+def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the full values of the sharded ones of `tensors`, by name, and of those on another pipeline stage.
+
+    Collectives: every rank calls it. The all-gathers of each sharded tensor; for each tensor of a pipelined model, one
+    all-reduce and one broadcast on the default group.
+    """
+    gathered = {name: full_values(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    for name, tensor in tensors.items():
+        if (place := placement_of(tensor)) is None:
+            continue
+        device = collective_device()
+        answers = place.is_first_rank and not place.on_other_stage and not place.is_tied_replica
+        source = torch.tensor([dist.get_rank() if answers else dist.get_world_size()], device=device)
+        # The minimum is the rank that owns the values, because all other ranks enter the world size.
+        dist.all_reduce(source, op=dist.ReduceOp.MIN)
+        full = gathered.get(name, tensor)
+        values = full.detach().to(device) if answers else torch.empty(full.shape, dtype=full.dtype, device=device)
+        dist.broadcast(values, src=int(source.item()))
+        gathered[name] = values
+    return gathered
 
 
 def _sharding_order(tensor: DTensor, dim: int) -> list[int]:

@@ -29,11 +29,10 @@ from expertmesh.io.safetensors_reader import FileTensor, as_bytes
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import is_on_other_stage, local_box, local_values, owns_copy
 from expertmesh.weights.first_values import FirstValues, open_weights
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
 from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
 from expertmesh.weights.quantised.resident import kept_plan
-from expertmesh.weights.reading import bytes_needed, read_box
 
 AuditMode = Literal["sampled", "full"]
 FORMAT, VERSION = "expertmesh-audit", 1

@@ -32,8 +32,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_file
 from expertmesh.io.safetensors_writer import FilesLayout, create_index, sync
-from expertmesh.state.model_view import ModelView, sharded
-from expertmesh.weights.meta_model import CONFIG_FILE, GENERATION_FILE, class_of, family_of, json_files
+from expertmesh.state.model_view import ModelView
+from expertmesh.weights.meta_model import CONFIG_FILE, GENERATION_FILE, class_of, json_files, own_part
 
 _TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 # The files of all kinds of tokenizers, including the vocabulary files of transformers 4.
@@ -118,7 +118,7 @@ def write_config(
         quantisation: The `quantization_config` of the weights, if they are written as codes.
     """
     model: PreTrainedModel = view.module
-    base, config = _base_of(model), deepcopy(model.config)
+    base, config = _base_of(view), deepcopy(model.config)
     if model.is_remote_code():
         with view.published_classes():
             custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def write_config(
             config.quantization_config = dict(quantisation)
         # `save_pretrained` would validate the config, and could refuse after training what was accepted before it.
         config.to_json_file(directory / CONFIG_FILE, use_diff=True)
-    for name, content in generation_files(model).items():
+    for name, content in generation_files(view).items():
         (directory / name).write_bytes(content)
     if tokenizer is not None:
         write_tokenizer(tokenizer, directory)
@@ -148,16 +148,17 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     (CopiedFiles(tokenizer_files(tokenizer)) if known else tokenizer).save_pretrained(str(directory))
 
 
-def generation_files(model: PreTrainedModel) -> dict[str, bytes]:
+def generation_files(view: ModelView) -> dict[str, bytes]:
     """Return generation_config.json by its name.
 
     Returns:
         An empty dict if the model cannot generate, or if the base has no such file and config.json yields the same
             values.
     """
+    model: PreTrainedModel = view.module
     if not model.can_generate() or model.generation_config is None:
         return {}
-    base, now = _base_of(model), model.generation_config
+    base, now = _base_of(view), model.generation_config
     if GENERATION_FILE in base:
         before = GenerationConfig.from_dict(json.loads(base[GENERATION_FILE]))
         return {GENERATION_FILE: _changed_bytes(base[GENERATION_FILE], _content(before), _content(now))}
@@ -214,21 +215,19 @@ def matching_paths(directory: Path, patterns: Iterable[str]) -> dict[str, Path]:
     return {path.relative_to(directory).as_posix(): path for path in paths}
 
 
-def _base_of(model: PreTrainedModel) -> Mapping[str, bytes]:
+def _base_of(view: ModelView) -> Mapping[str, bytes]:
     """Return config.json and generation_config.json of the model's base.
 
     Returns:
         The files as they were when the model was built from them, or else as they are now in the directory that the
-            config
-        names. An empty mapping for a model that was made in memory.
+            config names. An empty mapping for a model that was made in memory.
     """
-    base: Mapping[str, bytes] | None = sharded(model).base_files
+    base, config = view.attached.base_files, view.module.config
     if base is None:
-        directory = _directory_of(model.config.name_or_path or "", CONFIG_FILE)
+        directory = _directory_of(config.name_or_path or "", CONFIG_FILE)
         base = {} if directory is None else json_files(directory)
-    if CONFIG_FILE in base and _own_part(json.loads(base[CONFIG_FILE]), model.config) is None:
-        return {}
-    return base
+    known = CONFIG_FILE not in base or own_part(json.loads(base[CONFIG_FILE]), config) is not None
+    return base if known else {}
 
 
 def _directory_of(name: str, holding: str) -> Path | None:
@@ -242,18 +241,12 @@ def _directory_of(name: str, holding: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _own_part(base: Any, config: PreTrainedConfig) -> dict[str, Any] | None:
-    """Return the part of a base's config.json that `config` was made from: all of it, or the part of its text model."""
-    found = [base, *(each for each in base.values() if isinstance(each, dict))] if isinstance(base, dict) else []
-    return next((each for each in found if family_of(each) == config.model_type), None)
-
-
 def _config_in_base(
     view: ModelView, base: bytes, dtype: torch.dtype | None, quantisation: Mapping[str, Any] | None
 ) -> bytes:
     """Return the base's config.json with the changed values: see `write_config`."""
     config, whole = view.module.config, json.loads(base)
-    own = _own_part(whole, config)
+    own = own_part(whole, config)
     assert own is not None
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(own, file)

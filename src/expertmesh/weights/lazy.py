@@ -1,4 +1,4 @@
-"""Run transformers' conversion rules on tensors without values, which know where their values come from.
+"""Run transformers' conversion rules on tensors without values, and read their values by box once they are needed.
 
 A `LazyTensor` is a set of disjoint pieces. Stacking, splitting, indexing, transposing and the like only rearrange
 pieces, so that transformers' conversion operations run on it unchanged. It is a `torch.Tensor` subclass with
@@ -8,20 +8,31 @@ pieces, so that transformers' conversion operations run on it unchanged. It is a
 After a reshape, the first and last dims that did not change can still be read by range (`Reshaped`). Any other function
 is stored as a call and evaluated on full inputs at read time (`Computed`): exact, but it reads more. Functions that
 write into their arguments are refused, because a forgotten write would be a wrong weight.
+
+`read_box` fills memory piece by piece. The caller's `LeafReader` supplies the values, from files or from tensors
+gathered from other ranks. Beside the target at most one block of one piece is in memory, except where a conversion
+computes. Nothing here communicates.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from expertmesh.compat import VIEWS_BY_SIZE, VIEWS_BY_STRIDES, pytree, wrapper_tensor
-from expertmesh.io.boxes import Box, Leaf, Piece, full_box, intersect, volume
-from expertmesh.state.packed_format import PackedFormat
+from expertmesh.io.boxes import Box, Leaf, Piece, blocks, extents, full_box, intersect, slices, volume
+from expertmesh.state.codes import PackedFormat, cut_columns, quantise, rounded
+from expertmesh.state.packed import PackedTensor, units_together
+from expertmesh.weights.quantised.tensor import QuantisedTensor, published_bytes
 
+# Copies that change dtype, device or order of dims go through host memory in parts of at most this many elements.
+_BLOCK_ELEMENTS = 1 << 24
+# Fills a contiguous CPU tensor of the leaf's dtype with a box of the leaf, in row-major order. Each reader accepts one
+# kind of leaf: `WeightFiles.read` accepts file tensors.
+LeafReader = Callable[[Any, Box, Tensor], None]
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
@@ -65,11 +76,23 @@ class LazyTensor(torch.Tensor):
         leaves = ", ".join(dict.fromkeys(piece.leaf.name for piece in self.pieces[:3]))
         return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} pieces of {leaves} ...)"
 
+    def inside(self, box: Box) -> Iterator[Piece]:
+        """Yield the parts of its pieces that fill elements of `box`."""
+        for piece in self.pieces:
+            if (common := intersect(piece.dest, box)) is not None:
+                yield piece.crop(common)
+
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        """The dtype to write it in: that of its files, bfloat16 where they hold codes."""
+        quantised = any(isinstance(leaf, QuantisedTensor) for leaf in self.leaves())
+        return torch.bfloat16 if quantised else self.dtype
+
     def leaves(self) -> list[Leaf]:
         """Return the leaves that have values (file tensors or model tensors), including those behind other leaves."""
         found: dict[int, Leaf] = {}
         for piece in self.pieces:
-            inner = piece.leaf.inputs() if isinstance(piece.leaf, (Reshaped, Computed, Rounded)) else None
+            inner = piece.leaf.inputs() if isinstance(piece.leaf, _DERIVED) else None
             for leaf in [piece.leaf] if inner is None else [leaf for lazy in inner for leaf in lazy.leaves()]:
                 found[id(leaf)] = leaf
         return list(found.values())
@@ -94,6 +117,21 @@ class Reshaped:
 
     def inputs(self) -> list[LazyTensor]:
         return [self.lazy]
+
+    def needed(self, box: Box) -> list[tuple[LazyTensor, Box]]:
+        return [(self.lazy, self.widened(box)[0])]
+
+    def widened(self, box: Box) -> tuple[Box, Box]:
+        """Return the smallest box around `box` that is a box in both shapes: of the inner tensor, and of this."""
+        shape = tuple(self.lazy.shape)
+        inner, outer = list(full_box(shape)), list(full_box(self.shape))
+        # Without dims of size 1, dims of equal size at either end of both shapes are the same dims.
+        left, right = ([dim for dim, size in enumerate(each) if size != 1] for each in (shape, self.shape))
+        for end in (0, -1):
+            while left and right and shape[left[end]] == self.shape[right[end]]:
+                dim = right.pop(end)
+                inner[left.pop(end)] = outer[dim] = box[dim]
+        return tuple(inner), tuple(outer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +161,9 @@ class Rounded:
     def inner(self, box: Box) -> Box:
         """Return the box of the lazy tensor that is read for `box`: it is widened to full blocks."""
         return (box[0], *self.kind.whole_blocks(box[1:]))
+
+    def needed(self, box: Box) -> list[tuple[LazyTensor, Box]]:
+        return [(self.lazy, self.inner(box))]
 
 
 def rounded_units(lazy: LazyTensor, kind: PackedFormat) -> LazyTensor:
@@ -165,6 +206,13 @@ class Computed:
     def inputs(self) -> list[LazyTensor]:
         flat = pytree.tree_leaves((self.call.args, self.call.kwargs))
         return [value for value in flat if isinstance(value, LazyTensor)]
+
+    def needed(self, box: Box) -> list[tuple[LazyTensor, Box]]:
+        return [(lazy, full_box(lazy.shape)) for lazy in self.inputs()]
+
+
+# The kinds of leaves that are computed from other lazy tensors: their `inputs`, of which `needed` are read for a box.
+_DERIVED = (Reshaped, Rounded, Computed)
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -300,13 +348,11 @@ def _seen(lazy: LazyTensor, view: Tensor) -> LazyTensor | None:
     if outside or math.prod(sizes.values()) != view.numel():
         return None
     pieces = []
-    for piece in lazy.pieces:
-        common = intersect(piece.dest, tuple(window))
-        if common is not None:
-            moved = [(start - first, stop - first) for (start, stop), (first, _) in zip(common, window, strict=True)]
-            dest = tuple((0, 1) if dim is None else moved[dim] for dim in order)
-            dims = tuple(None if dim is None else piece.dims[dim] for dim in order)
-            pieces.append(Piece(dest, piece.leaf, piece.crop(common).source, dims))
+    for piece in lazy.inside(tuple(window)):
+        moved = [(start - first, stop - first) for (start, stop), (first, _) in zip(piece.dest, window, strict=True)]
+        dest = tuple((0, 1) if dim is None else moved[dim] for dim in order)
+        dims = tuple(None if dim is None else piece.dims[dim] for dim in order)
+        pieces.append(Piece(dest, piece.leaf, piece.source, dims))
     return LazyTensor(view.shape, lazy.dtype, pieces)
 
 
@@ -314,3 +360,120 @@ def _moved(piece: Piece, dim: int, by: int) -> Piece:
     start, stop = piece.dest[dim]
     dest = (*piece.dest[:dim], (start + by, stop + by), *piece.dest[dim + 1 :])
     return Piece(dest, piece.leaf, piece.source, piece.dims)
+
+
+def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None:
+    """Fill `out` with the elements of `box` of `lazy`, cast to the dtype of `out`.
+
+    Every element is written exactly once, or an assertion fails.
+
+    Args:
+        out: Has the extents of `box`; any device, any strides. A packed `out` is filled expert by expert, with the
+            files' own codes or with codes of the values.
+    """
+    if isinstance(out, PackedTensor):
+        _read_packed(lazy, box, out, fetch)
+    else:
+        _Reader(fetch).read(lazy, box, out)
+
+
+def bytes_needed(lazy: LazyTensor, box: Box) -> int:
+    """Return the bytes that `read_box` fetches for `box`: of leaves, or of the codes and scales behind them."""
+    return sum(_bytes_of(piece.leaf, piece.source) for piece in lazy.inside(box))
+
+
+def _bytes_of(leaf: Leaf | LazyTensor, box: Box) -> int:
+    if isinstance(leaf, LazyTensor):
+        return bytes_needed(leaf, box)
+    if isinstance(leaf, (*_DERIVED, QuantisedTensor)):
+        return sum(_bytes_of(part, wanted) for part, wanted in leaf.needed(box))
+    return volume(box) * leaf.dtype.itemsize
+
+
+def _read_packed(lazy: LazyTensor, box: Box, out: PackedTensor, fetch: LeafReader) -> None:
+    """Fill a packed tensor with the files' own codes, or with codes of values, some units (experts or rows) at a time.
+
+    Where a factor or a block covers the full row, rows are quantised in full and then split for tensor parallelism.
+    """
+    kind, whole = out.kind, full_box(lazy.shape)
+    together = units_together(kind, out.device) if kind.by_rows else 1
+    uncut = replace(kind, columns=lazy.shape[1]) if kind.by_rows else kind
+    # A factor, or a single block, covers the full row: its value must not depend on where tensor parallelism splits
+    # the row.
+    cuts = kind.columns < uncut.columns and (kind.factor != "none" or kind.columns % kind.block[1] != 0)
+    for packed_XB, first in zip(out.packed_LB.split(together), range(*box[0], together), strict=True):
+        units = (first, first + len(packed_XB))
+        if kind.published:
+            part = (units, *box[1:])
+            pieces = lazy.inside(part)
+            packed_XB.copy_(published_bytes(pieces, part, kind, fetch))
+            continue
+        wanted = (units, *(whole if cuts else box)[1:])
+        values = torch.empty(extents(wanted), dtype=lazy.dtype)
+        _Reader(fetch).read(lazy, wanted, values)
+        packed = quantise(values.to(out.device), uncut if cuts else kind)
+        packed_XB.copy_(cut_columns(packed, uncut, *box[1])[0] if cuts else packed)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Fetches boxes of any leaf and caches evaluated calls while one target is being read."""
+
+    fetch: LeafReader
+    evaluated: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def leaf(self, leaf: Leaf, box: Box, out: Tensor) -> None:
+        """Fill `out` with `box` of a leaf of any kind; `fetch` supplies the values of files or of the model."""
+        if isinstance(leaf, Computed):
+            if id(leaf.call) not in self.evaluated:
+                self.evaluated[id(leaf.call)] = self._evaluate(leaf.call)
+            out.copy_(self.evaluated[id(leaf.call)][leaf.index][slices(box)])
+        elif isinstance(leaf, Reshaped):
+            self._reshaped(leaf, box, out)
+        elif isinstance(leaf, Rounded):
+            inner = leaf.inner(box)
+            values = torch.empty(extents(inner), dtype=leaf.lazy.dtype)
+            self.read(leaf.lazy, inner, values)
+            out.copy_(rounded(values, leaf.kind)[slices(box, inner)])
+        elif isinstance(leaf, QuantisedTensor):
+            out.copy_(leaf.read(box, self.fetch))
+        else:
+            self.fetch(leaf, box, out)
+
+    def read(self, lazy: LazyTensor, box: Box, out: Tensor) -> None:
+        """Fill `out` with `box` of `lazy`; every element must come from exactly one piece."""
+        filled = 0
+        for piece in lazy.inside(box):
+            self._piece(piece, out[slices(piece.dest, box)])
+            filled += volume(piece.dest)
+        assert filled == volume(box), f"{lazy!r} supplies {filled} of the {volume(box)} elements of {box}"
+
+    def _piece(self, piece: Piece, target: Tensor) -> None:
+        same = target.dtype == piece.leaf.dtype and target.device.type == "cpu" and target.is_contiguous()
+        if same and piece.in_order:
+            self.leaf(piece.leaf, piece.source, target.view(extents(piece.source)))
+            return
+        # Not in parts: a computed or reshaped leaf would be evaluated again for every part.
+        whole = isinstance(piece.leaf, (Computed, Reshaped))
+        for part in [piece.dest] if whole else blocks(piece.dest, _BLOCK_ELEMENTS):
+            cropped = piece.crop(part)
+            values = torch.empty(extents(cropped.source), dtype=piece.leaf.dtype)
+            self.leaf(piece.leaf, cropped.source, values)
+            target[slices(part, piece.dest)].copy_(cropped.arrange(values))
+
+    def _evaluate(self, call: Call) -> list[Tensor]:
+        def materialize(value: Any) -> Any:
+            if not isinstance(value, LazyTensor):
+                return value
+            out = torch.empty(tuple(value.shape), dtype=value.dtype)
+            self.read(value, full_box(value.shape), out)
+            return out
+
+        args, kwargs = pytree.tree_map(materialize, (call.args, call.kwargs))
+        return [value for value in pytree.tree_leaves(call.func(*args, **kwargs)) if isinstance(value, Tensor)]
+
+    def _reshaped(self, leaf: Reshaped, box: Box, out: Tensor) -> None:
+        inner, outer = leaf.widened(box)
+        values = torch.empty(extents(inner), dtype=leaf.dtype)
+        self.read(leaf.lazy, inner, values)
+        out.copy_(values.reshape(extents(outer))[slices(box, outer)])

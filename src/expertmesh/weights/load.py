@@ -26,17 +26,16 @@ from expertmesh.anatomy import describe
 from expertmesh.compat import init_weights, set_weight_conversions
 from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.boxes import Box, intersect, slices
+from expertmesh.io.boxes import Box, slices
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
 from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView, Source, attach
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.first_values import FirstValues, open_weights, refuse_other_draws
+from expertmesh.weights.lazy import bytes_needed, read_box
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load, plan_save
 from expertmesh.weights.meta_model import materialize
-from expertmesh.weights.quantised.published import plain_dtype
-from expertmesh.weights.reading import bytes_needed, read_box
 
 if TYPE_CHECKING:
     from expertmesh.weights.lazy import LazyTensor
@@ -46,11 +45,11 @@ _CHECKED_ELEMENTS = 1 << 22
 _AHEAD_BYTES = 256 << 20
 
 
-def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> Source:
+def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> None:
     """Remember on the model the layout and dtypes of `files`, from which `plan` fills it."""
     # A new head is not in the files, so that no dtype of the files is recorded for it.
     tied = [names for names in view.ties if names[0] in plan.tensors]
-    dtypes = {name: plain_dtype(plan.tensors[names[0]]) for names in tied for name in names}
+    dtypes = {name: plan.tensors[names[0]].plain_dtype for names in tied for name in names}
     unmapped, published = set(plan.ignored), plan.published
     packed = [part for name in published.quantised for part in published.stored[name] if part not in unmapped]
     source = Source(
@@ -62,9 +61,7 @@ def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> Sourc
     )
     remember(view.module, plan.conversions, source)
     if source.bare and not plan_save(view).keys() <= published.tensors.keys():
-        source = replace(source, bare=False)
-        remember(view.module, plan.conversions, source)
-    return source
+        attach(view.module, source=replace(source, bare=False))
 
 
 def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: Source) -> None:
@@ -202,8 +199,8 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
 @torch.no_grad()
 def fill_planned(view: ModelView, files: WeightFiles | FirstValues, plan: LoadPlan) -> LoadReport:
     """Execute `plan` on this rank. Raises `IntegrityError`; issues no collective."""
-    boxes = {name: local_box(view.tensors[name]) for name in plan.tensors}
     shards = {name: local_tensor(view.tensors[name]) for name in plan.tensors}
+    boxes = {name: local_box(view.tensors[name]) for name in plan.tensors}
     announced = _announced(files, plan, boxes)
     for name, lazy in tracked(announced, len(plan.tensors), "loading weights", "tensors"):
         box, local = boxes[name], shards[name]
@@ -215,8 +212,8 @@ def fill_planned(view: ModelView, files: WeightFiles | FirstValues, plan: LoadPl
         read_box(lazy, boxes[name], copy, files.read)
         if not torch.equal(copy, shards[name]):
             raise differing_copies(lazy, plan.tensors[name])
-    unmapped = remember_files(view, plan, files).unmapped if isinstance(files, WeightFiles) else ()
-    return LoadReport(
+    unmapped = [tensor for name in plan.ignored if isinstance(tensor := files.tensors[name], FileTensor)]
+    report = LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
         file_bytes=files.total_bytes,
@@ -225,6 +222,9 @@ def fill_planned(view: ModelView, files: WeightFiles | FirstValues, plan: LoadPl
         ignored=plan.ignored,
         unmapped=summarize_unmapped(unmapped, files.tensors.keys() - set(plan.ignored)),
     )
+    if isinstance(files, WeightFiles):
+        remember_files(view, plan, files)
+    return report
 
 
 def _announced(
@@ -237,10 +237,9 @@ def _announced(
     for number, item in enumerate(items):
         while following < len(items) and (following <= number or told < _AHEAD_BYTES):
             name, lazy = items[following]
-            for piece in lazy.pieces:
-                common = intersect(piece.dest, boxes[name])
-                if isinstance(files, WeightFiles) and isinstance(piece.leaf, FileTensor) and common is not None:
-                    files.announce(piece.leaf, piece.crop(common).source)
+            for piece in lazy.inside(boxes[name]):
+                if isinstance(files, WeightFiles) and isinstance(piece.leaf, FileTensor):
+                    files.announce(piece.leaf, piece.source)
             told += sizes[following]
             following += 1
         yield item

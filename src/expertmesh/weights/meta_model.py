@@ -33,11 +33,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.compat import apply_to_tensors, class_mapping, declared, mark_initialised
 from expertmesh.config.errors import ExpertmeshError, InputError
-from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.hub import MODEL_FILES, hub_mend, model_at, model_patterns
 from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.urls import is_url
-from expertmesh.state.model_view import ModelView, attach, tied_names
+from expertmesh.state.model_view import attach, tied_names
 from expertmesh.weights.first_values import refuse_from_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
 from expertmesh.weights.quantised.published import refuse_unsupported
@@ -244,6 +243,12 @@ def family_of(content: Mapping[str, Any]) -> str:
     return _OTHER_NAMES.get(name, name)
 
 
+def own_part(base: Any, config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return the part of a base's config.json that `config` was made from: all of it, or the part of its text model."""
+    found = [base, *(each for each in base.values() if isinstance(each, dict))] if isinstance(base, dict) else []
+    return next((each for each in found if family_of(each) == config.model_type), None)
+
+
 def json_files(directory: Path) -> dict[str, bytes]:
     """Return the bytes of config.json and generation_config.json by name; a missing file is left out."""
     paths = (directory / name for name in (CONFIG_FILE, GENERATION_FILE))
@@ -367,37 +372,6 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
         for name in others:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, model.state_dict(keep_vars=True)[first])
-
-
-def refuse_other_names(view: ModelView) -> None:
-    """Raise `InputError` if the model's tensors have other names than its class gives them.
-
-    In the saved files such tensors would be unexpected, and `from_pretrained` would initialise the missing ones at
-    random, with at most a warning.
-    """
-    kind = view.family
-    if not issubclass(kind, PreTrainedModel):
-        raise InputError(
-            f"save_model takes a model of transformers, not a {kind.__name__}; a PeftModel is saved by its own "
-            "save_pretrained, and em.save_adapter saves the adapters of a parallelized one",
-            key="model.names-differ-from-class",
-        )
-    with torch.device("meta"), meta_device_safe_creation_ops():
-        new: PreTrainedModel = kind(deepcopy(view.module.config))
-    # Experts that were a list are fused in memory under other names; loading has already compared them.
-    fused = [f"{name}." for name, module in view.full.named_modules() if isinstance(module, FusedExperts)]
-    here, there = (
-        {name for name in names if not any(name.startswith(prefix) for prefix in fused)}
-        for names in (view.tensors, new.state_dict(keep_vars=True))
-    )
-    if here != there:
-        lacking, more = sorted(there - here)[:1], sorted(here - there)[:1]
-        found = [f"lacks {name}" for name in lacking] + [f"has {name}" for name in more]
-        raise InputError(
-            f"save_model: this {kind.__name__} {' and '.join(found)}, unlike its class with its config, so that "
-            "from_pretrained would make weights up; take out what was put around its modules",
-            key="model.names-differ-from-class",
-        )
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:

@@ -1,230 +1,40 @@
 """Save a model, sharded or not, as a plain Hugging Face directory.
 
 This file decides which tensors go into it and in which dtype. `write.py` does the writing; there each rank writes only
-the bytes that it owns.
-
-Tensors that are written as codes and scales get the format of the files that the model was loaded from, or one of
-`FORMATS`. They are assembled one after the other, each on one rank, in turns, which encodes and writes it. So a rank
-holds its shards and one full tensor.
+the bytes that it owns. `quantised/encode.py` writes the tensors that are stored as codes and scales.
 """
 
 import functools
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.initialization import meta_device_safe_creation_ops
 
-from expertmesh.anatomy import dense_linears, describe
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
+from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.directory import check_target
-from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import lay_out
-from expertmesh.state.model_view import ModelView, Source
+from expertmesh.state.model_view import ModelView
 from expertmesh.weights.companions import Tokenizer, write_companions
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import UnmappedTensors, still_readable, summarize_unmapped
 from expertmesh.weights.mapping import plan_save
-from expertmesh.weights.meta_model import kept_in_fp32, refuse_other_names
-from expertmesh.weights.quantised.encode import FORMATS, Rounding, encode, multiple_of, settings_of, stored_matrix
-from expertmesh.weights.quantised.published import published_tensors
-from expertmesh.weights.quantised.tensor import QuantisedTensor
-from expertmesh.weights.write import OpenFiles, StateReader, assemble, check_ownership, live_values, write_directory
+from expertmesh.weights.meta_model import kept_in_fp32
+from expertmesh.weights.quantised.encode import PACKED, Rounded, plan_packing, write_packed
+from expertmesh.weights.write import OpenFiles, StateReader, live_values, write_directory
 
-AS_LOADED = "as_loaded"
-PACKED = (AS_LOADED, *FORMATS)
 # "auto": the dtypes of the files that the model was loaded from, bfloat16 where these are quantised; the dtypes of its
 # parameters if it was made in memory. None: the dtypes of its parameters. A name of `PACKED`: codes with scales, other
 # tensors as in "auto".
 SavedDtype = torch.dtype | str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Rounded:
-    """The rounding error that a format adds to the tensors whose names differ only in numbers."""
-
-    pattern: str
-    """Their name with `*` for each number."""
-    tensors: int
-    """The number of these tensors."""
-    error: float
-    """The norm of all differences divided by the norm of all values."""
-    kept: float
-    """The fraction of blocks that were written with the codes that had been read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A tensor of values and the parts that it is written as."""
-
-    lazy: LazyTensor
-    """The values, with the dims in the order of the codes."""
-    leaf: QuantisedTensor
-    """The codes, scales and further parts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """The tensors to be written as codes."""
-
-    packed: Mapping[str, Packed] = field(default_factory=dict)
-    """The tensors by the names of their values."""
-    settings: Mapping[str, Any] | None = None
-    """The `quantization_config` to write."""
-    sources: tuple[FileTensor, ...] = ()
-    """The codes and scales in the files that the model was loaded from, if those hold the same format."""
-    copied: tuple[FileTensor, ...] = ()
-    """The tensors of `sources` that are copied without decoding."""
-
-    @property
-    def parts(self) -> list[FileTensor]:
-        """The file tensors that are written for the packed tensors."""
-        return [part for packed in self.packed.values() for part in packed.leaf.parts]
-
-
-def plan_packing(view: ModelView, lazies: Mapping[str, LazyTensor], form: object) -> Packing:
-    """Plan the tensors of `lazies`, which saving `model` writes, that are written as codes.
-
-    Args:
-        form: One of `PACKED`; anything else packs no tensor.
-
-    Raises:
-        InputError: A tensor cannot be written in this format.
-    """
-    if form == AS_LOADED:
-        return _as_loaded(view.attached.source, lazies)
-    return _in_format(view.module, lazies, str(form)) if form in FORMATS else Packing()
-
-
-def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
-    if source.quantisation is None:
-        raise InputError(
-            "as_loaded: the model was not loaded from quantised files; give auto",
-            key="weights.not-quantised",
-        )
-    files = WeightFiles(Path(), {tensor.name: tensor for tensor in source.packed})
-    published = published_tensors(source.quantisation, files)
-    packed: dict[str, Packed] = {}
-    used: set[str] = set()
-    for name in published.quantised:
-        (piece,) = published.tensors[name].pieces
-        if name not in lazies:
-            raise InputError(
-                f"as_loaded: {name} of the files is not among the tensors that are saved, so that it cannot be written "
-                "as it was; give auto",
-                key="weights.not-quantised",
-            )
-        assert isinstance(piece.leaf, QuantisedTensor)
-        order = [piece.dims.index(dim) for dim in range(len(piece.dims))]
-        packed[name] = Packed(_lazy(lazies[name].permute(order)), piece.leaf)
-        used.update(part.name for part in piece.leaf.parts)
-    copied = tuple(tensor for tensor in source.packed if tensor.name not in used)
-    return Packing(packed, source.quantisation, source.packed, copied)
-
-
-def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: str) -> Packing:
-    """Plan a format of `FORMATS`.
-
-    4-bit formats are for routed experts, fp8 for all linear layers of the blocks except routers.
-    """
-    stacks = form == "mxfp4" and model.config.model_type == "gpt_oss"
-    chosen = _chosen(model, experts_only=form != "fp8")
-    packed: dict[str, Packed] = {}
-    for name, lazy in lazies.items():
-        if lazy.dim() < 2 or not all(leaf.name in chosen for leaf in lazy.leaves()):
-            continue
-        if not stacks and (lazy.dim() > 2 or not name.endswith(".weight")):
-            raise InputError(
-                f"{form}: {name} holds all experts in one tensor, which transformers reads quantised of GPT-OSS "
-                "in mxfp4 alone; give a plain dtype",
-                key="weights.format-unsuited",
-            )
-        oriented = _lazy(lazy.transpose(-1, -2)) if stacks else lazy
-        if oriented.shape[-1] % multiple_of(form):
-            raise InputError(
-                f"{form}: {name} has {oriented.shape[-1]} columns, no multiple of {multiple_of(form)}; give fp8",
-                key="weights.format-unsuited",
-            )
-        packed[name] = Packed(oriented, stored_matrix(form, name, tuple(oriented.shape)))
-    plain = [name for name, lazy in lazies.items() if name not in packed and lazy.dim() == 2]
-    skipped = sorted(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))
-    return Packing(packed, settings_of(form, skipped, stacks=stacks))
-
-
-def _chosen(model: PreTrainedModel, *, experts_only: bool) -> set[str]:
-    """Return the names of the parameters to be quantised."""
-    anatomy = describe(model)
-    matrices = {
-        f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters if not name.endswith("_bias")
-    }
-    if experts_only:
-        return matrices
-    return matrices | {f"{name}.weight" for name in dense_linears(model, anatomy)}
-
-
-def _lazy(tensor: Tensor) -> LazyTensor:
-    assert isinstance(tensor, LazyTensor)
-    return tensor
-
-
-def write_packed(packing: Packing, files: OpenFiles, values: StateReader, *, from_source: bool) -> tuple[Rounded, ...]:
-    """Encode and write the packed tensors, each on one rank, in turns.
-
-    Args:
-        from_source: Write unchanged blocks with the codes and scales of the files that the model was loaded from.
-
-    Returns:
-        The rounding error of each group of tensors.
-
-    Collectives: every rank calls it, on the default group. For each tensor, a reduction of its bytes to one rank, or
-    the all-gathers of its inputs if it is computed; for each round of as many tensors as ranks, one small all-reduce.
-    Before them the all-reduce of `check_ownership`, and after them one small all-reduce.
-    """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    items = list(packing.packed.items())
-    found: dict[str, Rounding] = {_pattern(name): Rounding() for name, _ in items}
-    sources = WeightFiles(Path(), {})
-    check_ownership({name: packed.lazy for name, packed in items})
-    with files.synced(), sources:
-        for first in range(0, len(items), ranks):
-            own: list[tuple[str, Packed, Tensor]] = []
-            for writer, (name, packed) in enumerate(items[first : first + ranks]):
-                # Every rank assembles every tensor, also those that another rank writes: it is a collective.
-                whole = assemble(packed.lazy, values, writer)
-                if writer == rank:
-                    assert whole is not None
-                    own.append((name, packed, whole))
-            with raise_on_all_ranks("writing quantised weights"):
-                for name, packed, whole in own:
-                    before = sources.read if from_source else None
-                    for part, box, stored in encode(packed.leaf, whole, found[_pattern(name)], before):
-                        files.write(part.name, box, stored)
-    return _joined(found, [name for name, _ in items])
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _joined(found: Mapping[str, Rounding], names: list[str]) -> tuple[Rounded, ...]:
-    """Combine the rounding errors of all ranks. One all-reduce."""
-    numbers = torch.tensor(
-        [[each.error, each.size, each.kept, each.blocks] for each in found.values()], dtype=torch.float64
-    ).reshape(-1, 4)
-    tensors = [_pattern(name) for name in names]
-    return tuple(
-        Rounded(pattern, tensors.count(pattern), (error / size) ** 0.5 if size else 0.0, kept / max(blocks, 1))
-        for pattern, (error, size, kept, blocks) in zip(found, sum_over_ranks(numbers).tolist(), strict=True)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +132,7 @@ def save_values(
 
     Sharded inputs of a computed conversion still come from the model itself.
     """
-    started = time.monotonic()
-    directory = Path(directory).absolute()
+    started, directory = time.monotonic(), Path(directory).absolute()
     with raise_on_all_ranks("planning what to save"):
         check_target(directory)
         refuse_other_names(view)
@@ -333,19 +142,21 @@ def save_values(
     # All ranks must decide the same: a file that one rank cannot read would give that rank another layout.
     lost = [not still_readable([*unmapped, *packing.sources])]
     readable = not sum_over_ranks(torch.tensor(lost, dtype=torch.int64)).any()
-    copied = [*unmapped, *packing.copied] if readable else []
+    copied = [*unmapped, *packing.copied]
+    summary = summarize_unmapped(unmapped if readable else copied, lazies)
     plain = {name: lazy for name, lazy in lazies.items() if name not in packing.packed}
     with raise_on_all_ranks("planning what to save"):
-        copies = {tensor.name: LazyTensor.of(tensor) for tensor in copied}
+        copies = {tensor.name: LazyTensor.of(tensor) for tensor in copied if readable}
         specs = saved_specs(view, {**plain, **copies}, "auto" if packing.packed else dtype)
-    main_dtype = _main_dtype({name: specs[name] for name in plain})
+    elements: Counter[torch.dtype] = Counter()
+    for cast, shape in (specs[name] for name in plain):
+        elements[cast] += math.prod(shape) if cast.is_floating_point else 0
+    main_dtype = elements.most_common(1)[0][0]
     specs |= {part.name: (part.dtype, part.shape) for part in packing.parts}
-    rounded: tuple[Rounded, ...] = ()
+    rounded: list[Rounded] = []
 
     def write_rest(files: OpenFiles) -> None:
-        nonlocal rounded
-        if packing.packed:
-            rounded = write_packed(packing, files, values, from_source=readable and bool(packing.sources))
+        rounded.extend(write_packed(packing, files, values, from_source=readable and bool(packing.sources)))
 
     layout, written = write_directory(
         directory,
@@ -353,8 +164,8 @@ def save_values(
         lambda temporary: lay_out(temporary, specs, max_shard_bytes, view.full.num_parameters()),
         lambda temporary, layout: write_companions(view, temporary, layout, tokenizer, main_dtype, packing.settings),
         values,
-        copied,
-        write_rest,
+        copied if readable else (),
+        write_rest if packing.packed else None,
     )
     return SaveReport(
         directory=directory,
@@ -364,18 +175,48 @@ def save_values(
         total_bytes=layout.size,
         bytes_written=written,
         seconds=time.monotonic() - started,
-        kept=summarize_unmapped(unmapped if readable else (), lazies),
-        dropped=() if readable else summarize_unmapped([*unmapped, *packing.copied], lazies),
-        rounded=rounded,
+        kept=summary if readable else (),
+        dropped=() if readable else summary,
+        rounded=tuple(rounded),
     )
+
+
+def refuse_other_names(view: ModelView) -> None:
+    """Raise `InputError` if the model's tensors have other names than its class gives them.
+
+    In the saved files such tensors would be unexpected, and `from_pretrained` would initialise the missing ones at
+    random, with at most a warning.
+    """
+    kind = view.family
+    if not issubclass(kind, PreTrainedModel):
+        raise InputError(
+            f"save_model takes a model of transformers, not a {kind.__name__}; a PeftModel is saved by its own "
+            "save_pretrained, and em.save_adapter saves the adapters of a parallelized one",
+            key="model.names-differ-from-class",
+        )
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        new: PreTrainedModel = kind(deepcopy(view.module.config))
+    # Experts that were a list are fused in memory under other names; loading has already compared them.
+    fused = [f"{name}." for name, module in view.full.named_modules() if isinstance(module, FusedExperts)]
+    here, there = (
+        {name for name in names if not any(name.startswith(prefix) for prefix in fused)}
+        for names in (view.tensors, new.state_dict(keep_vars=True))
+    )
+    if here != there:
+        lacking, more = sorted(there - here)[:1], sorted(here - there)[:1]
+        found = [f"lacks {name}" for name in lacking] + [f"has {name}" for name in more]
+        raise InputError(
+            f"save_model: this {kind.__name__} {' and '.join(found)}, unlike its class with its config, so that "
+            "from_pretrained would make weights up; take out what was put around its modules",
+            key="model.names-differ-from-class",
+        )
 
 
 def saved_specs(
     view: ModelView, lazies: Mapping[str, LazyTensor], dtype: SavedDtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtype and shape of every tensor of the files."""
-    source = view.attached.source
-    cast = dtype_of(dtype)
+    source, cast = view.attached.source, dtype_of(dtype)
     kept = kept_in_fp32(view.module, cast) if cast is not None else None
     # Unmapped tensors of quantised files are codes and scales; a cast would destroy their meaning.
     fixed = {tensor.name for tensor in source.unmapped} if source.quantisation is not None else set()
@@ -383,25 +224,10 @@ def saved_specs(
     for name, lazy in lazies.items():
         target = lazy.dtype
         if dtype == "auto" and lazy.is_floating_point():
-            target = _source_dtype(lazy, source)
+            # A tensor of the model that was not loaded from files counts with its current dtype.
+            dtypes = [source.dtypes.get(leaf.name, leaf.dtype) for leaf in lazy.leaves()]
+            target = functools.reduce(torch.promote_types, [each for each in dtypes if each.is_floating_point])
         elif cast is not None and kept is not None and lazy.is_floating_point() and name not in fixed:
             target = torch.float32 if all(kept(leaf.name) for leaf in lazy.leaves()) else cast
         specs[name] = (target, tuple(lazy.shape))
     return specs
-
-
-def _source_dtype(lazy: LazyTensor, source: Source) -> torch.dtype:
-    """Return the dtype to write a file tensor in: that in which the model tensors behind it were loaded.
-
-    A model tensor that was not loaded from files counts with its current dtype.
-    """
-    dtypes = [source.dtypes.get(leaf.name, leaf.dtype) for leaf in lazy.leaves()]
-    return functools.reduce(torch.promote_types, [dtype for dtype in dtypes if dtype.is_floating_point])
-
-
-def _main_dtype(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> torch.dtype:
-    """Return the dtype of most floating-point elements."""
-    elements: Counter[torch.dtype] = Counter()
-    for dtype, shape in specs.values():
-        elements[dtype] += math.prod(shape) if dtype.is_floating_point else 0
-    return elements.most_common(1)[0][0]

@@ -11,27 +11,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import collective_device, from_rank_0, raise_on_all_ranks, sum_over_ranks
-from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
+from expertmesh.io.boxes import Box, Piece, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.directory import create_files, io_errors, publish, temporary_directory, wait_until_seen
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import FilesLayout, write_box
 from expertmesh.io.terminal import tracked
-from expertmesh.state.shards import full_values, local_box, local_values, owns_copy, placement_of
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.state.shards import full_tensors, local_box, local_values, owns_copy
+from expertmesh.weights.lazy import LazyTensor, read_box
 from expertmesh.weights.mapping import StateTensor
-from expertmesh.weights.reading import read_box
-
-if TYPE_CHECKING:
-    from expertmesh.io.boxes import Piece
 
 _BLOCK_ELEMENTS, _COPIED_ELEMENTS = 1 << 20, 1 << 24
 
@@ -92,13 +86,22 @@ def write_directory(
     return layout, files.written
 
 
-def owned_pieces(lazy: LazyTensor) -> "Iterator[Piece]":
+def _owned_pieces(lazy: LazyTensor) -> Iterator[Piece]:
     """Yield the parts of a file tensor that this rank holds and has to write."""
     for piece in lazy.pieces:
         if isinstance(piece.leaf, StateTensor) and owns_copy(piece.leaf.tensor):
-            held = intersect(piece.source, local_box(piece.leaf.tensor))
-            if held is not None:
-                yield piece.crop_source(held)
+            held = local_box(piece.leaf.tensor)
+            if (part := intersect(piece.source, held)) is not None:
+                yield piece.crop_source(part)
+
+
+def owned_values(lazy: LazyTensor, values: StateReader, max_elements: int) -> Iterator[tuple[Box, Tensor]]:
+    """Yield box and values of the parts that this rank has to write, of at most `max_elements` each."""
+    for piece in _owned_pieces(lazy):
+        for box in blocks(piece.dest, max_elements):
+            part = piece.crop(box)
+            assert isinstance(part.leaf, StateTensor)
+            yield box, part.arrange(values(part.leaf, part.source))
 
 
 def is_gathered(lazy: LazyTensor) -> bool:
@@ -114,7 +117,7 @@ def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
 
     Collectives: every rank calls it. One all-reduce of one integer per file tensor on the default group.
     """
-    owned = [sum(volume(piece.dest) for piece in owned_pieces(lazy)) for lazy in lazies.values()]
+    owned = [sum(volume(piece.dest) for piece in _owned_pieces(lazy)) for lazy in lazies.values()]
     counts = sum_over_ranks(torch.tensor(owned, dtype=torch.int64))
     for (name, lazy), count in zip(lazies.items(), counts.tolist(), strict=True):
         if not is_gathered(lazy) and count != lazy.numel():
@@ -134,11 +137,21 @@ class OpenFiles:
         self._descriptors: dict[Path, int] = {}
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Write `values`, on any device and of any dtype, as `box` of the tensor `name`."""
+        """Write `values`, on any device and of any dtype, as `box` of the tensor `name`.
+
+        Raises:
+            IntegrityError: The dtype of the file cannot hold the values.
+        """
         target = self._tensors[name]
+        cast = values.to(target.dtype)
+        if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
+            raise IntegrityError(
+                f"{name}: has values that {target.dtype} cannot hold; save it in bfloat16 or float32",
+                key="weights.dtype-too-narrow",
+            )
         if target.path not in self._descriptors:
             self._descriptors[target.path] = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC)
-        self.written += write_box(self._descriptors[target.path], target, box, _cast(values, target))
+        self.written += write_box(self._descriptors[target.path], target, box, cast.cpu().contiguous())
 
     @contextmanager
     def synced(self) -> Iterator[None]:
@@ -158,11 +171,8 @@ def _write_own(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: State
     for name, lazy in tracked(lazies.items(), len(lazies), "writing weights", "tensors"):
         if is_gathered(lazy):
             continue
-        for piece in owned_pieces(lazy):
-            for part in blocks(piece.dest, _BLOCK_ELEMENTS):
-                cropped = piece.crop(part)
-                assert isinstance(cropped.leaf, StateTensor)
-                files.write(name, part, cropped.arrange(values(cropped.leaf, cropped.source)))
+        for box, part in owned_values(lazy, values, _BLOCK_ELEMENTS):
+            files.write(name, box, part)
 
 
 def _copy_own(kept: Sequence[FileTensor], files: OpenFiles) -> None:
@@ -181,21 +191,6 @@ def live_values(leaf: StateTensor, box: Box) -> Tensor:
     return local_values(leaf.tensor, box)
 
 
-def _cast(values: Tensor, target: FileTensor) -> Tensor:
-    """Return `values` in the dtype of the file, contiguous, on the CPU.
-
-    Raises:
-        IntegrityError: That dtype cannot hold the values.
-    """
-    cast = values.to(target.dtype)
-    if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
-        raise IntegrityError(
-            f"{target.name}: has values that {target.dtype} cannot hold; save it in bfloat16 or float32",
-            key="weights.dtype-too-narrow",
-        )
-    return cast.cpu().contiguous()
-
-
 def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: StateReader) -> None:
     """Gather the inputs of each computed tensor, one at a time, and write it on rank 0.
 
@@ -209,7 +204,8 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: 
         gathered = gather(lazy)
         with raise_on_all_ranks(f"writing {name}"), files.synced():
             if _is_first():
-                files.write(name, full_box(lazy.shape), _computed(lazy, gathered, values))
+                computed = _computed(lazy, gathered, values)
+                files.write(name, full_box(lazy.shape), computed)
 
 
 def _computed(lazy: LazyTensor, gathered: Mapping[str, Tensor], values: StateReader) -> Tensor:
@@ -235,11 +231,8 @@ def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
     size = lazy.numel() * lazy.dtype.itemsize
     stored = torch.zeros(size, dtype=torch.uint8, device=collective_device() if several else "cpu")
     tensor = stored.view(lazy.dtype).view(tuple(lazy.shape))
-    for piece in owned_pieces(lazy):
-        for part in blocks(piece.dest, _COPIED_ELEMENTS):
-            cropped = piece.crop(part)
-            assert isinstance(cropped.leaf, StateTensor)
-            tensor[slices(part)].copy_(cropped.arrange(values(cropped.leaf, cropped.source)))
+    for box, part in owned_values(lazy, values, _COPIED_ELEMENTS):
+        tensor[slices(box)].copy_(part)
     if several:
         # Each byte is nonzero on at most one rank, so MAX over uint8 copies it exactly; a sum of floats would round,
         # and would lose the sign of a zero.
@@ -250,30 +243,9 @@ def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
 def gather(lazy: LazyTensor) -> dict[str, Tensor]:
     """Return the full values of the sharded tensors behind `lazy`, by name, and of those on another pipeline stage.
 
-    Collectives: every rank calls it. The all-gathers of each sharded tensor; for each tensor of a pipelined model, one
-    all-reduce and one broadcast on the default group.
+    Collectives: every rank calls it; those of `full_tensors`.
     """
-    leaves = [leaf for leaf in lazy.leaves() if isinstance(leaf, StateTensor)]
-    gathered = {leaf.name: full_values(leaf.tensor) for leaf in leaves if isinstance(leaf.tensor, DTensor)}
-    for leaf in leaves:
-        if placement_of(leaf.tensor) is not None:
-            gathered[leaf.name] = _from_its_stage(leaf.tensor, gathered.get(leaf.name, leaf.tensor))
-    return gathered
-
-
-def _from_its_stage(tensor: Tensor, full: Tensor) -> Tensor:
-    """Return, on all ranks, the `full` values of the rank that owns `tensor`.
-
-    Collectives: every rank calls it. One all-reduce and one broadcast on the default group.
-    """
-    place, device = placement_of(tensor), collective_device()
-    answers = place is not None and not place.on_other_stage and not place.is_tied_replica and place.is_first_rank
-    source = torch.tensor([dist.get_rank() if answers else dist.get_world_size()], device=device)
-    # The minimum is the rank that owns the values, because all other ranks enter the world size.
-    dist.all_reduce(source, op=dist.ReduceOp.MIN)
-    values = full.detach().to(device) if answers else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    dist.broadcast(values, src=int(source.item()))
-    return values
+    return full_tensors({leaf.name: leaf.tensor for leaf in lazy.leaves() if isinstance(leaf, StateTensor)})
 
 
 def _is_first() -> bool:

@@ -34,9 +34,9 @@ from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.first_values import FirstValues, open_weights
+from expertmesh.weights.lazy import read_box
 from expertmesh.weights.mapping import LoadPlan, plan_load
 from expertmesh.weights.quantised.resident import kept_plan
-from expertmesh.weights.reading import read_box
 
 # Gets the name and the full gradient of a tensor. It is called once for each unit that holds the tensor.
 Sink = Callable[[str, Tensor], None]

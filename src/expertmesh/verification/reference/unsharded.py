@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from expertmesh.config import ObjectiveConfig
 from expertmesh.data import IGNORE
+from expertmesh.state.codes import rounded
 from expertmesh.state.model_view import sharded
 from expertmesh.state.packed import units_together
-from expertmesh.state.packed_format import rounded
 
 Sample = tuple[Tensor, Tensor]  # token ids and labels, each `[S]`
 StepT = TypeVar("StepT")

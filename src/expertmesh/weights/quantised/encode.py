@@ -1,24 +1,33 @@
-"""Encode values as the codes and scales of a published format: the inverse of `tensor`.
+"""Save tensors as the codes and scales of a published format: the inverse of `tensor`.
+
+They get the format of the files that the model was loaded from, or one of `FORMATS`. They are assembled one after the
+other, each on one rank, in turns, which encodes and writes it. So a rank holds its shards and one full tensor.
 
 A tensor that was loaded from codes can reuse them: every block whose values equal those of its old codes is written
 byte for byte as it was, and only changed blocks are rounded again. Names and settings are those that the public tools
-write: transformers' FP8, OpenAI's MXFP4 for GPT-OSS, and compressed-tensors for the others. The work goes by bands of
-rows, one at a time. Nothing here communicates or writes a file.
+write: transformers' FP8, OpenAI's MXFP4 for GPT-OSS, and compressed-tensors for the others. Encoding goes by bands
+of rows, one at a time.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
+from expertmesh.anatomy import dense_linears, describe
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, extents, full_box, slices
-from expertmesh.io.safetensors_reader import FileTensor
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.state.codes import (
     LARGEST,
     codes_of,
@@ -29,7 +38,11 @@ from expertmesh.state.codes import (
     spread,
     with_factor,
 )
-from expertmesh.weights.quantised.tensor import QuantisedTensor
+from expertmesh.state.model_view import ModelView, Source
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.quantised.published import published_tensors
+from expertmesh.weights.quantised.tensor import Fetch, QuantisedTensor
+from expertmesh.weights.write import OpenFiles, StateReader, assemble, check_ownership
 
 _FP8_BLOCK = (128, 128)
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -44,11 +57,204 @@ _COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 FORMATS = ("fp8", *sorted(_COMPRESSED))
+AS_LOADED = "as_loaded"
+PACKED = (AS_LOADED, *FORMATS)
 _BAND_ELEMENTS = 1 << 22
 # Values up to this one are rounded to the largest e4m3 value, 448.
 _E4M3_ROUNDED = 464.0
-# Fills a contiguous CPU tensor with a box of a file tensor.
-Fetch = Callable[[FileTensor, Box, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """The rounding error that a format adds to the tensors whose names differ only in numbers."""
+
+    pattern: str
+    """Their name with `*` for each number."""
+    tensors: int
+    """The number of these tensors."""
+    error: float
+    """The norm of all differences divided by the norm of all values."""
+    kept: float
+    """The fraction of blocks that were written with the codes that had been read."""
+
+
+@dataclass(slots=True)
+class Rounding:
+    """The rounding error of a format so far, in the dtype of the values."""
+
+    error: float = 0.0
+    """The sum of the squares of the differences."""
+    size: float = 0.0
+    """The sum of the squares of the values."""
+    blocks: int = 0
+    """The number of blocks."""
+    kept: int = 0
+    """The number of blocks that reused their old codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor of values and the parts that it is written as."""
+
+    lazy: LazyTensor
+    """The values, with the dims in the order of the codes."""
+    leaf: QuantisedTensor
+    """The codes, scales and further parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The tensors to be written as codes."""
+
+    packed: Mapping[str, Packed] = field(default_factory=dict)
+    """The tensors by the names of their values."""
+    settings: Mapping[str, Any] | None = None
+    """The `quantization_config` to write."""
+    sources: tuple[FileTensor, ...] = ()
+    """The codes and scales in the files that the model was loaded from, if those hold the same format."""
+    copied: tuple[FileTensor, ...] = ()
+    """The tensors of `sources` that are copied without decoding."""
+
+    @property
+    def parts(self) -> list[FileTensor]:
+        """The file tensors that are written for the packed tensors."""
+        return [part for packed in self.packed.values() for part in packed.leaf.parts]
+
+
+def plan_packing(view: ModelView, lazies: Mapping[str, LazyTensor], form: object) -> Packing:
+    """Plan the tensors of `lazies`, which saving `model` writes, that are written as codes.
+
+    Args:
+        form: One of `PACKED`; anything else packs no tensor.
+
+    Raises:
+        InputError: A tensor cannot be written in this format.
+    """
+    if form in FORMATS:
+        return _in_format(view.module, lazies, str(form))
+    return _as_loaded(view.attached.source, lazies) if form == AS_LOADED else Packing()
+
+
+def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
+    if source.quantisation is None:
+        raise InputError(
+            "as_loaded: the model was not loaded from quantised files; give auto",
+            key="weights.not-quantised",
+        )
+    files = WeightFiles(Path(), {tensor.name: tensor for tensor in source.packed})
+    published = published_tensors(source.quantisation, files)
+    packed: dict[str, Packed] = {}
+    used: set[str] = set()
+    for name in published.quantised:
+        (piece,) = published.tensors[name].pieces
+        if name not in lazies:
+            raise InputError(
+                f"as_loaded: {name} of the files is not among the tensors that are saved, so that it cannot be written "
+                "as it was; give auto",
+                key="weights.not-quantised",
+            )
+        assert isinstance(piece.leaf, QuantisedTensor)
+        order = [piece.dims.index(dim) for dim in range(len(piece.dims))]
+        packed[name] = Packed(_lazy(lazies[name].permute(order)), piece.leaf)
+        used.update(part.name for part in piece.leaf.parts)
+    copied = tuple(tensor for tensor in source.packed if tensor.name not in used)
+    return Packing(packed, source.quantisation, source.packed, copied)
+
+
+def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: str) -> Packing:
+    """Plan a format of `FORMATS`.
+
+    4-bit formats are for routed experts, fp8 for all linear layers of the blocks except routers.
+    """
+    stacks = form == "mxfp4" and model.config.model_type == "gpt_oss"
+    chosen = _chosen(model, experts_only=form != "fp8")
+    packed: dict[str, Packed] = {}
+    for name, lazy in lazies.items():
+        if lazy.dim() < 2 or not all(leaf.name in chosen for leaf in lazy.leaves()):
+            continue
+        if not stacks and (lazy.dim() > 2 or not name.endswith(".weight")):
+            raise InputError(
+                f"{form}: {name} holds all experts in one tensor, which transformers reads quantised of GPT-OSS "
+                "in mxfp4 alone; give a plain dtype",
+                key="weights.format-unsuited",
+            )
+        oriented = _lazy(lazy.transpose(-1, -2)) if stacks else lazy
+        if oriented.shape[-1] % multiple_of(form):
+            raise InputError(
+                f"{form}: {name} has {oriented.shape[-1]} columns, no multiple of {multiple_of(form)}; give fp8",
+                key="weights.format-unsuited",
+            )
+        packed[name] = Packed(oriented, stored_matrix(form, name, tuple(oriented.shape)))
+    plain = [name for name, lazy in lazies.items() if name not in packed and lazy.dim() == 2]
+    skipped = sorted(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))
+    return Packing(packed, settings_of(form, skipped, stacks=stacks))
+
+
+def _chosen(model: PreTrainedModel, *, experts_only: bool) -> set[str]:
+    """Return the names of the parameters to be quantised."""
+    anatomy = describe(model)
+    matrices = {
+        f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters if not name.endswith("_bias")
+    }
+    if experts_only:
+        return matrices
+    return matrices | {f"{name}.weight" for name in dense_linears(model, anatomy)}
+
+
+def _lazy(tensor: Tensor) -> LazyTensor:
+    assert isinstance(tensor, LazyTensor)
+    return tensor
+
+
+def write_packed(packing: Packing, files: OpenFiles, values: StateReader, *, from_source: bool) -> tuple[Rounded, ...]:
+    """Encode and write the packed tensors, each on one rank, in turns.
+
+    Args:
+        from_source: Write unchanged blocks with the codes and scales of the files that the model was loaded from.
+
+    Returns:
+        The rounding error of each group of tensors.
+
+    Collectives: every rank calls it, on the default group. For each tensor, a reduction of its bytes to one rank, or
+    the all-gathers of its inputs if it is computed; for each round of as many tensors as ranks, one small all-reduce.
+    Before them the all-reduce of `check_ownership`, and after them one small all-reduce.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    items = list(packing.packed.items())
+    found: dict[str, Rounding] = {_pattern(name): Rounding() for name, _ in items}
+    sources = WeightFiles(Path(), {})
+    check_ownership({name: packed.lazy for name, packed in items})
+    with files.synced(), sources:
+        for first in range(0, len(items), ranks):
+            own: list[tuple[str, Packed, Tensor]] = []
+            for writer, (name, packed) in enumerate(items[first : first + ranks]):
+                # Every rank assembles every tensor, also those that another rank writes: it is a collective.
+                whole = assemble(packed.lazy, values, writer)
+                if writer == rank:
+                    assert whole is not None
+                    own.append((name, packed, whole))
+            with raise_on_all_ranks("writing quantised weights"):
+                for name, packed, whole in own:
+                    before = sources.read if from_source else None
+                    for part, box, stored in encode(packed.leaf, whole, found[_pattern(name)], before):
+                        files.write(part.name, box, stored)
+    return _joined(found, [name for name, _ in items])
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _joined(found: Mapping[str, Rounding], names: list[str]) -> tuple[Rounded, ...]:
+    """Combine the rounding errors of all ranks. One all-reduce."""
+    numbers = torch.tensor(
+        [[each.error, each.size, each.kept, each.blocks] for each in found.values()], dtype=torch.float64
+    ).reshape(-1, 4)
+    tensors = [_pattern(name) for name in names]
+    return tuple(
+        Rounded(pattern, tensors.count(pattern), (error / size) ** 0.5 if size else 0.0, kept / max(blocks, 1))
+        for pattern, (error, size, kept, blocks) in zip(found, sum_over_ranks(numbers).tolist(), strict=True)
+    )
 
 
 def multiple_of(form: str) -> int:
@@ -118,20 +324,6 @@ def settings_of(form: str, skipped: list[str], *, stacks: bool) -> dict[str, Any
     }
 
 
-@dataclass(slots=True)
-class Rounding:
-    """The rounding error of a format so far, in the dtype of the values."""
-
-    error: float = 0.0
-    """The sum of the squares of the differences."""
-    size: float = 0.0
-    """The sum of the squares of the values."""
-    blocks: int = 0
-    """The number of blocks."""
-    kept: int = 0
-    """The number of blocks that reused their old codes."""
-
-
 def encode(
     leaf: QuantisedTensor, values: Tensor, rounding: Rounding, before: Fetch | None = None
 ) -> Iterator[tuple[FileTensor, Box, Tensor]]:
@@ -151,7 +343,7 @@ def encode(
         new = _encoded(leaf, box, band.to(torch.float32), total)
         same = torch.zeros(_grid(leaf, box), dtype=torch.bool)
         if before is not None and keeps:
-            old = _read(leaf, box, before)
+            old = leaf.raw(box, before)
             changed = _decoded(leaf, box, old).to(band.dtype) != band
             same = largest_of_blocks(changed.to(torch.uint8), _block(leaf, box)) == 0
             new = {part: _mixed(leaf, box, part, same, old[part], new[part]) for part in new}
@@ -253,14 +445,6 @@ def _mixed_points(same: Tensor, old: Tensor, new: Tensor) -> Tensor:
     nibbles = F.pad(same, (0, 0, 0, -same.shape[-2] % 8)).transpose(-1, -2).unflatten(-1, (-1, 8)).to(torch.int64)
     mask: Tensor = (nibbles * 15 << torch.arange(0, 32, 4)).sum(-1).to(torch.int32).transpose(-1, -2)
     return (old & mask | new & ~mask).contiguous()
-
-
-def _read(leaf: QuantisedTensor, box: Box, fetch: Fetch) -> dict[FileTensor, Tensor]:
-    raw = {}
-    for part, wanted in leaf.needed(box):
-        raw[part] = torch.empty(extents(wanted), dtype=part.dtype)
-        fetch(part, wanted, raw[part])
-    return raw
 
 
 def _decoded(leaf: QuantisedTensor, box: Box, parts: dict[FileTensor, Tensor]) -> Tensor:

@@ -75,12 +75,6 @@ def method_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("quant_method"))
 
 
-def plain_dtype(lazy: LazyTensor) -> torch.dtype:
-    """Return the dtype to write a tensor in: that of its files, bfloat16 where they hold codes."""
-    quantised = any(isinstance(leaf, QuantisedTensor) for leaf in lazy.leaves())
-    return torch.bfloat16 if quantised else lazy.dtype
-
-
 def refuse_unsupported(config: PreTrainedConfig, where: object) -> None:
     """Raise `InputError` for a model whose files are quantised by an unsupported method."""
     _refuse_other_methods(quantisation(config), where)

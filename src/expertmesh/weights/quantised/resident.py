@@ -1,25 +1,23 @@
-"""Keep the published codes of frozen weights in memory: find their format, and read the bytes of their units.
+"""Find the format in which the published codes of frozen weights can stay in memory.
 
 Files hold gate and up of each expert apart, or experts stacked; in memory their rows lie one after the other, codes and
-scales unchanged. Each row of a linear layer has the scales of its blocks. Nothing here communicates.
+scales unchanged. Each row of a linear layer has the scales of its blocks. `tensor` reads the bytes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from expertmesh.anatomy import describe, packable_linears
 from expertmesh.config.errors import InputError
-from expertmesh.io.boxes import Box, Piece, extents, full_box, intersect
-from expertmesh.io.safetensors_reader import FileTensor
-from expertmesh.state.codes import Code, Factor, has_exponents
+from expertmesh.io.boxes import extents, full_box
+from expertmesh.state.codes import Code, Factor, PackedFormat, has_exponents
 from expertmesh.state.model_view import sharded
-from expertmesh.state.packed_format import PackedFormat, joined
 from expertmesh.weights.lazy import LazyTensor, rounded_units
 from expertmesh.weights.mapping import LoadPlan
-from expertmesh.weights.quantised.tensor import QuantisedTensor
+from expertmesh.weights.quantised.tensor import QuantisedTensor, cannot_keep, in_order_of_rows
 
 
 def published_formats(model: nn.Module, plan: LoadPlan) -> dict[str, PackedFormat]:
@@ -38,7 +36,7 @@ def published_formats(model: nn.Module, plan: LoadPlan) -> dict[str, PackedForma
             if (kind := _format_of(name, plan.tensors[name], spec.transposed)) is not None:
                 formats[name] = kind
     if not formats:
-        raise _refused("the files hold plain weights; choose nf4, mxfp4, nvfp4 or float8")
+        raise cannot_keep("the files hold plain weights; choose nf4, mxfp4, nvfp4 or float8")
     for name in packable_linears(model, anatomy):
         if (kind := _format_of_rows(plan.tensors[f"{name}.weight"])) is not None:
             formats[f"{name}.weight"] = kind
@@ -51,39 +49,6 @@ def kept_plan(model: nn.Module, plan: LoadPlan) -> LoadPlan:
     quantised = {name: kind for name, kind in formats.items() if not kind.published}
     kept = {name: rounded_units(plan.tensors[name], kind) for name, kind in quantised.items()}
     return replace(plan, tensors=plan.tensors | kept)
-
-
-def published_bytes(
-    lazy: LazyTensor, box: Box, kind: PackedFormat, fetch: Callable[[FileTensor, Box, Tensor], None]
-) -> Tensor:
-    """Return the bytes `[X, B]` of one expert, or of parts of rows, in `kind`, a format of `published_formats`.
-
-    Raises:
-        IntegrityError: As reading values does.
-    """
-    codes, scales, factors = [], [], []
-    for piece in _pieces(lazy, box, kind.transposed):
-        leaf = piece.leaf
-        assert isinstance(leaf, QuantisedTensor)
-        raw, _ = leaf.stored(piece.source, fetch)
-        rows, columns = piece.source[-2:]
-        codes.append(raw[id(leaf.codes)].contiguous().view(torch.uint8).reshape(-1, kind.row_bytes))
-        grid = _blocks(rows, leaf.block[0]), _blocks(columns, leaf.block[1])
-        scale = raw[id(leaf.scale)].reshape(len(grid[0]), len(grid[1])).contiguous().view(torch.uint8)
-        if kind.by_rows:  # each row gets a copy of the scales of its blocks
-            scale = scale.index_select(0, torch.arange(*rows) // leaf.block[0] - grid[0].start)
-        scales.append(scale)
-        if leaf.global_scale is not None:
-            factor = raw[id(leaf.global_scale)].reshape(1, 1).to(torch.float32)
-            factors.append(factor.expand(len(codes[-1]), 1) if kind.by_rows else factor)
-    units = sum(map(len, codes)) if kind.by_rows else 1  # otherwise all rows belong to one expert
-    stored = [torch.cat(parts).reshape(units, -1) for parts in (codes, scales, factors) if parts]
-    return joined(stored[0], stored[1], stored[2] if factors else None, kind)
-
-
-def _blocks(extent: tuple[int, int], size: int) -> range:
-    """Return the indices of the blocks of `size` that `extent` touches."""
-    return range(extent[0] // size, -(-extent[1] // size))
 
 
 def _format_of_rows(lazy: LazyTensor) -> PackedFormat | None:
@@ -117,12 +82,13 @@ def _format_of(name: str, lazy: LazyTensor, transposed: bool) -> PackedFormat | 
         return None
     kinds = {_format_of_expert(name, lazy, expert, transposed) for expert in range(lazy.shape[0])}
     if not all(found) or len(kinds) != 1:
-        raise _refused(f"the experts of {name} are not all quantised alike")
+        raise cannot_keep(f"the experts of {name} are not all quantised alike")
     return kinds.pop()
 
 
 def _format_of_expert(name: str, lazy: LazyTensor, expert: int, transposed: bool) -> PackedFormat:
-    pieces = list(_pieces(lazy, ((expert, expert + 1), *full_box(lazy.shape)[1:]), transposed))
+    box = ((expert, expert + 1), *full_box(lazy.shape)[1:])
+    pieces = in_order_of_rows(lazy.inside(box), box, transposed)
     first = pieces[0].leaf
     if not isinstance(first, QuantisedTensor):
         raise _cannot_stay(name, first.name)
@@ -143,24 +109,5 @@ def _kind(leaf: QuantisedTensor) -> tuple[Code, tuple[int, int], torch.dtype, Fa
     return leaf.code, leaf.block, scale, leaf.factor, leaf.dtype
 
 
-def _pieces(lazy: LazyTensor, box: Box, transposed: bool) -> Iterator[Piece]:
-    """Yield the pieces of `box` in the order of its rows.
-
-    Raises:
-        InputError: The columns of `box` do not run along the files' columns.
-    """
-    rows, columns = (-1, -2) if transposed else (-2, -1)
-    found = [piece.crop(common) for piece in lazy.pieces if (common := intersect(piece.dest, box)) is not None]
-    for piece in sorted(found, key=lambda piece: piece.dest[rows][0]):
-        last = len(piece.leaf.shape) - 1
-        if (piece.dims[rows], piece.dims[columns]) != (last - 1, last) or piece.dest[columns] != box[columns]:
-            raise _refused(f"{piece.leaf.name} does not hold whole rows of an expert; choose another format")
-        yield piece
-
-
 def _cannot_stay(name: str, stored: str) -> InputError:
-    return _refused(f"the codes of {name} cannot stay as {stored} holds them; choose another format")
-
-
-def _refused(why: str) -> InputError:
-    return InputError(f"precision.frozen: as_published: {why}", key="precision.frozen-unsupported")
+    return cannot_keep(f"the codes of {name} cannot stay as {stored} holds them; choose another format")

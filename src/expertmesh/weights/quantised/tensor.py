@@ -5,18 +5,29 @@ the packed bytes of its share, whatever the block size. Nothing here communicate
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from expertmesh.config.errors import IntegrityError
-from expertmesh.io.boxes import Box, extents, full_box, volume
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.boxes import Box, Piece, extents, full_box
 from expertmesh.io.safetensors_reader import FileTensor
-from expertmesh.state.codes import Code, Factor, scale_values, spread, values_of, with_factor
+from expertmesh.state.codes import (
+    Code,
+    Factor,
+    PackedFormat,
+    joined,
+    scale_values,
+    spread,
+    values_of,
+    with_factor,
+)
 
+# Fills a contiguous CPU tensor with a box of a file tensor.
+Fetch = Callable[[FileTensor, Box, Tensor], None]
 # The number of codes in one element of the file's tensor.
 CODES_PER_ELEMENT: dict[Code, int] = {"e4m3": 1, "e2m1": 2, "int4": 8}
 
@@ -79,46 +90,48 @@ class QuantisedTensor:
 
     def needed(self, box: Box) -> list[tuple[FileTensor, Box]]:
         """Return the boxes of `parts` that `box` needs."""
-        boxes = {id(self.codes): self._codes_box(box), id(self.scale): self._scale_box(box)}
+        boxes = {self.codes: self._codes_box(box), self.scale: self._scale_box(box)}
         if self.zero_point is not None:
-            rows, columns = self._blocks_of(box)
-            boxes[id(self.zero_point)] = (*box[:-2], _outer(rows, self.per_element), columns)
-        return [(part, boxes.get(id(part), full_box(part.shape))) for part in self.parts]
+            rows, columns = self.blocks_of(box)
+            boxes[self.zero_point] = (*box[:-2], _outer(rows, self.per_element), columns)
+        return [(part, boxes.get(part, full_box(part.shape))) for part in self.parts]
 
-    def read(self, box: Box, fetch: Callable[[FileTensor, Box, Tensor], None]) -> Tensor:
+    def read(self, box: Box, fetch: Fetch) -> Tensor:
         """Return the values of `box` in `dtype`, with its extents. Raises what `stored` raises."""
         raw, scales = self.stored(box, fetch)
-        values = self._decoded(raw[id(self.codes)], box)
+        values = self._decoded(raw[self.codes], box)
         if self.zero_point is not None:
-            values = values - self._zero_points(raw[id(self.zero_point)], box)
+            values = values - self._zero_points(raw[self.zero_point], box)
         # In fp32 the product is rounded at most once, and then cast once: this is how the formats are defined.
         return (values * spread(scales, self.block, box)).to(self.dtype)
 
-    def stored(self, box: Box, fetch: Callable[[FileTensor, Box, Tensor], None]) -> tuple[dict[int, Tensor], Tensor]:
-        """Read the stored elements of `box`.
+    def raw(self, box: Box, fetch: Fetch) -> dict[FileTensor, Tensor]:
+        """Return the stored elements that `box` needs, by each of `parts`."""
+        raw = {}
+        for part, wanted in self.needed(box):
+            raw[part] = torch.empty(extents(wanted), dtype=part.dtype)
+            fetch(part, wanted, raw[part])
+        return raw
 
-        Args:
-            fetch: Fills a contiguous CPU tensor with a box of a file tensor.
+    def stored(self, box: Box, fetch: Fetch) -> tuple[dict[FileTensor, Tensor], Tensor]:
+        """Read the stored elements of `box`, and check them.
 
         Returns:
-            The raw elements by the id of each of `parts`, and the scales in fp32, one for each block.
+            The result of `raw`, and the scales in fp32, one for each block.
 
         Raises:
             IntegrityError: A scale is not finite, or the shape that the file records is another.
         """
-        raw: dict[int, Tensor] = {}
-        for part, wanted in self.needed(box):
-            raw[id(part)] = torch.empty(extents(wanted), dtype=part.dtype)
-            fetch(part, wanted, raw[id(part)])
-        if self.stored_shape is not None and raw[id(self.stored_shape)].tolist() != list(self.shape):
-            stored = raw[id(self.stored_shape)].tolist()
+        raw = self.raw(box, fetch)
+        if self.stored_shape is not None and raw[self.stored_shape].tolist() != list(self.shape):
+            stored = raw[self.stored_shape].tolist()
             raise self._damaged(self.stored_shape, f"says {stored}; the codes and scales are of {list(self.shape)}")
-        rows, columns = self._blocks_of(box)
+        rows, columns = self.blocks_of(box)
         grid = (*extents(box[:-2]), rows[1] - rows[0], columns[1] - columns[0])
-        scales = scale_values(raw[id(self.scale)])
+        scales = scale_values(raw[self.scale])
         scales = scales.reshape((1,) * len(box) if scales.numel() == 1 else grid)
         if self.global_scale is not None:
-            scales = with_factor(scales, raw[id(self.global_scale)].to(torch.float32), self.factor)
+            scales = with_factor(scales, raw[self.global_scale].to(torch.float32), self.factor)
         if not bool(scales.isfinite().all()):
             raise self._damaged(self.scale, "holds a scale that is not finite; the checkpoint is damaged")
         return raw, scales
@@ -133,7 +146,7 @@ class QuantisedTensor:
     def _zero_points(self, packed: Tensor, box: Box) -> Tensor:
         """Return the zero point of each element of `box`."""
         points = values_of(packed.transpose(-1, -2), self.code).transpose(-1, -2)
-        rows, _ = self._blocks_of(box)
+        rows, _ = self.blocks_of(box)
         first = rows[0] - rows[0] % self.per_element
         return spread(points[..., rows[0] - first : rows[1] - first, :], self.block, box)
 
@@ -147,22 +160,65 @@ class QuantisedTensor:
         trailing = full_box(self.codes.shape[len(self.shape) :])
         return (*box[:-1], _outer(box[-1], self._columns), *trailing)
 
-    def _blocks_of(self, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
+    def blocks_of(self, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the rows and columns of the grid that `box` touches."""
         return _outer(box[-2], self.block[0]), _outer(box[-1], self.block[1])
 
     def _scale_box(self, box: Box) -> Box:
         if math.prod(self.scale.shape) == 1:
             return full_box(self.scale.shape)
-        return (*box[:-2], *self._blocks_of(box))[: len(self.scale.shape)]  # scales per row may lack the last dim
+        return (*box[:-2], *self.blocks_of(box))[: len(self.scale.shape)]  # scales per row may lack the last dim
 
     def _damaged(self, part: FileTensor, problem: str) -> IntegrityError:
         return IntegrityError(f"{part.path}: tensor {part.name} {problem}", key="weights.damaged")
 
 
-def stored_bytes(leaf: QuantisedTensor, box: Box) -> int:
-    """Return the bytes of the files that `box` needs."""
-    return sum(volume(wanted) * part.dtype.itemsize for part, wanted in leaf.needed(box))
+def published_bytes(pieces: Iterable[Piece], box: Box, kind: PackedFormat, fetch: Fetch) -> Tensor:
+    """Return the bytes `[X, B]` of one expert, or of parts of rows, in `kind`, a format of `published_formats`.
+
+    Args:
+        pieces: Together they fill `box`.
+
+    Raises:
+        IntegrityError: As reading values does.
+    """
+    codes, scales, factors = [], [], []
+    for piece in in_order_of_rows(pieces, box, kind.transposed):
+        leaf = piece.leaf
+        assert isinstance(leaf, QuantisedTensor)
+        raw, _ = leaf.stored(piece.source, fetch)
+        codes.append(raw[leaf.codes].contiguous().view(torch.uint8).reshape(-1, kind.row_bytes))
+        (first, last), (left, right) = leaf.blocks_of(piece.source)
+        scale = raw[leaf.scale].reshape(last - first, right - left).contiguous().view(torch.uint8)
+        if kind.by_rows:  # each row gets a copy of the scales of its blocks
+            scale = scale.index_select(0, torch.arange(*piece.source[-2]) // leaf.block[0] - first)
+        scales.append(scale)
+        if leaf.global_scale is not None:
+            factor = raw[leaf.global_scale].reshape(1, 1).to(torch.float32)
+            factors.append(factor.expand(len(codes[-1]), 1) if kind.by_rows else factor)
+    units = sum(map(len, codes)) if kind.by_rows else 1  # otherwise all rows belong to one expert
+    stored = [torch.cat(parts).reshape(units, -1) for parts in (codes, scales, factors) if parts]
+    return joined(stored[0], stored[1], stored[2] if factors else None, kind)
+
+
+def in_order_of_rows(pieces: Iterable[Piece], box: Box, transposed: bool) -> list[Piece]:
+    """Return the pieces of `box` in the order of its rows.
+
+    Raises:
+        InputError: The columns of `box` do not run along the files' columns.
+    """
+    rows, columns = (-1, -2) if transposed else (-2, -1)
+    found = sorted(pieces, key=lambda piece: piece.dest[rows][0])
+    for piece in found:
+        last = len(piece.leaf.shape) - 1
+        if (piece.dims[rows], piece.dims[columns]) != (last - 1, last) or piece.dest[columns] != box[columns]:
+            raise cannot_keep(f"{piece.leaf.name} does not hold whole rows of an expert; choose another format")
+    return found
+
+
+def cannot_keep(why: str) -> InputError:
+    """Return the error for codes that cannot stay in memory as they are published."""
+    return InputError(f"precision.frozen: as_published: {why}", key="precision.frozen-unsupported")
 
 
 def _outer(extent: tuple[int, int], size: int) -> tuple[int, int]:
