@@ -43,17 +43,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.quarter:
         left_out = _not_of_this_commit(items)
         items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=list(left_out))
 
 
-def _not_of_this_commit(items: list[pytest.Item]) -> list[pytest.Item]:
+def _not_of_this_commit(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return three quarters of the slow cases of each test that has more than two; two cases stay at least."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     many = [cases for cases in tests.values() if len(cases) > 2]
-    return [item for cases in many for item in set(cases) - set(of_this_commit(cases, max(2, len(cases) // 4)))]
+    return {item for cases in many for item in set(cases) - set(of_this_commit(cases, max(2, len(cases) // 4)))}
 
 
 def _mark_slow_cases(items: list[pytest.Item]) -> None:

@@ -126,6 +126,7 @@ def test_what_a_function_patches_is_put_back_behind_it() -> None:
     def values() -> list[Any]:
         return [
             token_counts.real_tokens(3),
+            ExpertLayer.shared,
             ExpertLayer.first_expert,
             os.environ.get("PATCHED"),
             torch.relu(torch.ones(1)),
@@ -133,10 +134,10 @@ def test_what_a_function_patches_is_put_back_behind_it() -> None:
 
     def patch() -> None:
         token_counts.real_tokens = lambda tokens: "patched"  # type: ignore[assignment]
-        ExpertLayer.first_expert = 7
+        ExpertLayer.first_expert, ExpertLayer.shared = 7, "patched"  # type: ignore[assignment]
         os.environ["PATCHED"] = "1"
         mock.patch.object(torch, "relu", lambda x: 2 * x).start()
-        assert values() == ["patched", 7, "1", 2]
+        assert values() == ["patched", "patched", 7, "1", 2]
 
     shared = SharedRanks()
     (before,) = shared(values, 1)

@@ -75,7 +75,9 @@ def test_what_a_dead_rank_had_started_is_ended(temporary: Path) -> None:
     assert not is_alive(int((temporary / "child").read_text()))
 
 
-@pytest.mark.slow(why="each waits for a time limit; test_golden_sentences.py stays, where a rank hangs")
+@pytest.mark.slow_cases(
+    r"(stopped_by_a_signal|slow_reader).*", why="each waits for a time limit; the endless loop stays"
+)
 @pytest.mark.parametrize(
     ("hang", "ranks", "found"),
     [

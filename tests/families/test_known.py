@@ -58,8 +58,11 @@ def test_what_is_asked_again_is_answered_as_in_the_table(family: str) -> None:
 
 
 @needs_the_table
-def test_a_known_family_is_neither_run_nor_read() -> None:
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2)], ids=["full", "adapters"])
+def test_a_known_family_is_neither_run_nor_read(lora: LoraConfig | None) -> None:
     model = _model()
+    if lora is not None:
+        adapt(model, lora, torch.float32, None)
     with _no_proof(), mock.patch.object(attention, "_tree", side_effect=AssertionError("source was read")):
         known = _cut(model)
         assert attention.registry_call(model.model.layers[0].self_attn) is not None

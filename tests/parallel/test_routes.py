@@ -194,7 +194,9 @@ CASES: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow_cases(r"(qwen3_moe-4|gpt_oss|deepseek_v3-2-axes5).*", why="each axis, order and adapters stay")
+@pytest.mark.slow_cases(
+    r"(qwen3_moe-4|gpt_oss|deepseek_v3-2-axes2).*", why="ep, tp, cp, pp, the other order and adapters stay"
+)
 @pytest.mark.parametrize(("family", "world", "axes", "options"), CASES)
 @one_launch(lambda family, world, axes, options: (world, lambda: train(expected(family), axes, **options)))
 def test_loss_and_gradients_equal_the_unsharded_model_with_the_same_routes(

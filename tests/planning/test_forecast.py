@@ -146,7 +146,6 @@ def test_an_ep_that_would_fit_is_named_where_auto_does_not(tmp_path: Path) -> No
     assert "would fit" not in forecast(fixed, checked, here).line
 
 
-@pytest.mark.slow(why="what a round holds is checked by simulation/test_simulate.py, the choice by the next test")
 def test_inputs_go_to_the_host_or_rounds_get_smaller_until_a_step_fits(tmp_path: Path) -> None:
     options = ("train.global_batch_size=64", "data.max_length=4096", "train.activation_checkpointing=full")
     config, kind = _config(tmp_path, *options, "parallel.ep=8", "lora={r: 8}"), hardware_table()["h200"]

@@ -325,6 +325,7 @@ def _living_rank_main(
 
 # Modules and classes, each with the values that its names have.
 Code = list[tuple[Any, dict[str, Any]]]
+_NEW = object()
 
 
 def _code() -> Code:
@@ -342,14 +343,14 @@ def _code() -> Code:
 
 
 def _patches(before: Code) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is not as `before`: a module or class, the name in it, and its value then, or None where it is new."""
+    """Yield what is not as `before`: a module or class, the name in it, and its value then, or `_NEW`."""
     for owner, then in before:
         now = vars(owner)
         if now == then:  # in C, by identity; nearly always the same
             continue
         for name in now.keys() | then.keys():
-            if now.get(name) is not then.get(name) and not _may_change(owner, name, then.get(name)):
-                yield owner, name, then.get(name)
+            if now.get(name, _NEW) is not then.get(name, _NEW) and not _may_change(owner, name, then.get(name)):
+                yield owner, name, then.get(name, _NEW)
 
 
 def _may_change(owner: Any, name: str, then: Any) -> bool:
@@ -369,7 +370,7 @@ def _unpatched(fn: Callable[[], Any], before: Code) -> Any:
     finally:
         mock.patch.stopall()
         for owner, name, then in list(_patches(before)):
-            if then is not None:
+            if then is not _NEW:  # what is new may be a module that was imported
                 setattr(owner, name, then)
 
 
@@ -408,8 +409,9 @@ def _remember_shapes() -> None:
     ask, known = propagator._propagate_tensor_meta_non_cached, dict[Any, Any]()
 
     def asked_once(self: Any, schema: OpSchema) -> Any:
-        shapes = tree_map(lambda each: each.tensor_meta if isinstance(each, DTensorSpec) else each, schema.args_schema)
-        key = (schema.op, repr((shapes, schema.kwargs_schema)))
+        arguments = schema.args_schema, schema.kwargs_schema
+        shapes = tree_map(lambda each: each.tensor_meta if isinstance(each, DTensorSpec) else each, arguments)
+        key = (schema.op, repr(shapes))
         if detect_fake_mode() is not None:  # traced shapes are symbols
             return ask(self, schema)
         if key not in known:

@@ -245,7 +245,7 @@ def by_hand(in_fp64: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return train_once
 
 
-@pytest.mark.slow_cases(r"(?!orpo-cp).*", why="an axis stays; what they share is tested with dpo")
+@pytest.mark.slow_cases(r"(?!simpo-pp|orpo-cp).*", why="an axis of each stays; what they share is tested with dpo")
 @pytest.mark.parametrize(("name", "layout"), OF_PAIRS)
 def test_objectives_without_a_reference_equal_the_unsharded_model(
     in_fp64: Path, tmp_path: Path, by_hand: Callable[..., ByTrl], name: str, layout: str

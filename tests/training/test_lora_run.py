@@ -56,7 +56,7 @@ def test_every_layout_trains_the_same_adapter_and_peft_reads_it(inputs: Path, tm
     assert not (tmp_path / "1" / "model").exists()
 
 
-@pytest.mark.slow(why="full weights across a change of layout stay, and adapters' own checkpoints")
+@pytest.mark.slow_cases(r"0.0", why="with dropout stays")
 @pytest.mark.parametrize("dropout", ["0.0", "0.3"])
 def test_two_and_two_steps_across_a_change_of_layout_are_four(inputs: Path, tmp_path: Path, dropout: str) -> None:
     options = [*LORA, f"lora.dropout={dropout}"]

@@ -15,7 +15,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +32,9 @@ from expertmesh.state.model_view import ModelView, Source, attach
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.first_values import FirstValues, open_weights, refuse_other_draws
-from expertmesh.weights.lazy import bytes_needed, read_box
+from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load, plan_save
 from expertmesh.weights.meta_model import materialize
-
-if TYPE_CHECKING:
-    from expertmesh.weights.lazy import LazyTensor
 
 _CHECKED_ELEMENTS = 1 << 22
 # How many bytes ahead of the reads the system is advised to read (`posix_fadvise`).
@@ -229,7 +225,7 @@ def fill_planned(view: ModelView, files: WeightFiles | FirstValues, plan: LoadPl
 
 def _announced(
     files: WeightFiles | FirstValues, plan: LoadPlan, boxes: dict[str, Box]
-) -> Iterator[tuple[str, "LazyTensor"]]:
+) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the tensors in the order of the files, while the system prefetches the bytes of the next ones."""
     items = sorted(plan.tensors.items(), key=lambda item: _place(item[1]))
     sizes = [bytes_needed(lazy, boxes[name]) for name, lazy in items]
@@ -246,13 +242,13 @@ def _announced(
         told -= sizes[number]
 
 
-def _place(lazy: "LazyTensor") -> tuple[str, int]:
+def _place(lazy: LazyTensor) -> tuple[str, int]:
     """Return the file and the offset of the tensor's first bytes."""
     leaves = (leaf for leaf in lazy.leaves() if isinstance(leaf, FILE_LEAVES))
     return min(((leaf.path.name, getattr(leaf, "offset", 0)) for leaf in leaves), default=("", 0))
 
 
-def refuse_non_finite(name: str, lazy: "LazyTensor", box: Box, local: Tensor) -> None:
+def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
     """Raise `IntegrityError` if `local`, the values of `box` of tensor `name`, holds a value that is not finite."""
     if not local.is_floating_point() or local.numel() == 0:
         return
@@ -284,7 +280,7 @@ def refuse_non_finite(name: str, lazy: "LazyTensor", box: Box, local: Tensor) ->
         )
 
 
-def differing_copies(lazy: "LazyTensor", other: "LazyTensor") -> IntegrityError:
+def differing_copies(lazy: LazyTensor, other: LazyTensor) -> IntegrityError:
     """Return the error for files that hold two different versions of one tensor of the model."""
     return IntegrityError(
         f"{named_source(lazy)} differs from {named_source(other)}, but the config ties them; "
@@ -293,7 +289,7 @@ def differing_copies(lazy: "LazyTensor", other: "LazyTensor") -> IntegrityError:
     )
 
 
-def named_source(lazy: "LazyTensor", index: list[int] | None = None) -> str:
+def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
     """Return, as text, the file and the file tensor of element `index` of `lazy`, or of its first element."""
     index = index or [start for start, _ in lazy.pieces[0].dest]
     for piece in lazy.pieces:
