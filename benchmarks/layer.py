@@ -53,7 +53,9 @@ def our_layer(experts: Any, *, per_expert: bool, triton: bool = False) -> Expert
     spec = experts_spec("experts", experts)
     mlp = mlp_spec_of(experts, spec, per_expert=per_expert)
     mlp = dataclasses.replace(mlp, triton=triton, gate=gate_of(experts, spec) if triton else None)
-    layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts, triton), mlp, experts.down_proj.dtype)
+    layer = ExpertLayer(
+        spec, LocalDispatcher(spec.num_experts, triton), mlp, experts.down_proj.dtype, torch.arange(spec.num_experts)
+    )
     return partial(layer.forward, experts)
 
 

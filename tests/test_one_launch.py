@@ -127,14 +127,14 @@ def test_what_a_function_patches_is_put_back_behind_it() -> None:
         return [
             token_counts.real_tokens(3),
             ExpertLayer.shared,
-            ExpertLayer.first_expert,
+            ExpertLayer.slot_E,
             os.environ.get("PATCHED"),
             torch.relu(torch.ones(1)),
         ]
 
     def patch() -> None:
         token_counts.real_tokens = lambda tokens: "patched"  # type: ignore[assignment]
-        ExpertLayer.first_expert, ExpertLayer.shared = 7, "patched"  # type: ignore[assignment]
+        ExpertLayer.slot_E, ExpertLayer.shared = 7, "patched"  # type: ignore[assignment]
         os.environ["PATCHED"] = "1"
         mock.patch.object(torch, "relu", lambda x: 2 * x).start()
         assert values() == ["patched", "patched", 7, "1", 2]

@@ -1,4 +1,4 @@
-"""`local_box` against DTensor's own gathering, on real ranks, for the placements that this project makes."""
+"""`stored_box` against DTensor's own gathering, on real ranks, for the placements that this project makes."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from expertmesh.io.boxes import Box, blocks, extents, intersect, slices, volume
-from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.shards import stored_box, local_tensor, owns_copy
 from tests.support.one_launch import Launched, one_launch
 
 
@@ -25,7 +25,7 @@ class _Holder(nn.Module):
 
 def _compare(tensor: torch.Tensor) -> dict[str, Any]:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    box = local_box(tensor)
+    box = stored_box(tensor)
     return {
         "box": box,
         "equal": torch.equal(whole[slices(box)], local_tensor(tensor)),
@@ -108,7 +108,7 @@ def test_a_rank_of_the_second_efsdp_half_holds_the_second_half_of_its_own_ep_sli
 
 def _plain() -> tuple[Box, bool]:
     tensor = torch.zeros(3, 2)
-    return local_box(tensor), owns_copy(tensor)
+    return stored_box(tensor), owns_copy(tensor)
 
 
 @one_launch(lambda: (2, _plain))

@@ -21,7 +21,7 @@ from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import slices
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import stored_box, local_tensor
 from expertmesh.training.reporting.weights import adapter_lines
 from expertmesh.weights import write
 from expertmesh.weights.lazy import LazyTensor
@@ -130,7 +130,7 @@ def _zeros_for_other_ranks(model: nn.Module, mesh: Mesh) -> None:
         for leaf in lazy.leaves():
             assert isinstance(leaf, StateTensor)
             gathered[leaf.name] = torch.zeros(leaf.shape)
-            gathered[leaf.name][slices(local_box(leaf.tensor))] = local_tensor(leaf.tensor)
+            gathered[leaf.name][slices(stored_box(leaf.tensor))] = local_tensor(leaf.tensor)
         return gathered
 
     mock.patch.object(write, "gather", only_own).start()

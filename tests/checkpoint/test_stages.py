@@ -93,7 +93,7 @@ def test_a_weight_on_two_stages_is_written_once_and_read_by_both(tmp_path: Path)
         assert all(torch.equal(state[name], loaded[name]) for name in state)
     manifest = read_manifest(tmp_path / "step-00000002")
     assert "lm_head.weight" not in manifest.model
-    assert manifest.copies_of("model.embed_tokens.weight") == 2
+    assert manifest.tiling_of("model.embed_tokens.weight").copies == 2
     files = load_file(tmp_path / "model" / "model.safetensors")
     assert "lm_head.weight" not in files
     assert torch.equal(files["model.embed_tokens.weight"], state["model.embed_tokens.weight"])

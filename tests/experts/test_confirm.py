@@ -270,7 +270,7 @@ def test_dense_rows_compute_only_what_is_not_zero() -> None:
             seen.append(len(hidden_TH))
             return super().dispatch(hidden_TH, *args)
 
-    layer = ExpertLayer(spec, Counted(4), mlp_spec_of(experts, spec, per_expert=True), torch.float64)
+    layer = ExpertLayer(spec, Counted(4), mlp_spec_of(experts, spec, per_expert=True), torch.float64, torch.arange(4))
     rows = torch.zeros(4 * 6, 16, dtype=torch.float64)
     rows[[1, 8, 9, 23]] = torch.randn(4, 16, dtype=torch.float64)
     out = layer.forward_dense(experts, rows)

@@ -25,7 +25,7 @@ from expertmesh.io.boxes import slices
 from expertmesh.parallel import tensor
 from expertmesh.state.model_view import module_state
 from expertmesh.state.patching import exchanged
-from expertmesh.state.shards import local_box
+from expertmesh.state.shards import stored_box
 from expertmesh.step import loss as loss_module
 from tests.parallel.test_router_loss import MOE
 from tests.parallel.test_router_loss import expected as expected_with_router_losses
@@ -98,7 +98,7 @@ def _placements(replicate: int) -> dict[str, tuple[Placement, ...]]:
     for name, parameter in initial.named_parameters():
         assert isinstance(parameter, DTensor), name
         assert torch.equal(parameter.full_tensor(), whole[name]), name
-        assert torch.equal(parameter.to_local(), whole[name][slices(local_box(parameter))]), name
+        assert torch.equal(parameter.to_local(), whole[name][slices(stored_box(parameter))]), name
         found[name] = tuple(parameter.placements)
     return found
 

@@ -23,7 +23,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import slices
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.shards import full_values, local_box, local_tensor
+from expertmesh.state.shards import full_values, held_boxes, local_tensor, placed_like
 from expertmesh.verification.reference import unsharded
 from tests.support.models import tiny_model
 
@@ -228,7 +228,7 @@ def relative_error(got: Sequence[float], expected: Sequence[float]) -> float:
 def of_all_stages(model: nn.Module, mesh: Mesh, value: Callable[[nn.Parameter], Any]) -> dict[str, torch.Tensor]:
     """`value` of each parameter that trains, whole, by name; with pipeline stages, those of all of them. Collective."""
     trained = {name: parameter for name, parameter in ModelView(model).parameters.items() if parameter.requires_grad}
-    own = whole({name: value(parameter) for name, parameter in trained.items()})
+    own = whole({name: placed_like(value(parameter), parameter) for name, parameter in trained.items()})
     if mesh.layout.pp == 1:
         return own
     return joined_stages(own, mesh)
@@ -239,7 +239,7 @@ def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
 
     Each is joined of the shards of this rank's own replica, so that replicas that differ are seen.
     """
-    boxes = {name: local_box(tensor) for name, tensor in tensors.items() if _is_plain(tensor)}
+    boxes = {name: held_boxes(tensor) for name, tensor in tensors.items() if _is_plain(tensor)}
     parts = _gathered(boxes, {name: local_tensor(tensors[name]) for name in boxes})
     joined = {}
     for name, tensor in tensors.items():
@@ -255,7 +255,11 @@ def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
         assert sum(parts[rank][1][name].numel() for rank in ranks) == all_of_it.numel()
         for rank in ranks:
             of_rank, local = parts[rank]
-            all_of_it[slices(of_rank[name])] = local[name]
+            start = 0
+            for box in of_rank[name]:
+                rows = box[0][1] - box[0][0]
+                all_of_it[slices(box)] = local[name][start : start + rows]
+                start += rows
     return joined
 
 

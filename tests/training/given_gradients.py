@@ -18,7 +18,7 @@ from expertmesh.checkpoint.state import model_state, optimizer_state
 from expertmesh.config import LoraConfig, OptimConfig
 from expertmesh.io.boxes import slices
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import is_on_other_stage, local_box
+from expertmesh.state.shards import is_on_other_stage, stored_box
 from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_model
 from tests.support.reference import joined_stages, whole
@@ -76,7 +76,7 @@ def sharded_steps(
         for name, parameter in ModelView(model).parameters.items():
             if parameter.requires_grad:
                 gradient = given_gradient(name, last, parameter)
-                local = gradient[slices(local_box(parameter))].clone()
+                local = gradient[slices(stored_box(parameter))].clone()
                 parameter.grad = _like(parameter, local)
         optimizer.step()
     if save is not None:

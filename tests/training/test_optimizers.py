@@ -340,14 +340,14 @@ def test_rounding_keeps_the_expectation_and_every_value_that_needs_none() -> Non
     value = torch.randn(shape) * torch.logspace(-12, 12, 512)
     errors = torch.zeros(shape, dtype=torch.float64)
     for step in range(64):
-        rounded = Noise(f"{step}", box, shape, CPU).round(value, slice(None))
+        rounded = Noise(f"{step}", [box], shape, CPU).round(value, slice(None))
         assert bool(((rounded.float() - value).abs() < value.abs() * 2**-7).all())
         errors += (rounded.double() - value.double()) / value.double().abs()
     # An error has at most the spread of one step: 2**-7 / 2, over 64 rounds of 512 x 512 elements.
     assert abs(float(errors.mean() / 64)) < 4 * 2**-8 / (64 * 512 * 512) ** 0.5
     assert float((errors / 64).square().mean().sqrt()) < 2**-8 / 64**0.5
     exact = torch.tensor([[0.0, -0.0, 1.5, -3.0]])
-    noise = Noise("", ((0, 1), (0, 4)), (1, 4), CPU)
+    noise = Noise("", [((0, 1), (0, 4))], (1, 4), CPU)
     assert torch.equal(noise.round(exact, slice(None)).float(), exact)
     bits = torch.tensor([[0x7FFFFFFF, 0x7FC00000, 0x7F800000, -0x800000]], dtype=torch.int32)  # the first is CUDA's NaN
     assert bool(noise.round(bits.view(torch.float32), slice(None)).isfinite().logical_not().all())
@@ -358,7 +358,7 @@ def test_elements_steps_and_names_are_rounded_independently() -> None:
     box = ((0, 256), (0, 256))
 
     def up(key: str) -> torch.Tensor:
-        return (Noise(key, box, (256, 256), CPU).round(value, slice(None)).double() - 1) * 2**8 - 1  # -1 or 1
+        return (Noise(key, [box], (256, 256), CPU).round(value, slice(None)).double() - 1) * 2**8 - 1  # -1 or 1
 
     def alike(one: torch.Tensor, other: torch.Tensor) -> float:
         return float((one * other).mean().abs() * one.numel() ** 0.5)  # 1 is chance

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import stored_box, local_tensor
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers.backward import check_backward
 from expertmesh.verification.layers.forward import check_forward
@@ -36,7 +36,7 @@ def _checks(setup: Setup, factor: float) -> list[Check]:
         """In the job, its score is another by this factor."""
         for name in job.setup.anatomy.routers:
             weight = job.model.get_submodule(name).weight
-            (start, stop), *_ = local_box(weight)
+            (start, stop), *_ = stored_box(weight)
             if start <= 1 < stop:
                 local_tensor(weight)[1 - start] *= factor
 

@@ -26,7 +26,7 @@ from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.codes import codes_of
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import stored_box, local_tensor
 from expertmesh.weights import write
 from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
@@ -125,7 +125,7 @@ def _saved_again(target: Path, dtype: torch.dtype, world: int, ep: int, change: 
     fill(model, directory)
     if change:
         tensor = ModelView(model).tensors[change]
-        box, local = local_box(tensor), local_tensor(tensor)
+        box, local = stored_box(tensor), local_tensor(tensor)
         if box[0][0] == 0 and local.numel():
             local.data[0, 0].mul_(1.5)
     report = save_model(model, target / "again", dtype="as_loaded")

@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedM
 import expertmesh as em
 from expertmesh.io.boxes import Box, full_box, slices
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import stored_box, local_tensor
 from expertmesh.weights.first_values import FirstValues
 from expertmesh.weights.lazy import read_box
 from expertmesh.weights.load import fill
@@ -104,7 +104,7 @@ def local_parts(directory: Path, axes: dict[str, int], **options: Any) -> dict[s
     mesh = em.init_mesh(em.ParallelConfig(**axes))  # type: ignore[arg-type]
     model = em.load_model(directory, mesh, precision=FP32, from_config=True, seed=3, **options)
     tensors = ModelView(model).unique
-    return {name: (local_box(each), local_tensor(each).detach().clone()) for name, each in tensors.items()}
+    return {name: (stored_box(each), local_tensor(each).detach().clone()) for name, each in tensors.items()}
 
 
 def check(parts: list[dict[str, tuple[Box, torch.Tensor]]], expected: State) -> None:

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.io.boxes import Piece
+from expertmesh.io.boxes import Piece, full_box
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_box
+from expertmesh.state.shards import local_tensor
 from expertmesh.weights import load
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import LoadReport, bytes_to_read, fill, fill_planned
@@ -132,9 +132,10 @@ def _rank_0s_shards_everywhere(config: PreTrainedConfig, directory: Path) -> Sta
     """The planted bug: every rank loads what rank 0 should."""
 
     def of_rank_0(tensor: torch.Tensor) -> Any:
-        return tuple((0, stop - start) for start, stop in local_box(tensor))
+        local = local_tensor(tensor)
+        return [(full_box(local.shape), local)]
 
-    load.local_box = of_rank_0
+    load.held_parts = of_rank_0
     model = _prepared(config, 2, 2)
     materialize(model, "cpu")
     fill(model, directory)

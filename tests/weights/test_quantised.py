@@ -18,7 +18,7 @@ from expertmesh.io.boxes import extents, volume
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.codes import scale_values, values_of
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import stored_box, local_tensor
 from expertmesh.weights.audit import audit_weights
 from expertmesh.weights.load import bytes_to_read, fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
@@ -145,7 +145,7 @@ def _bytes_beyond_the_own(target: Path, world: int, ep: int) -> float:
         shard_for_test(model, world, ep)
     materialize(model, "cpu")
     state = ModelView(model).tensors
-    own = sum(volume(local_box(each)) for each in state.values()) / sum(each.numel() for each in state.values())
+    own = sum(volume(stored_box(each)) for each in state.values()) / sum(each.numel() for each in state.values())
     return fill(model, directory).bytes_read / (total * own)
 
 

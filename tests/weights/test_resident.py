@@ -17,7 +17,7 @@ from expertmesh.io.safetensors_reader import WeightFiles
 from expertmesh.state.codes import quantise as quantised_bytes
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import stored_box, local_tensor
 from expertmesh.weights.audit import audit_weights
 from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
@@ -51,7 +51,7 @@ def _load(target: Path, frozen: str, ep: int, dtype: torch.dtype) -> tuple[list[
     expected = _values(target / "values", dtype) if source != target else _values(target, torch.float32)
     wrong, packed, kinds = [], 0, set()
     for name, tensor in ModelView(model).tensors.items():
-        local, box = local_tensor(tensor), local_box(tensor)
+        local, box = local_tensor(tensor), stored_box(tensor)
         wanted = expected[name][slices(box)]
         if isinstance(local, PackedTensor):
             packed += 1

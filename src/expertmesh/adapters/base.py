@@ -23,7 +23,7 @@ from expertmesh.io.reading import parse_json, read_file
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.model_view import ModelView, attach, sharded
 from expertmesh.state.packed import values_at
-from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.shards import held_parts, owns_copy
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.quantised.resident import published_formats
 
@@ -120,7 +120,7 @@ def content_hash(model: nn.Module) -> str:
     """
     tensors = ModelView(model).unique
     sums = [
-        element_sum(local_tensor(tensor), local_box(tensor), tensor.shape) if owns_copy(tensor) else 0
+        sum(element_sum(local, box, tensor.shape) for box, local in held_parts(tensor)) if owns_copy(tensor) else 0
         for tensor in tensors.values()
     ]
     joined = sum_over_ranks(torch.tensor(sums, dtype=torch.int64))

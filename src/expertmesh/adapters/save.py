@@ -25,7 +25,7 @@ from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ran
 from expertmesh.io.directory import check_target, io_errors
 from expertmesh.io.safetensors_writer import FilesLayout, lay_out_file, write_synced
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.shards import held_parts, owns_copy
 from expertmesh.weights.companions import Tokenizer, generation_files, write_tokenizer
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.write import StateReader, live_values, write_directory
@@ -193,10 +193,10 @@ def _filled(model: PreTrainedModel, plan: AdapterPlan) -> tuple[dict[str, tuple[
         whole = adapters[f"{target.module}.{target.leaves[1]}"]
         sizes.append(whole.numel() // (target.experts or 1))
         if owns_copy(whole):
-            local = local_tensor(whole)
-            (first, last), *_ = local_box(whole) if target.experts else [(0, 1)]
-            rows = local.flatten(1) if target.experts else local.reshape(1, -1)
-            counts_TE[row, first:last] += rows.count_nonzero(1).cpu()
+            for box, local in held_parts(whole):
+                first, last = box[0] if target.experts else (0, 1)
+                rows = local.flatten(1) if target.experts else local.reshape(1, -1)
+                counts_TE[row, first:last] += rows.count_nonzero(1).cpu()
     counts_TE = counts_TE.to(collective_device())
     if dist.is_initialized():
         dist.all_reduce(counts_TE)

@@ -25,7 +25,7 @@ from expertmesh.experts.lora_state import adapter_state
 from expertmesh.io.boxes import Box, full_box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView, stage_names
-from expertmesh.state.shards import is_on_other_stage, local_box, local_tensor
+from expertmesh.state.shards import held_parts, is_on_other_stage, local_tensor
 from expertmesh.weights.first_values import seed_of
 from expertmesh.weights.lazy import LazyTensor, LeafReader, read_box
 from expertmesh.weights.load import refuse_non_finite
@@ -70,14 +70,14 @@ def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, s
         module = model.get_submodule(target.module)
         leaf_a, leaf_b = target.leaves
         whole = module.get_parameter(leaf_a)
-        box, local = local_box(whole), local_tensor(whole)
         local_tensor(module.get_parameter(leaf_b)).zero_()
-        if target.experts is None:
-            local.copy_(_first_values(tuple(whole.shape), lora.init, seed, target.name)[slices(box)])
-            continue
-        for row, expert in enumerate(range(*box[0])):
-            values = _first_values(tuple(whole.shape[1:]), lora.init, seed, f"{target.name}.{expert}")
-            local[row].copy_(values[slices(box[1:])])
+        for box, local in held_parts(whole):
+            if target.experts is None:
+                local.copy_(_first_values(tuple(whole.shape), lora.init, seed, target.name)[slices(box)])
+                continue
+            for row, expert in enumerate(range(*box[0])):
+                values = _first_values(tuple(whole.shape[1:]), lora.init, seed, f"{target.name}.{expert}")
+                local[row].copy_(values[slices(box[1:])])
 
 
 def _first_values(shape: tuple[int, ...], init: str, seed: int, name: str) -> torch.Tensor:
@@ -104,9 +104,9 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
         files, view = _lazy(checkpoint), ModelView(model)
         tensors = view.adapters
         for name, lazy in model_tensors_from(files, plan.targets, plan.parts, directory).items():
-            box, local = local_box(tensors[name]), local_tensor(tensors[name])  # empty if on another pipeline stage
-            read_box(lazy, box, local, checkpoint.read)
-            refuse_non_finite(name, lazy, box, local)
+            for box, local in held_parts(tensors[name]):  # empty if on another pipeline stage
+                read_box(lazy, box, local, checkpoint.read)
+                refuse_non_finite(name, lazy, box, local)
         for key, name in base_copies(files, plan.targets).items():
             if not is_on_other_stage(base := view.tensors[name]):
                 _check_copy(directory, key, files[key], base, checkpoint.read)
@@ -155,11 +155,12 @@ def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor,
 
     PEFT writes a head's frozen weight beside its adapter, and loads it again.
     """
-    local = local_tensor(base)
-    stored = torch.empty(local.shape, dtype=lazy.dtype)
-    if tuple(lazy.shape) == tuple(base.shape):
-        read_box(lazy, local_box(base), stored, fetch)
-    if tuple(lazy.shape) != tuple(base.shape) or not torch.equal(stored.to(local), local):
+    fits = tuple(lazy.shape) == tuple(base.shape)
+    for box, local in held_parts(base) if fits else ():
+        stored = torch.empty(local.shape, dtype=lazy.dtype)
+        read_box(lazy, box, stored, fetch)
+        fits = fits and torch.equal(stored.to(local), local)
+    if not fits:
         raise IntegrityError(
             f"{directory}: {key} is not the weight of the model's; the adapter has another base",
             key="adapter.other-base",

@@ -30,14 +30,14 @@ from expertmesh.checkpoint.small_files import (
     set_rng_state,
     state_bytes,
 )
-from expertmesh.checkpoint.state import allocate_optimizer_state, held_part, model_state
+from expertmesh.checkpoint.state import allocate_optimizer_state, model_state
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.compat import weight_conversions
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.state.model_view import mesh_of, sharded
-from expertmesh.state.shards import is_on_other_stage
+from expertmesh.state.shards import held_parts, is_on_other_stage
 from expertmesh.weights.companions import Tokenizer
 from expertmesh.weights.load import fill, remember
 
@@ -196,9 +196,9 @@ def restore(
 def read_state(state: SavedState, targets: Mapping[str, Tensor]) -> None:
     """Fill the local parts of `targets` (DTensors or plain tensors, by saved name). No collective."""
     for name, tensor in targets.items():
-        box, held = held_part(tensor)
-        state.read_into(name, box, held)
-        state.check_finite(name, box, held)
+        for box, held in held_parts(tensor):
+            state.read_into(name, box, held)
+            state.check_finite(name, box, held)
 
 
 @torch.no_grad()

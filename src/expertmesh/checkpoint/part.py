@@ -19,13 +19,13 @@ from torch import Tensor
 
 from expertmesh.checkpoint.schema import FileEntry, tensor_file
 from expertmesh.checkpoint.small_files import rng_state
-from expertmesh.checkpoint.state import fingerprint, held_part, is_replicated, sharding_of
+from expertmesh.checkpoint.state import fingerprint, is_replicated, sharding_of
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import Box, blocks, full_box, slices
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_reader import as_bytes
 from expertmesh.io.safetensors_writer import CODES, FileLayout, lay_out_file, sync, write_synced
-from expertmesh.state.shards import is_on_other_stage, owns_copy
+from expertmesh.state.shards import expert_order, is_on_other_stage, local_tensor, owns_copy, stored_box
 
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -45,7 +45,9 @@ class HeldPart:
     sharding: str
     """The result of `sharding_of`, equal for tensors that every rank cuts in the same way."""
     box: Box
-    """The part's box in the global tensor."""
+    """The part's box in the global tensor, as it is stored."""
+    order: tuple[int, ...] | None
+    """The expert in each slot along dim 0: `expert_order`."""
     writes: bool
     """This rank writes the part."""
     fingerprint: int | None
@@ -76,6 +78,7 @@ class SharedBox(NamedTuple):
     """The box that a rank holds of all tensors with one sharding."""
 
     box: Box
+    order: tuple[int, ...] | None
     writes: bool
     copies: str | None
     """A hash of the names and fingerprints of the parts that other ranks hold too."""
@@ -124,11 +127,12 @@ def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: 
         for name, tensor in state.items():
             if is_on_other_stage(tensor):
                 continue
-            box, local = held_part(tensor)
+            box, local = stored_box(tensor), local_tensor(tensor)
             mark = fingerprint(local) if is_replicated(tensor) and local.numel() else None
             writes = owns_copy(tensor) and local.numel() > 0
             cut = sharding_of(tensor, stage)
-            held.append(HeldPart(kind, name, CODES[tensor.dtype], tuple(tensor.shape), cut, box, writes, mark))
+            order, code = expert_order(tensor), CODES[tensor.dtype]
+            held.append(HeldPart(kind, name, code, tuple(tensor.shape), cut, box, order, writes, mark))
             if writes:
                 # In pageable memory: torch keeps pinned buffers, each as large as the next power of two, for good.
                 values[kind][name] = torch.empty_like(local, device="cpu").copy_(local) if copy else local
@@ -144,7 +148,8 @@ def write_part(part: RankPart, directory: Path, world_size: int) -> None:
                 name = tensor_file(kind, part.rank, world_size)
                 written = [each for each in part.held if each.kind == kind and each.writes]
                 marks = {each.name: each.fingerprint for each in written if each.fingerprint is not None}
-                metadata = _metadata({each.name: each.box for each in written}, marks)
+                orders = {each.name: list(each.order) for each in written if each.order is not None}
+                metadata = _metadata({each.name: each.box for each in written}, orders, marks)
                 file = lay_out_file(directory / name, values, metadata)
                 files.append(FileEntry(name=name, bytes=file.size, sha256=_write(file, values)))
         # Rank 0 reads the first line. The second, each tensor's fingerprint, is read only if copies differ: it grows
@@ -155,14 +160,18 @@ def write_part(part: RankPart, directory: Path, world_size: int) -> None:
         sync(directory)
 
 
-def _metadata(boxes: Mapping[str, Box], fingerprints: Mapping[str, int]) -> dict[str, str]:
+def _metadata(
+    boxes: Mapping[str, Box], orders: Mapping[str, list[int]], fingerprints: Mapping[str, int]
+) -> dict[str, str]:
     """Return the header metadata of a file: where each of its tensors belongs, and fingerprints of replicated ones.
 
     The offsets have the form that PyTorch's safetensors storage for DCP writes, so that its `HuggingFaceStorageReader`
-    reads the files.
+    reads the files. Of placed experts these are the offsets of their slots, and `EXPERT_ORDERS` names their experts.
     """
     offsets = {name: {"saved_offsets": [start for start, _ in box]} for name, box in boxes.items()}
     metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
+    if orders:
+        metadata |= {"EXPERT_ORDERS": json.dumps(orders)}
     return {**metadata, "fingerprints": json.dumps(fingerprints)} if fingerprints else metadata
 
 
@@ -174,9 +183,9 @@ def _note(part: RankPart, files: list[FileEntry]) -> Note:
     for each in part.held:
         alike.setdefault(each.sharding, []).append(each)
     for sharding, parts in alike.items():
-        ((box, writes),) = {(each.box, each.writes) for each in parts}
+        ((box, order, writes),) = {(each.box, each.order, each.writes) for each in parts}
         marks = sorted((each.name, each.fingerprint) for each in parts if each.fingerprint is not None)
-        boxes[sharding] = SharedBox(box, writes, _sha256(marks) if marks else None)
+        boxes[sharding] = SharedBox(box, order, writes, _sha256(marks) if marks else None)
     return Note(files, part.rng, _sha256(listing), listing if part.leads else None, boxes)
 
 

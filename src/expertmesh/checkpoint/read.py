@@ -21,7 +21,7 @@ from expertmesh.checkpoint.manifest import MEND, damaged, expecting, read_manife
 from expertmesh.checkpoint.schema import Manifest, is_tensor_file
 from expertmesh.checkpoint.small_files import other_content
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.io.boxes import Box, Piece, extents, full_box, volume
+from expertmesh.io.boxes import Box, Piece, extents, full_box, slices, volume
 from expertmesh.io.reading import open_file, parse_json, shortened
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
 from expertmesh.weights.lazy import LazyTensor, read_box
@@ -82,18 +82,23 @@ class SavedState:
         # A sum is finite only if every term is: one pass. If it overflows, every term is checked.
         if not values.is_floating_point() or values.sum().isfinite() or values.isfinite().all():
             return
-        files = ", ".join(file for file, _ in itertools.islice(self.manifest.parts_within(name, box), 3))
+        boxes = (stored for _, stored in self.manifest.tiling_of(name).stored(box))
+        parts = (file for stored in boxes for file, _ in self.manifest.parts_within(name, stored))
+        files = ", ".join(dict.fromkeys(itertools.islice(parts, 3)))
         raise damaged(f"{self.directory / files}: values of {name} are not finite; {MEND}")
 
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
         """Fill `out`, on any device and with any strides, with the elements of `box`."""
         if not volume(box):
             return
-        entry, pieces = self.manifest.entry(name), []
-        for file, part in self.manifest.parts_within(name, box):
-            stored = self.headers.find(file, name, entry.dtype, part)
-            pieces.append(Piece(part, stored, full_box(stored.shape), tuple(range(len(part)))))
-        read_box(LazyTensor(entry.shape, DTYPES[entry.dtype], pieces), box, out, self.files.read)
+        entry = self.manifest.entry(name)
+        for wanted, place in self.manifest.tiling_of(name).stored(box):
+            pieces = []
+            for file, part in self.manifest.parts_within(name, place):
+                stored = self.headers.find(file, name, entry.dtype, part)
+                pieces.append(Piece(part, stored, full_box(stored.shape), tuple(range(len(part)))))
+            lazy = LazyTensor(entry.shape, DTYPES[entry.dtype], pieces)
+            read_box(lazy, place, out[slices(wanted, box)], self.files.read)
 
 
 @contextmanager
@@ -172,6 +177,15 @@ def saved_offsets(path: Path) -> dict[str, list[int]]:
         return {name: [int(start) for start in entry["saved_offsets"]] for name, entry in entries.items()}
 
 
+def _expert_orders(path: Path) -> Mapping[str, Any]:
+    """Return from a file's header the expert in each slot, by the tensors whose experts are placed.
+
+    Raises `IntegrityError`.
+    """
+    with expecting(path, "damaged: its header does not say which experts it holds"):
+        return dict(parse_json(read_metadata(path).get("EXPERT_ORDERS", "{}")))
+
+
 def fingerprints_in(path: Path) -> Mapping[str, Any]:
     """Return from a file's header the fingerprints of replicated parts, by tensor. Raises `IntegrityError`."""
     with expecting(path, "damaged: its header does not hold fingerprints"):
@@ -180,7 +194,7 @@ def fingerprints_in(path: Path) -> Mapping[str, Any]:
 
 def match_header(path: Path, header: Mapping[str, FileTensor], manifest: Manifest) -> list[str]:
     """Return sentences about the differences between the `header` of a file and the manifest."""
-    belongs, expected = saved_offsets(path), manifest.parts_in(path.name)
+    belongs, orders, expected = saved_offsets(path), _expert_orders(path), manifest.parts_in(path.name)
     problems: list[str] = []
     for name, mark in fingerprints_in(path).items():
         if type(mark) is not int or not -(2**63) <= mark < 2**63:
@@ -191,4 +205,6 @@ def match_header(path: Path, header: Mapping[str, FileTensor], manifest: Manifes
             problems.append(f"{path}: does not hold the part of {name} that the manifest says")
         elif here != offset:
             problems.append(f"{path}: holds the part of {name} from {here} on, not from {offset} as the manifest says")
+        elif orders.get(name) != manifest.tiling_of(name).experts:
+            problems.append(f"{path}: holds other experts of {name} than the manifest says")
     return problems + [f"{path}: holds {n}, which the manifest does not name" for n in header.keys() - expected.keys()]

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from expertmesh.io.boxes import Box, volume
+from expertmesh.io.boxes import Box, inverse, moved_parts, volume
 
 SCHEMA_VERSION = 2
 KINDS = ("model", "optimizer")
@@ -40,15 +40,20 @@ class Tiling(Strict):
     """The rank that wrote each cell, in row-major order."""
     copies: int = Field(default=1, ge=1)
     """The number of ranks that held each cell."""
+    experts: list[_Extent] | None = None
+    """The expert in each slot, if dim 0 is in the order of slots: equal shares of it. None: in the model's order."""
 
     @classmethod
-    def of(cls, shape: Sequence[int], writers: Mapping[Box, int], copies: int) -> "Tiling":
+    def of(
+        cls, shape: Sequence[int], writers: Mapping[Box, int], copies: int, experts: Sequence[int] | None = None
+    ) -> "Tiling":
         """Build the tiling of a tensor.
 
         Args:
             shape: The shape of the global tensor.
             writers: The rank that wrote each part, by its box; no part is empty.
             copies: The number of ranks that held each part.
+            experts: The expert in each slot along dim 0.
 
         Raises:
             ValueError: The parts are no grid that fills the tensor; says why.
@@ -63,13 +68,18 @@ class Tiling(Strict):
         boxes = sorted(writers)
         if _cells(cuts) != len(boxes) or any(a != b for a, b in zip(_boxes(cuts), boxes, strict=True)):
             raise ValueError("two of its parts overlap, or they are no grid")
-        return cls(cuts=cuts, ranks=[writers[box] for box in boxes], copies=copies)
+        order = None if experts is None else list(experts)
+        return cls(cuts=cuts, ranks=[writers[box] for box in boxes], copies=copies, experts=order)
 
     def problem(self) -> str | None:
         """Return why this is no valid tiling, as the end of a sentence, or None."""
         for cuts in self.cuts:
             if not cuts or cuts[0] != 0 or any(a >= b for a, b in itertools.pairwise(cuts)):
                 return "its cuts do not ascend from 0"
+        if self.experts is not None:
+            slots = range(len(self.experts))
+            if not slots or not self.cuts or self.cuts[0][-1] % len(slots) or sorted(self.experts) != list(slots):
+                return "its experts are not each in one slot"
         if _cells(self.cuts) != len(self.ranks):
             return f"it has {_cells(self.cuts)} parts, but names the ranks of {len(self.ranks)}"
         return "a rank wrote two parts of it" if len(set(self.ranks)) != len(self.ranks) else None
@@ -92,6 +102,19 @@ class Tiling(Strict):
             place, at = divmod(place, len(cuts) - 1)
             box.insert(0, (cuts[at], cuts[at + 1]))
         return tuple(box)
+
+    def stored(self, box: Box) -> Iterator[tuple[Box, Box]]:
+        """Yield the parts of a tensor's `box` that are boxes of the tensor as it is stored: (the part, as stored)."""
+        if self.experts is None or volume(box) == 0:
+            yield box, box
+        else:
+            yield from moved_parts(box, self.cuts[0][-1], self._slots)
+
+    @cached_property
+    def _slots(self) -> tuple[int, ...]:
+        """The slot of each expert."""
+        assert self.experts is not None
+        return inverse(self.experts)
 
     def within(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield (rank that wrote it, its box) of the parts that share elements with `box`, which must not be empty."""
@@ -168,9 +191,9 @@ class Manifest(Strict):
         return self.model[name] if name in self.model else self.optimizer[name]
 
     def parts_within(self, name: str, box: Box) -> Iterator[tuple[str, Box]]:
-        """Yield (file, box) of the parts of a tensor that share elements with `box`, which must not be empty."""
+        """Yield (file, box) of the parts that share elements with `box` of a tensor as stored, which is not empty."""
         kind = "model" if name in self.model else "optimizer"
-        for rank, cell in self.tilings[self.entry(name).tiling].within(box):
+        for rank, cell in self.tiling_of(name).within(box):
             yield tensor_file(kind, rank, self.world_size), cell
 
     def kind_of(self, file: str) -> str | None:
@@ -187,9 +210,9 @@ class Manifest(Strict):
         found = ((name, cells[entry.tiling], entry.dtype) for name, entry in self.tensors(kind).items())
         return {name: (cell, dtype) for name, cell, dtype in found if cell is not None}
 
-    def copies_of(self, name: str) -> int:
-        """Return the number of ranks that held each part of a tensor."""
-        return self.tilings[self.entry(name).tiling].copies
+    def tiling_of(self, name: str) -> Tiling:
+        """Return how a tensor is cut."""
+        return self.tilings[self.entry(name).tiling]
 
 
 def tensor_file(kind: str, rank: int, world_size: int) -> str:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.io.boxes import Box, volume
 from expertmesh.io.safetensors_reader import as_bytes
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import stored
-from expertmesh.state.shards import is_on_other_stage, local_box, local_tensor, placed_like, placement_of
+from expertmesh.state.shards import expert_order, is_on_other_stage, placed_like, placement_of
 
 OPTIMIZER = "optimizer."
 _WORDS_PER_BLOCK = 1 << 22
@@ -161,15 +160,9 @@ def sharding_of(tensor: Tensor, stage: int) -> str:
     where = "tied stages" if place is not None and place.has_tied_replica else f"stage {stage}"
     if not isinstance(tensor, DTensor):
         return f"{list(tensor.shape)} whole, {where}"
-    mesh = tensor.device_mesh
-    return f"{list(tensor.shape)} {tensor.placements} on {mesh.mesh_dim_names} {list(mesh.shape)}, {where}"
-
-
-def held_part(tensor: Tensor) -> tuple[Box, Tensor]:
-    """Return the box that this rank holds and its values; the box of an empty shard has no volume."""
-    box, local = local_box(tensor), local_tensor(tensor)
-    assert local.numel() == volume(box)
-    return box, local
+    mesh, order = tensor.device_mesh, expert_order(tensor)
+    slots = "" if order is None else f", experts {list(order)}"
+    return f"{list(tensor.shape)} {tensor.placements} on {mesh.mesh_dim_names} {list(mesh.shape)}, {where}{slots}"
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -498,7 +498,8 @@ def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Copies]) -> Til
     try:
         if len(counts) > 1 or any(len(copies.writers) > 1 for copies in boxes.values()):
             raise ValueError("its parts are not held, or not written, by equally many ranks")
-        return Tiling.of(shape, writers, counts.pop())
+        orders = {copies.shared.order for copies in boxes.values()}
+        return Tiling.of(shape, writers, counts.pop(), next(iter(orders), None))
     except ValueError as error:
         raise IntegrityError(
             f"{name}: cannot be saved: {error}; the model is not sharded as its DTensors say",

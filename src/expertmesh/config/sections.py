@@ -396,6 +396,11 @@ class MoeConfig(Section):
     """Step of routers' correction biases after each optimizer step (arXiv 2408.15664)."""
     dispatch: Literal["auto", "all_to_all", "hierarchical", "deepep"] = "auto"
     """Transport of tokens to their experts; hierarchical: once to each node; deepep: by DeepEP's kernels."""
+    placement: str = Field(default="contiguous", min_length=1)
+    """Which EP rank holds which expert: contiguous; balanced by the load in output_dir's expert_load.json, else of a
+    calibration at the start; or a file of `expertmesh plan --placement`."""
+    calibration_batches: int = Field(default=8, ge=1)
+    """Micro-batches of each data rank in that calibration."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """Grouped matrix products, or expert after expert."""
     kernels: Literal["auto", "torch", "triton"] = "auto"

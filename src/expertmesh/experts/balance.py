@@ -34,9 +34,8 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.layer import layer_of
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.pairs import count_pairs
-from expertmesh.io.boxes import full_box, slices
 from expertmesh.state.model_view import is_adapter, mesh_of, sharded, stage_names
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import local_tensor, part_of
 
 _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores for the choice alone, in every family
 
@@ -189,7 +188,7 @@ def _bias_beside(model: nn.Module, experts: str, num_experts: int) -> str | None
 def _move(bias: torch.Tensor, step_E: torch.Tensor) -> None:
     """Add to a buffer, or to this rank's part of a parameter that FSDP2 has sharded."""
     step = step_E.to(bias.dtype).view(bias.shape)
-    local_tensor(bias).add_(step[slices(local_box(bias), full_box(bias.shape))])
+    local_tensor(bias).add_(part_of(bias, step))
 
 
 def chosen_pairs(logits_TE: torch.Tensor, top_k: int, real_T: torch.Tensor) -> torch.Tensor:

@@ -96,8 +96,8 @@ def expert_mlp(
         return in_two_parts(PerExpertMlp, rows_RH, weight_P, *weights.flat(), pairs, mlp)
     up, down = (None, None) if adapters is None else (adapters.up, adapters.down)
     scalings = tuple(1.0 if adapter is None else adapter.scaling for adapter in (up, down))
-    first_expert = 0 if adapters is None else adapters.first_expert
-    settings = (pairs, mlp, scalings, first_expert, dropout)
+    expert_L = None if adapters is None else adapters.expert_L
+    settings = (pairs, mlp, scalings, expert_L, dropout)
     parameters = (*weights.flat(), *_padded(up), *_padded(down))
     return in_two_parts(_ExpertMlp, rows_RH, weight_P, *parameters, *settings)
 
@@ -121,7 +121,7 @@ class _ExpertMlp(torch.autograd.Function):
         pairs: LocalPairs,
         mlp: ExpertMlpSpec,
         scalings: tuple[float, float],
-        first_expert: int,
+        expert_L: torch.Tensor | None,
         dropout: Dropout | None,
         rest: Rest,
     ) -> torch.Tensor:
@@ -140,7 +140,7 @@ class _ExpertMlp(torch.autograd.Function):
         if down_a is not None:
             # The adapter's product is saved, r wide, so forward computes it before the boundary.
             adapted_PI = activate(pre_P2I, weight_P, mlp)
-            dropped_PI = _dropped(adapted_PI, dropout, pairs, first_expert)
+            dropped_PI = _dropped(adapted_PI, dropout, pairs, expert_L)
             low_down_Pr = product(dropped_PI, down_a.to(dtype).transpose(1, 2), end_L)
             del dropped_PI
 
@@ -159,7 +159,7 @@ class _ExpertMlp(torch.autograd.Function):
         low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R)
         # Save index tensors too: attributes of ctx would outlive a checkpointed block's first run.
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
-        ctx.mlp, ctx.scalings, ctx.first_expert, ctx.rest = mlp, scalings, first_expert, rest
+        ctx.mlp, ctx.scalings, ctx.expert_L, ctx.rest = mlp, scalings, expert_L, rest
         ctx.dropout = None if dropout is None else (dropout.probability, dropout.salt)
         return rest.edge(rows_RH)
 
@@ -181,7 +181,7 @@ class _ExpertMlp(torch.autograd.Function):
         if down_a is not None:
             grad_low_Pr = product(grad_out_PH, down_b.to(dtype), end_L).mul_(down_scaling)
             through_PI = product(grad_low_Pr, down_a.to(dtype), end_L)
-            grad_act_PI += _dropped(through_PI, dropout, pairs, ctx.first_expert)
+            grad_act_PI += _dropped(through_PI, dropout, pairs, ctx.expert_L)
         act_PI, grad_pre_P2I, grad_weight_P = activation_backward(pre_P2I, grad_act_PI, weight_P, mlp)
         if down_bias is not None:
             bias_PH = _per_pair(down_bias.to(dtype), pairs)
@@ -191,7 +191,7 @@ class _ExpertMlp(torch.autograd.Function):
         if trains_down:
             grad_down = _weight_gradient(product, act_PI, grad_out_PH, end_L, mlp).to(down.dtype)
         if down_a is not None:
-            act_PI = _dropped(act_PI, dropout, pairs, ctx.first_expert)
+            act_PI = _dropped(act_PI, dropout, pairs, ctx.expert_L)
             grad_down_a = product(grad_low_Pr.t(), act_PI, end_L).to(down_a.dtype)
             # `low_down_Pr` is without the scaling, which multiplies B A as a whole.
             grad_down_b = product(grad_out_PH.t(), low_down_Pr, end_L).mul_(down_scaling).to(down_b.dtype)
@@ -360,16 +360,16 @@ def _padded(adapter: Adapter | None) -> tuple[torch.Tensor | None, torch.Tensor 
 
 
 def _dropped(
-    values: torch.Tensor, dropout: Dropout | None, pairs: LocalPairs, first_expert: int | None
+    values: torch.Tensor, dropout: Dropout | None, pairs: LocalPairs, expert_L: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `values` of pairs with their dropout; with `first_expert` each expert of a token has a mask of its own."""
+    """Return `values` of pairs with their dropout; with `expert_L` each expert of a token has a mask of its own."""
     if dropout is None:
         return values
     number_P = dropout.number_P.index_select(0, pairs.row_P)
     salt = dropout.salt
-    if first_expert is not None:
+    if expert_L is not None:
         # Below 2**16 experts, so that no two (token, expert) share a number.
-        number_P = (number_P << 16) + first_expert + pairs.expert_P()
+        number_P = (number_P << 16) + expert_L[pairs.expert_P()]
         salt += 1
     return values * keep_mask(Dropout(dropout.probability, salt, number_P), values.shape[1], values.dtype)
 

@@ -30,6 +30,7 @@ from expertmesh.experts.kernels import ops
 from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of, sorted_forward
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
 from expertmesh.experts.token_counts import real_tokens
+from expertmesh.io.boxes import inverse
 from expertmesh.state.model_view import module_state
 from expertmesh.state.patching import register_function, replace_forward
 
@@ -63,6 +64,7 @@ def install(
     compute: Mapping[str, str],
     kernels: Kernels,
     shared: Mapping[str, str],
+    placement: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> None:
     """Let every experts module of `model` run here, as the shard plan has decided.
@@ -71,6 +73,7 @@ def install(
         dispatch: The dispatcher's name.
         compute: The backend of each experts module.
         shared: The shared expert that computes while its rows are in flight.
+        placement: The expert in each slot, for experts modules whose experts are not in the model's order.
         dtype: The compute dtype.
 
     Collectives: none, unless `dispatch` names a library, whose buffers all ranks open here.
@@ -81,9 +84,13 @@ def install(
         experts: Any = model.get_submodule(spec.name)
         mlp = mlp_spec_of(experts, spec, per_expert=compute[spec.name] == "loop")
         mlp = replace(mlp, triton=kernels.triton, gate=kernels.gates.get(spec.name))
-        first_expert = mesh.expert["ep"].get_local_rank() * (spec.num_experts // mesh.layout.ep)
+        held = spec.num_experts // mesh.layout.ep
+        order = placement.get(spec.name)
+        order_E = torch.arange(spec.num_experts) if order is None else torch.tensor(order)
+        expert_L = order_E.split(held)[mesh.expert["ep"].get_local_rank()].to(mesh.device)
+        slot_E = None if order is None else torch.tensor(inverse(order)).to(mesh.device)
         beside = SharedExpert(model.get_submodule(shared[spec.name])) if spec.name in shared else None
-        attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, first_expert, shared=beside))
+        attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, expert_L, slot_E, beside))
         if spec.call == "interface":
             set_experts(experts.config, IMPLEMENTATION)
         elif spec.call == "sorted":

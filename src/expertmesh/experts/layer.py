@@ -2,7 +2,7 @@
 
 One forward of `ExpertLayer`:
 
-    1   count the tokens of each expert (training, first run only)
+    1   count the tokens of each expert (training, first run only); find the slots of placed experts
     2a  dispatch: send each token once to each rank that holds any of its experts
     2b  MLP: compute this rank's experts on the rows received, sum the pairs of each row
     2c  combine: return one row per token and rank, sum them at the token's own rank
@@ -44,8 +44,10 @@ class ExpertLayer:
     mlp: ExpertMlpSpec
     dtype: torch.dtype
     """The dtype in which the experts compute."""
-    first_expert: int = 0
-    """Global number of this rank's first expert."""
+    expert_L: torch.Tensor
+    """The experts that this rank holds: their numbers in the model, int64."""
+    slot_E: torch.Tensor | None = None
+    """The slot of each expert among those of all EP ranks, int64; None if that is its number."""
     shared: "SharedExpert | None" = None
     tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
     """Real tokens that this rank's router sent to each expert since the last `pop`, in training only; recomputation
@@ -70,6 +72,8 @@ class ExpertLayer:
         """
         # Cast before sending: fp32 hidden states would double the bytes between ranks.
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
+        # From here to combine, experts have the numbers of their slots.
+        index_TK = index_TK if self.slot_E is None else self.slot_E[index_TK]
         try:
             with span("dispatch"):
                 rows_RH, weight_P, pairs, metadata = self._dispatch(hidden, hidden_TH, index_TK, weight_TK)
@@ -162,7 +166,7 @@ class ExpertLayer:
     def _adapters(self, experts: nn.Module) -> Adapters | None:
         """Return the adapters of this rank's experts, or None."""
         up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
-        return None if up is None and down is None else Adapters(up, down, self.first_expert)
+        return None if up is None and down is None else Adapters(up, down, self.expert_L)
 
     def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
         """Return the adapters' dropout with the numbers of the rows received. Collectives: one more exchange if there

@@ -98,8 +98,8 @@ class Adapters:
     """The adapter of the up projection."""
     down: Adapter | None
     """The adapter of the down projection."""
-    first_expert: int
-    """Global number of this rank's first expert."""
+    expert_L: torch.Tensor
+    """The experts that this rank holds: their numbers in the model, int64."""
 
 
 def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:

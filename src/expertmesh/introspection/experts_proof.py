@@ -72,7 +72,9 @@ def _disagreement(experts: nn.Module, spec: ExpertsSpec) -> float:
         drop_adapters(part)  # the module's forward does not use expertmesh's adapters
     small_spec = experts_spec(spec.name, small)
     mlp = mlp_spec_of(small, small_spec, per_expert=True)
-    layer = ExpertLayer(small_spec, LocalDispatcher(small_spec.num_experts), mlp, torch.float64)
+    layer = ExpertLayer(
+        small_spec, LocalDispatcher(small_spec.num_experts), mlp, torch.float64, torch.arange(small_spec.num_experts)
+    )
     if spec.call == "dense":
         inputs = [_dense_tokens(small_spec, generator)]
         results = [_run(call, small, inputs) for call in (small.forward, lambda rows: layer.forward_dense(small, rows))]

@@ -58,6 +58,29 @@ def blocks(box: Box, max_elements: int) -> Iterator[Box]:
         yield from blocks(part, max_elements)
 
 
+def moved_parts(box: Box, size: int, places: Sequence[int]) -> Iterator[tuple[Box, Box]]:
+    """Yield the parts of `box` that stay ranges when dim 0 is rearranged, in order: (the part, where it goes).
+
+    Args:
+        size: The size of dim 0.
+        places: The new place of each equal share of dim 0.
+    """
+    (first, last), rest, share = box[0], box[1:], size // len(places)
+    number = first // share
+    while number * share < last:
+        start, end = number, number + 1
+        while end * share < last and places[end] == places[end - 1] + 1:
+            end += 1
+        rows, by = (max(first, start * share), min(last, end * share)), (places[start] - start) * share
+        yield (rows, *rest), ((rows[0] + by, rows[1] + by), *rest)
+        number = end
+
+
+def inverse(places: Sequence[int]) -> tuple[int, ...]:
+    """Return the permutation that undoes `places`."""
+    return tuple(sorted(range(len(places)), key=places.__getitem__))
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRuns:
     """A box as byte ranges of its tensor, in the box's row-major order.

@@ -37,9 +37,10 @@ from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import Group, ShardPlan, view_of
 from expertmesh.parallel.tensor import split_parts
 from expertmesh.state.codes import PackedFormat
-from expertmesh.state.model_view import attach
+from expertmesh.state.model_view import ModelView, attach
 from expertmesh.state.other_code import guard
 from expertmesh.state.packed import HostCopies, PackedTensor
+from expertmesh.state.shards import rows_of_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         # A compiler may be absent on one node only; then all ranks must raise, or the others hang.
         with raise_on_all_ranks("trying torch.compile"):
             compile_parts(model, filter(held.has, plan.compiled), mesh.device)
+    ModelView(model)  # marks the parameters of placed experts
     # Last, because it guards the modules as they are after sharding.
     guard(model, plan.layout)
 
@@ -116,6 +118,7 @@ def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
         compute=plan.compute,
         kernels=plan.kernels,
         shared=plan.shared_beside,
+        placement=plan.placement,
         dtype=compute,
     )
     packed = {name: kind for name, kind in plan.packed.items() if held.has(name)}
@@ -149,7 +152,11 @@ def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held
         module, axis = model.get_submodule(parent), axes[split.axis][split.axis]
         whole = module.get_parameter(leaf)
         # A copy, so that the full tensor can be freed.
-        local = whole.detach().chunk(axis.size(), split.dim)[axis.get_local_rank()].clone()
+        if (order := plan.expert_orders.get(name)) is None:
+            local = whole.detach().chunk(axis.size(), split.dim)[axis.get_local_rank()].clone()
+        else:
+            rows = rows_of_experts(order, whole.shape[0]).chunk(axis.size())[axis.get_local_rank()]
+            local = whole.detach()[rows.to(whole.device)]
         # Copy only the slice to the device; FSDP2 moves the remaining parameters group by group.
         local = local if local.is_meta else local.to(mesh.device)
         # Without run_check, which would communicate for every parameter.

@@ -6,6 +6,7 @@ Nothing here reads weights or communicates.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
 from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance, balance_of
+from expertmesh.experts.placement import check_fits, read_placement
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts, shared_behind_routed
 from expertmesh.parallel.sequence import refuse_blocks
@@ -61,6 +63,29 @@ def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
             key="moe.dispatch-needs-nodes",
         )
     return "local" if layout.ep == 1 else "all_to_all" if moe.dispatch == "auto" else moe.dispatch
+
+
+def choose_placement(moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> dict[str, tuple[int, ...]]:
+    """Return the expert in each slot by experts module, as `moe.placement` says before any token was routed.
+
+    `balanced` is contiguous here: a run replaces it when it knows the load (training/startup/placement.py).
+
+    Raises:
+        InputError: ep is 1, or the file does not fit the model.
+    """
+    if moe.placement == "contiguous":
+        return {}
+    if layout.ep == 1:
+        raise InputError(
+            f"moe.placement: {moe.placement}: at ep 1 each rank holds all experts; set moe.placement to contiguous or "
+            "parallel.ep to more",
+            key="moe.placement-unsupported",
+        )
+    if moe.placement == "balanced":
+        return {}
+    placement = read_placement(Path(moe.placement))
+    check_fits(placement, {spec.name: spec.num_experts for spec in anatomy.experts}, layout.ep)
+    return dict(placement.orders)
 
 
 def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:

@@ -40,6 +40,7 @@ from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context import ContextPlan, context_plan
 from expertmesh.parallel.refusals import (
     choose_dispatch,
+    choose_placement,
     plan_expert_dims,
     refuse_axes,
     refuse_dispatch,
@@ -96,6 +97,8 @@ class ShardOptions:
     """The blocks that are recomputed."""
     compile: bool = False
     """True to compile the dense parts of each block."""
+    placement: Mapping[str, tuple[int, ...]] | None = None
+    """The expert in each slot by experts module, instead of what `moe.placement` names."""
 
     @classmethod
     def of(
@@ -107,8 +110,14 @@ class ShardOptions:
         compile: bool,
     ) -> "ShardOptions":
         """Build options from the arguments of the Python interface, where True means "full" and False "none"."""
-        mode = checkpointing_mode(activation_checkpointing)
-        return cls(precision, moe or MoeConfig(), mode, checkpoint_layers, compile)
+        mode, moe = checkpointing_mode(activation_checkpointing), moe or MoeConfig()
+        if moe.placement == "balanced":
+            raise InputError(
+                "moe.placement: balanced looks at the data of a run of `expertmesh train`; give a file that `expertmesh "
+                "plan --placement` has written",
+                key="moe.placement-unsupported",
+            )
+        return cls(precision, moe, mode, checkpoint_layers, compile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +134,8 @@ class ShardPlan:
     """Balancing of the routing, in words."""
     dispatch: str
     """The dispatcher that `moe.dispatch` resolved to."""
+    placement: Mapping[str, tuple[int, ...]]
+    """The expert in each slot by experts module, in the order of EP ranks; none for those in the model's order."""
     compute: Mapping[str, str]
     """The compute backend of each experts module."""
     kernels: Kernels
@@ -162,6 +173,12 @@ class ShardPlan:
     def decoder(self) -> Decoder:
         """The values that blocks pass on, proven on meta at the first access. Raises `CannotCut`."""
         return find_decoder(self.view.meta, self.anatomy, decoder_blocks(self.anatomy))
+
+    @cached_property
+    def expert_orders(self) -> dict[str, tuple[int, ...]]:
+        """`placement` by parameter, adapters included."""
+        split = [name for name, split in self.splits.items() if split.axis == "ep"]
+        return {name: order for module, order in self.placement.items() for name in split if is_inside(name, module)}
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -237,6 +254,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         anatomy=anatomy,
         balance=balance,
         dispatch=choose_dispatch(options.moe, layout),
+        placement=choose_placement(options.moe, layout, anatomy) if options.placement is None else options.placement,
         compute=backends,
         kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
         shared_beside=shared,

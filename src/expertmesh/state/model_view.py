@@ -28,7 +28,15 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.packed import stored
-from expertmesh.state.shards import OTHER_STAGE, StagePlacement, local_tensor, on_other_stage, place
+from expertmesh.state.shards import (
+    OTHER_STAGE,
+    StagePlacement,
+    local_tensor,
+    mark_order,
+    on_other_stage,
+    place,
+    placed_like,
+)
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -165,8 +173,14 @@ class ModelView:
     values."""
 
     def __post_init__(self) -> None:
-        stage = sharded(self.module).stage_view
+        attached = sharded(self.module)
+        stage = attached.stage_view
         self.full = self.module if stage is None else stage.meta_model
+        # Allocating replaces parameters, so each view marks those that it sees.
+        orders = attached.shard_plan.expert_orders if attached.shard_plan is not None else {}
+        for name, parameter in self.module.named_parameters() if orders else ():
+            if name in orders:
+                mark_order(parameter, orders[name])
 
     @property
     def is_stage(self) -> bool:
@@ -304,7 +318,8 @@ def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return on_other_stage(torch.uint8, (tensor.shape[0], kind.bytes))
     # `run_check` would issue a collective.
-    return DTensor.from_local(stored(local_tensor(tensor)), tensor.device_mesh, tensor.placements, run_check=False)
+    own = DTensor.from_local(stored(local_tensor(tensor)), tensor.device_mesh, tensor.placements, run_check=False)
+    return placed_like(own, tensor)
 
 
 def _full_state(view: StageView, own: dict[str, Tensor]) -> dict[str, Tensor]:

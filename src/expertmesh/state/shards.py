@@ -1,9 +1,14 @@
 """Compute which part of a global tensor a rank holds, as a box of index ranges, and which rank writes which replica.
 
 Code that reads or writes tensors (weights, checkpoints, audits) calls this file and never sees a parallel layout. A box
-is (start, stop) for each dim of the *global* tensor. `local_box` returns the box of a DTensor's local tensor, for every
+is (start, stop) for each dim of the *global* tensor. `stored_box` returns the box of a DTensor's local tensor, for every
 placement that FSDP2 and expert parallelism produce: `Replicate`, `Shard`, and the `_StridedShard` that FSDP2 makes of a
 tensor already sharded on the same dim (experts: ep slice first, efsdp inside it).
+
+A DTensor knows ranges alone, and `moe.placement` may give a rank any experts. Then the DTensor's dim 0 is in the order of
+slots, and the tensor is marked with the expert of each slot. `held_parts` returns the part of a rank in the numbers of
+the model: several boxes, whose values lie one after the other along dim 0. Files, checkpoints, hashes and comparisons
+use these; whoever only counts elements, or computes with each expert alone, may use `stored_box`.
 
 Tensors of a model that was split into pipeline stages are marked with their placement. Tensors of other stages are on
 meta: they have a name, a shape and a dtype, and this rank holds an empty part of them. Nothing here communicates except
@@ -21,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from expertmesh.compat import StridedShard
 from expertmesh.distributed.all_ranks import collective_device
-from expertmesh.io.boxes import Box, extents, full_box, slices
+from expertmesh.io.boxes import Box, extents, full_box, intersect, inverse, moved_parts, slices, volume
 from expertmesh.state.packed import PackedTensor, values_at
 
 
@@ -43,8 +48,48 @@ OTHER_STAGE = StagePlacement(on_other_stage=True)
 """The placement of a tensor that this rank has no part of."""
 
 
-def local_box(tensor: Tensor) -> Box:
-    """Return the box of the global tensor that this rank holds; the full box for a plain tensor.
+def held_parts(tensor: Tensor, local: Tensor | None = None) -> list[tuple[Box, Tensor]]:
+    """Return the boxes of the global tensor that this rank holds, with views of their values, in the order of storage.
+
+    There is one box unless experts are placed. Boxes differ in dim 0 alone. A rank without elements has one empty box.
+
+    Args:
+        local: Values with the shape of the rank's own, such as a gradient's, to view in their place.
+    """
+    box, local = stored_box(tensor), local_tensor(tensor) if local is None else local
+    if (order := expert_order(tensor)) is None or volume(box) == 0:
+        return [(box, local)]
+    return [(part, local[slices(stored[:1], box[:1])]) for stored, part in moved_parts(box, tensor.shape[0], order)]
+
+
+def held_boxes(tensor: Tensor) -> list[Box]:
+    """Return the boxes of `held_parts`."""
+    box = stored_box(tensor)
+    if (order := expert_order(tensor)) is None or volume(box) == 0:
+        return [box]
+    return [part for _, part in moved_parts(box, tensor.shape[0], order)]
+
+
+def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's part of `whole`, which has the shape of the global `tensor`, as its local tensor holds it."""
+    parts = [whole[slices(box)] for box in held_boxes(tensor)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def expert_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the expert in each slot along dim 0 of `tensor`; None if slots have the numbers of their experts."""
+    order: tuple[int, ...] | None = getattr(tensor, "_expertmesh_expert_order", None)
+    return order
+
+
+def mark_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Mark `tensor` as one whose slots along dim 0 hold the experts of `order`, and return it."""
+    tensor._expertmesh_expert_order = order  # type: ignore[attr-defined]
+    return tensor
+
+
+def stored_box(tensor: Tensor) -> Box:
+    """Return the box that this rank holds of the tensor as it is stored; the full box for a plain tensor.
 
     An empty shard has start == stop on the sharded dim. The box is empty on a rank outside the tensor's mesh, and for a
     tensor of another pipeline stage (but a scalar's box is never empty).
@@ -103,8 +148,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_values(tensor: Tensor, box: Box) -> Tensor:
-    """Return the values of `box`, which lies inside this rank's shard; packed weights are dequantised."""
-    return values_at(local_tensor(tensor), slices(box, local_box(tensor)))
+    """Return the values of `box`, which lies inside one of this rank's parts; packed weights are dequantised."""
+    held, local = next((held, local) for held, local in held_parts(tensor) if intersect(held, box) == box)
+    return values_at(local, slices(box, held))
 
 
 def full_values(tensor: DTensor) -> Tensor:
@@ -112,10 +158,19 @@ def full_values(tensor: DTensor) -> Tensor:
 
     Collectives: every rank of the tensor's mesh calls it; the all-gathers of `DTensor.full_tensor` on that mesh.
     """
-    local = local_tensor(tensor)
-    if not isinstance(local, PackedTensor):
-        return tensor.full_tensor()
-    return DTensor.from_local(local.experts(0, len(local)), tensor.device_mesh, tensor.placements).full_tensor()
+    local, order = local_tensor(tensor), expert_order(tensor)
+    if isinstance(local, PackedTensor):
+        values = DTensor.from_local(local.experts(0, len(local)), tensor.device_mesh, tensor.placements)
+        full = values.full_tensor()
+    else:
+        full = tensor.full_tensor()
+    return full if order is None else full[rows_of_experts(inverse(order), full.shape[0])]
+
+
+def rows_of_experts(order: Sequence[int], rows: int) -> Tensor:
+    """Return the index that brings dim 0 of a tensor with `rows` rows into `order`, int64 on the CPU."""
+    each = rows // len(order)
+    return (torch.tensor(order).unsqueeze(1) * each + torch.arange(each)).flatten()
 
 
 def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -197,6 +252,8 @@ def is_tied_replica(tensor: Tensor) -> bool:
 
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Mark `tensor` (an optimizer's state, for example) as located where `other` is, and return it."""
+    if (order := expert_order(other)) is not None and tensor.dim():
+        mark_order(tensor, order)
     placement = placement_of(other)
     return tensor if placement is None else place(tensor, placement)
 

@@ -23,7 +23,7 @@ from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.io.boxes import Box, slices
 from expertmesh.parallel.sequence import Batch
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.shards import held_boxes, held_parts, local_tensor, owns_copy
 from expertmesh.step.forward_backward import Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.step.objectives.distill import Distill
@@ -32,7 +32,7 @@ from expertmesh.training.teacher import Teacher
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
 
-Boxes = dict[str, Box]  # boxes of tensors, by name
+Boxes = dict[str, list[Box]]  # the boxes of a rank's parts of tensors, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class ProvenJob:
 
     def boxes(self) -> Boxes:
         """Return the boxes of trained tensors that this rank reports: every element is in the boxes of one rank."""
-        return {name: local_box(parameter) for name, parameter in self.parameters().items() if owns_copy(parameter)}
+        return {name: held_boxes(parameter) for name, parameter in self.parameters().items() if owns_copy(parameter)}
 
     def parts(self, values: Mapping[str, Tensor], boxes: Boxes) -> dict[str, Tensor]:
         """Return the `boxes` of trained tensors on the host, collected from all ranks.
@@ -179,7 +179,8 @@ class ProvenJob:
             if parameter.requires_grad:
                 whole = self.whole(view.state[name], values.get(name))
                 if name in boxes:
-                    found[name] = whole[slices(boxes[name])].cpu()
+                    first, *others = (whole[slices(box)] for box in boxes[name])
+                    found[name] = (torch.cat([first, *others]) if others else first).cpu()
         return found
 
     def whole(self, tensor: Tensor, local: Tensor | None) -> Tensor:
@@ -189,7 +190,8 @@ class ProvenJob:
         """
         whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.mesh.device)
         if local is not None and owns_copy(tensor):
-            whole[slices(local_box(tensor))] = local
+            for box, part in held_parts(tensor, local):
+                whole[slices(box)] = part
         # Summing bytes is exact for every dtype: each element is nonzero on one rank at most.
         dist.all_reduce(whole.reshape(-1).view(torch.uint8))
         return whole

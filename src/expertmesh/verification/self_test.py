@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
-from expertmesh.io.boxes import slices
 from expertmesh.parallel.layers import layers_of
 from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.state.model_view import as_stored, stage_names
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import local_tensor, part_of
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers import CHECKS
@@ -94,11 +93,11 @@ def _swap_experts(job: ProvenJob) -> None:
     for experts in expert_tensors(job.model)[-1:]:
         for name in experts.names:
             tensor = as_stored(job.model, name, state[name])
-            held, box = local_tensor(tensor), local_box(tensor)
+            held = local_tensor(tensor)
             whole = job.whole(tensor, held)
             (start, middle), (_, stop) = (experts.rows(tensor, number) for number in (0, 1))
             whole[start:stop] = torch.cat([whole[middle:stop], whole[start:middle]])
-            held.copy_(whole[slices(box)])
+            held.copy_(part_of(tensor, whole))
 
 
 @torch.no_grad()

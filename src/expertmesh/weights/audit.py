@@ -27,7 +27,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, Leaf, Piece, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.safetensors_reader import FileTensor, as_bytes
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import is_on_other_stage, local_box, local_values, owns_copy
+from expertmesh.state.shards import is_on_other_stage, held_boxes, local_values, owns_copy
 from expertmesh.weights.first_values import FirstValues, open_weights
 from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
 from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source
@@ -217,7 +217,8 @@ class _Auditor:
             tensor = self.state[name]
             if is_on_other_stage(tensor):
                 continue
-            parts = list(_samples(name, lazy, tensor, local_box(tensor), self._experts_of(name)))
+            experts, boxes = self._experts_of(name), held_boxes(tensor)
+            parts = [part for box in boxes for part in _samples(name, lazy, tensor, box, experts)]
             if parts:
                 self._compare(name, parts)
         return None
@@ -229,10 +230,10 @@ class _Auditor:
             The experts of every module. The hash of an expert is empty if another rank hashes it.
         """
         for name, lazy in self.plan.tensors.items():
-            box = local_box(self.state[name])
-            if self._experts_of(name) is None and volume(box) and not is_on_other_stage(self.state[name]):
-                for part in blocks(box, _BLOCK_ELEMENTS):
-                    self._compare(name, [(lazy, part)])
+            if self._experts_of(name) is None and not is_on_other_stage(self.state[name]):
+                for box in held_boxes(self.state[name]):
+                    for part in blocks(box, _BLOCK_ELEMENTS) if volume(box) else ():
+                        self._compare(name, [(lazy, part)])
         return [self._module(tensors) for tensors in self.experts]
 
     def _experts_of(self, name: str) -> ExpertTensors | None:
@@ -262,9 +263,8 @@ class _Auditor:
         digest = hashlib.sha256() if _holds_start(first, experts.rows(first, number)[0]) else None
         for name in experts.names:
             tensor, lazy = self.state[name], self.plan.tensors[name]
-            box = local_box(tensor)
             whole: Box = (experts.rows(tensor, number), *full_box(tensor.shape)[1:])
-            own = intersect(box, whole)
+            own = next(filter(None, (intersect(box, whole) for box in held_boxes(tensor))), None)
             read = own if digest is None else whole
             if read is None:
                 continue
@@ -337,9 +337,8 @@ def _run(key: str, piece: Piece, box: Box) -> Box:
 
 def _holds_start(tensor: Tensor, row: int) -> bool:
     """Return whether this rank hashes the expert: it holds the first element, at `row` of dim 0."""
-    box = local_box(tensor)
-    holds = volume(box) > 0 and box[0][0] <= row < box[0][1]
-    return holds and owns_copy(tensor) and all(start == 0 for start, _ in box[1:])
+    holding = (box for box in held_boxes(tensor) if volume(box) > 0 and box[0][0] <= row < box[0][1])
+    return owns_copy(tensor) and any(all(start == 0 for start, _ in box[1:]) for box in holding)
 
 
 def _element(parts: Sequence[Box], position: int) -> list[int]:

@@ -30,7 +30,7 @@ from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_heade
 from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView, Source, attach
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import held_boxes, held_parts, local_tensor, part_of
 from expertmesh.weights.first_values import FirstValues, open_weights, refuse_other_draws
 from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load, plan_save
@@ -117,8 +117,6 @@ class LoadReport:
     """Bytes of all tensors of the files."""
     local_bytes: int
     """Bytes of this rank's shards, in the model's dtypes."""
-    experts: tuple[tuple[str, int, int], ...]
-    """(experts module, first, last + 1): the experts of each layer that this rank holds a part of."""
     ignored: tuple[str, ...]
     """The file tensors that the model's family declares unused. `save_model` copies them from these files."""
     unmapped: tuple[UnmappedTensors, ...]
@@ -189,32 +187,32 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
     with open_weights(view, directory) as files:
         plan = plan_load(view, files)
     sources = [*plan.tensors.items(), *plan.copies]
-    return sum(bytes_needed(lazy, local_box(view.tensors[name])) for name, lazy in sources)
+    return sum(bytes_needed(lazy, box) for name, lazy in sources for box in held_boxes(view.tensors[name]))
 
 
 @torch.no_grad()
 def fill_planned(view: ModelView, files: WeightFiles | FirstValues, plan: LoadPlan) -> LoadReport:
     """Execute `plan` on this rank. Raises `IntegrityError`; issues no collective."""
-    shards = {name: local_tensor(view.tensors[name]) for name in plan.tensors}
-    boxes = {name: local_box(view.tensors[name]) for name in plan.tensors}
+    shards = {name: held_parts(view.tensors[name]) for name in plan.tensors}
+    boxes = {name: [box for box, _ in parts] for name, parts in shards.items()}
     announced = _announced(files, plan, boxes)
     for name, lazy in tracked(announced, len(plan.tensors), "loading weights", "tensors"):
-        box, local = boxes[name], shards[name]
-        assert not local.is_meta, f"{name} is still on meta; allocate the model's shards before filling them"
-        read_box(lazy, box, local, files.read)
-        refuse_non_finite(name, lazy, box, local)
+        for box, local in shards[name]:
+            assert not local.is_meta, f"{name} is still on meta; allocate the model's shards before filling them"
+            read_box(lazy, box, local, files.read)
+            refuse_non_finite(name, lazy, box, local)
     for name, lazy in plan.copies:
-        copy = torch.empty_like(shards[name])
-        read_box(lazy, boxes[name], copy, files.read)
-        if not torch.equal(copy, shards[name]):
-            raise differing_copies(lazy, plan.tensors[name])
+        for box, local in shards[name]:
+            copy = torch.empty_like(local)
+            read_box(lazy, box, copy, files.read)
+            if not torch.equal(copy, local):
+                raise differing_copies(lazy, plan.tensors[name])
     unmapped = [tensor for name in plan.ignored if isinstance(tensor := files.tensors[name], FileTensor)]
     report = LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
         file_bytes=files.total_bytes,
-        local_bytes=sum(local.nbytes for local in shards.values()),
-        experts=_experts_held(view, boxes),
+        local_bytes=sum(local.nbytes for parts in shards.values() for _, local in parts),
         ignored=plan.ignored,
         unmapped=summarize_unmapped(unmapped, files.tensors.keys() - set(plan.ignored)),
     )
@@ -224,16 +222,16 @@ def fill_planned(view: ModelView, files: WeightFiles | FirstValues, plan: LoadPl
 
 
 def _announced(
-    files: WeightFiles | FirstValues, plan: LoadPlan, boxes: dict[str, Box]
+    files: WeightFiles | FirstValues, plan: LoadPlan, boxes: dict[str, list[Box]]
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the tensors in the order of the files, while the system prefetches the bytes of the next ones."""
     items = sorted(plan.tensors.items(), key=lambda item: _place(item[1]))
-    sizes = [bytes_needed(lazy, boxes[name]) for name, lazy in items]
+    sizes = [sum(bytes_needed(lazy, box) for box in boxes[name]) for name, lazy in items]
     told, following = 0, 0 if hasattr(os, "posix_fadvise") else len(items)
     for number, item in enumerate(items):
         while following < len(items) and (following <= number or told < _AHEAD_BYTES):
             name, lazy = items[following]
-            for piece in lazy.inside(boxes[name]):
+            for piece in (piece for box in boxes[name] for piece in lazy.inside(box)):
                 if isinstance(files, WeightFiles) and isinstance(piece.leaf, FileTensor):
                     files.announce(piece.leaf, piece.source)
             told += sizes[following]
@@ -320,7 +318,7 @@ def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
             init_weights(model, new)
         for leaf, values in new.named_parameters():
             whole = head.get_parameter(leaf)
-            local_tensor(whole).copy_(values[slices(local_box(whole))])
+            local_tensor(whole).copy_(part_of(whole, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,9 +352,3 @@ def expert_tensors(model: PreTrainedModel) -> list[ExpertTensors]:
         ExpertTensors(spec.name, spec.num_experts, tuple(f"{spec.name}.{name}" for name in spec.parameters))
         for spec in describe(model).experts
     ]
-
-
-def _experts_held(view: ModelView, boxes: dict[str, Box]) -> tuple[tuple[str, int, int], ...]:
-    firsts = [(tensors, tensors.names[0]) for tensors in expert_tensors(view.module)]
-    held = [(tensors.module, tensors.experts(view.tensors[name], boxes[name][0])) for tensors, name in firsts]
-    return tuple((module, experts.start, experts.stop) for module, experts in held)

@@ -155,7 +155,8 @@ def _fused_copy(own: nn.Module) -> nn.Module:
     fuse(copy, None, module_spec)  # type: ignore[arg-type]
     spec = experts_spec("experts", copy.experts)
     mlp = mlp_spec_of(copy.experts, spec, per_expert=True)
-    attach_layer(copy.experts, ExpertLayer(spec, LocalDispatcher(spec.num_experts), mlp, torch.float64))
+    layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts), mlp, torch.float64, torch.arange(spec.num_experts))
+    attach_layer(copy.experts, layer)
     assert isinstance(copy, nn.Module)
     return copy
 

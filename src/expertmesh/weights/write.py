@@ -23,7 +23,7 @@ from expertmesh.io.directory import create_files, io_errors, publish, temporary_
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import FilesLayout, write_box
 from expertmesh.io.terminal import tracked
-from expertmesh.state.shards import full_tensors, local_box, local_values, owns_copy
+from expertmesh.state.shards import full_tensors, held_boxes, local_values, owns_copy
 from expertmesh.weights.lazy import LazyTensor, read_box
 from expertmesh.weights.mapping import StateTensor
 
@@ -90,9 +90,9 @@ def _owned_pieces(lazy: LazyTensor) -> Iterator[Piece]:
     """Yield the parts of a file tensor that this rank holds and has to write."""
     for piece in lazy.pieces:
         if isinstance(piece.leaf, StateTensor) and owns_copy(piece.leaf.tensor):
-            held = local_box(piece.leaf.tensor)
-            if (part := intersect(piece.source, held)) is not None:
-                yield piece.crop_source(part)
+            for held in held_boxes(piece.leaf.tensor):
+                if (part := intersect(piece.source, held)) is not None:
+                    yield piece.crop_source(part)
 
 
 def owned_values(lazy: LazyTensor, values: StateReader, max_elements: int) -> Iterator[tuple[Box, Tensor]]:

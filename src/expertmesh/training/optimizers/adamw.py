@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
     def _noise(self, name: str, parameter: nn.Parameter, shard: ShardRows) -> Noise | None:
         if not self.stochastic_rounding or parameter.dtype != torch.bfloat16:
             return None
-        return Noise(f"{self.seed}/{int(self.state[parameter]['step'])}/{name}", shard.box, shard.shape, shard.device)
+        return Noise(f"{self.seed}/{int(self.state[parameter]['step'])}/{name}", shard.boxes, shard.shape, shard.device)
 
 
 class AdamW8bit(AdamW):

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from expertmesh.io.boxes import Box, extents
-from expertmesh.state.shards import local_box, local_tensor, shard_dim
+from expertmesh.state.shards import held_boxes, local_tensor, stored_box, shard_dim
 
 _ELEMENTS_OF_A_PASS = {"cpu": 1 << 17}
 _ELEMENTS_ON_ACCELERATORS = 1 << 22
@@ -46,14 +46,17 @@ class ShardRows:
     """R rows of C columns of a tensor. A vector is one row, and so is a scalar."""
 
     box: Box
-    """The part of the tensor that this rank holds."""
+    """The part of the tensor that this rank holds, as it is stored."""
+    boxes: Sequence[Box]
+    """The same in the full tensor: `held_boxes`."""
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     device: torch.device
 
     @classmethod
     def of(cls, tensor: Tensor) -> "ShardRows":
-        return cls(local_box(tensor) or ((0, 1),), tuple(tensor.shape) or (1,), tensor.device)
+        boxes = [box or ((0, 1),) for box in held_boxes(tensor)]
+        return cls(stored_box(tensor) or ((0, 1),), boxes, tuple(tensor.shape) or (1,), tensor.device)
 
     @property
     def rows(self) -> int:
@@ -82,13 +85,17 @@ class ShardRows:
 class Noise:
     """Random bits of one parameter in one step: for each element those of its row and its column, mixed."""
 
-    def __init__(self, key: str, box: Box, shape: tuple[int, ...], device: torch.device) -> None:
-        """Prepare the part `box` of a tensor of `shape`; `key` has to differ for each tensor and step."""
+    def __init__(self, key: str, boxes: Sequence[Box], shape: tuple[int, ...], device: torch.device) -> None:
+        """Prepare the part `boxes`, which differ in dim 0 alone, of a tensor of `shape`.
+
+        `key` has to differ for each tensor and step.
+        """
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+        first = torch.cat([torch.arange(*box[0], device=device) for box in boxes])
+        *outer, columns = [first, *(torch.arange(*dim, device=device) for dim in boxes[0][1:])]
         rows = torch.zeros(1, dtype=torch.int64, device=device)
-        for (start, stop), size in zip(box[:-1], shape[:-1], strict=True):
-            rows = (rows[:, None] * size + torch.arange(start, stop, device=device)).flatten()
-        columns = torch.arange(*box[-1], device=device)
+        for place, size in zip(outer, shape[:-1], strict=True):
+            rows = (rows[:, None] * size + place).flatten()
         self.rows_R, self.columns_C = _hash(rows * _GOLDEN + seed), _hash(columns * _GOLDEN ^ ~seed)
         self._mixed: tuple[slice | None, Tensor] = (None, self.rows_R)
 
@@ -197,7 +204,7 @@ def empty_blocks(parameter: Tensor) -> tuple[Tensor, Tensor]:
         return codes, torch.zeros(shape, device=parameter.device)
     last = parameter.dim() - 1
     placements = [Replicate() if shard_dim(kind) == last else kind for kind in parameter.placements]
-    local = torch.zeros(*extents(local_box(parameter))[:-1], shape[-1], device=parameter.device)
+    local = torch.zeros(*extents(stored_box(parameter))[:-1], shape[-1], device=parameter.device)
     stride = torch.empty(shape, device="meta").stride()
     mesh = parameter.device_mesh
     scale = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -15,7 +15,7 @@ from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ran
 from expertmesh.distributed.collectives import all_gather
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES
 from expertmesh.io.boxes import volume
-from expertmesh.state.shards import local_box, owns_copy
+from expertmesh.state.shards import stored_box, owns_copy
 from expertmesh.training.reporting.machine import device_name, versions
 from expertmesh.training.reporting.plan_lines import local_parameters, plan_lines
 from expertmesh.training.reporting.record import (
@@ -105,7 +105,7 @@ def _counts(reports: Sequence["DataReport"]) -> DataCounts:
 def _shares(run: Prepared) -> tuple[list[Share], int]:
     """Return how much each rank holds, with equal ranks together, and the elements of the full model."""
     dense, expert, adapter = local_parameters(run.model, run.checked.anatomy)
-    owned = sum(volume(local_box(parameter)) for parameter in run.model.parameters() if owns_copy(parameter))
+    owned = sum(volume(stored_box(parameter)) for parameter in run.model.parameters() if owns_copy(parameter))
     mine = torch.tensor([[dense, expert, adapter, run.bytes_to_load, owned]], device=collective_device())
     assert dist.group.WORLD is not None
     ranks = [tuple(int(number) for number in row) for row in all_gather(mine, dist.group.WORLD).tolist()]

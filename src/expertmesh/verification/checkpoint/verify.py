@@ -167,7 +167,7 @@ def _parts(path: Path, header: Mapping[str, FileTensor], manifest: Manifest, che
     if not problems:
         check.unreadable.discard(path.name)
     return {
-        name: _Part([start for start, _ in box], manifest.copies_of(name), fingerprints.get(name))
+        name: _Part([start for start, _ in box], manifest.tiling_of(name).copies, fingerprints.get(name))
         for name, (box, _) in manifest.parts_in(path.name).items()
     }
 

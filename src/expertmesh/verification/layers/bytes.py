@@ -16,7 +16,7 @@ from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import full_box, intersect, volume
 from expertmesh.io.terminal import plural
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import held_boxes, local_tensor
 from expertmesh.verification.compare import gather
 from expertmesh.verification.forward_record import TEACHER
 from expertmesh.verification.job import ProvenJob
@@ -68,8 +68,9 @@ def _owned(job: ProvenJob) -> Check:
         tensor, share = state[name], state[name].shape[0] // count
         rest = full_box(tensor.shape)[1:]
         for number in range(count):
-            own = intersect(((number * share, (number + 1) * share), *rest), local_box(tensor))
-            held_NE[row, number] = 0 if own is None else volume(own)
+            whole = ((number * share, (number + 1) * share), *rest)
+            parts = (intersect(whole, box) for box in held_boxes(tensor))
+            held_NE[row, number] = sum(volume(part) for part in parts if part is not None)
         whole_NE[row] = tensor.numel() // count
     dist.all_reduce(held_NE)
     dist.all_reduce(whole_NE, dist.ReduceOp.MAX)
@@ -97,8 +98,8 @@ def replicas(job: ProvenJob, name: str, also: dict[str, Tensor] | None = None) -
     names: dict[int, int] = {}
     for key, tensor in {**job.tensors(), **(also or {})}.items():
         names[id(tensor)] = names.get(id(tensor), 0) + 1
-        if volume(box := local_box(tensor)):
-            place = hashlib.blake2b(f"{key} {box}".encode(), digest_size=8).digest()
+        if sum(map(volume, boxes := held_boxes(tensor))):
+            place = hashlib.blake2b(f"{key} {boxes}".encode(), digest_size=8).digest()
             prints[int.from_bytes(place, "little", signed=True)] = key, fingerprint(local_tensor(tensor))
     mine = torch.tensor([[place, value] for place, (_, value) in prints.items()], dtype=torch.int64).reshape(-1, 2)
     found: dict[int, set[int]] = {}

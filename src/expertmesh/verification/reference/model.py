@@ -33,7 +33,7 @@ from expertmesh.data import IGNORE
 from expertmesh.experts.balance import attached_balance
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.boxes import Box, extents, full_box, intersect, slices
-from expertmesh.state.shards import local_box
+from expertmesh.state.shards import held_parts, local_tensor
 from expertmesh.verification.compare import gather
 from expertmesh.verification.forward_record import MISMATCHED, TEACHER, ForwardRecord, kept_tokens, recording
 from expertmesh.verification.job import Losses, ProvenJob
@@ -129,20 +129,22 @@ class LocalParts:
 
     def __init__(self, job: ProvenJob, places: FusedPlaces) -> None:
         self._places = places
-        self._boxes = {name: local_box(parameter) for name, parameter in job.parameters().items()}
+        self._held = job.parameters()
         self.parts: dict[str, Tensor] = {}
 
     def take(self, name: str, whole: Tensor) -> None:
         """Store this rank's part of the full tensor `whole`; ignore a tensor of which this rank has no part."""
         into, box = self._places.get(name, (name, full_box(whole.shape)))
-        if into not in self._boxes:
+        if into not in self._held:
             return
-        held = self._boxes[into]
+        parameter = self._held[into]
         if into not in self.parts:
-            self.parts[into] = torch.zeros(extents(held), dtype=whole.dtype, device=whole.device)
-        common = intersect(box, held)
-        if common is not None:
-            self.parts[into][slices(common, held)] = whole.view(extents(box))[slices(common, box)]
+            shape = local_tensor(parameter).shape
+            self.parts[into] = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
+        for held, part in held_parts(parameter, self.parts[into]):
+            common = intersect(box, held)
+            if common is not None:
+                part[slices(common, held)] = whole.view(extents(box))[slices(common, box)]
 
 
 def places_of_list_members(setup: Setup) -> FusedPlaces:

@@ -30,7 +30,7 @@ from expertmesh.adapters.targets import Target
 from expertmesh.compat import apply_to_tensors
 from expertmesh.io.boxes import full_box, slices
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import local_tensor, part_of
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.first_values import FirstValues, open_weights
@@ -286,7 +286,7 @@ def set_adapters(model: PreTrainedModel) -> None:
     for target in plan.targets:
         for name, shape in _adapter_shapes(target).items():
             if name in state:
-                local_tensor(state[name]).copy_(adapter_value(name, shape)[slices(local_box(state[name]))])
+                local_tensor(state[name]).copy_(part_of(state[name], adapter_value(name, shape)))
 
 
 def adapter_value(name: str, shape: tuple[int, ...]) -> Tensor:
