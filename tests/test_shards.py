@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from expertmesh.io.boxes import Box, blocks, extents, intersect, slices, volume
-from expertmesh.state.shards import stored_box, local_tensor, owns_copy
+from expertmesh.state.shards import local_tensor, owns_copy, stored_box
 from tests.support.one_launch import Launched, one_launch
 
 

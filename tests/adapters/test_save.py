@@ -21,7 +21,7 @@ from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import slices
-from expertmesh.state.shards import stored_box, local_tensor
+from expertmesh.state.shards import local_tensor, stored_box
 from expertmesh.training.reporting.weights import adapter_lines
 from expertmesh.weights import write
 from expertmesh.weights.lazy import LazyTensor

@@ -53,7 +53,7 @@ def lean_experts(
     form = ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, loop, triton, gate)
     weights = ExpertWeights(*(experts.get_parameter(name).detach() for name in spec.parameters))
     both = [Adapter(adapters[f"{name}_A"], adapters[f"{name}_B"], SCALING) for name in (spec.up, spec.down)]
-    return expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, 0), **options)
+    return expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, torch.arange(spec.num_experts)), **options)
 
 
 def adapter_gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -84,7 +84,7 @@ def test_adapters_behind_a_norm_that_does_nothing_are_those_of_experts_without_o
         rows, weight_P, pairs, _ = LocalDispatcher(6).dispatch(hidden, index, weight)
         dropout = Dropout(probability, 7, torch.arange(20) + 100) if probability else None
         compute: Any = normed_expert_mlp if norm else expert_mlp
-        out = compute(rows, weight_P, pairs, weights, mlp, *norm, Adapters(up, down, 0), dropout)
+        out = compute(rows, weight_P, pairs, weights, mlp, *norm, Adapters(up, down, torch.arange(6)), dropout)
         leaves = [hidden, weight, up.a_LrK, up.b_LNr, down.a_LrK, down.b_LNr]
         return [out, *torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), leaves)]
 

@@ -184,8 +184,9 @@ def _round_by_own_places() -> None:
     """As if a rank's first element were the tensor's."""
     own = Noise.__init__
 
-    def init(noise: Noise, key: str, box: Any, shape: Any, device: Any) -> None:
-        own(noise, key, tuple((0, stop - start) for start, stop in box), shape, device)
+    def init(noise: Noise, key: str, boxes: Any, shape: Any, device: Any) -> None:
+        (box,) = boxes
+        own(noise, key, [tuple((0, stop - start) for start, stop in box)], shape, device)
 
     Noise.__init__ = init  # type: ignore[method-assign]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from expertmesh.state.shards import stored_box, local_tensor
+from expertmesh.state.shards import local_tensor, stored_box
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers.backward import check_backward
 from expertmesh.verification.layers.forward import check_forward

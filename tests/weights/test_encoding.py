@@ -26,7 +26,7 @@ from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.codes import codes_of
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import stored_box, local_tensor
+from expertmesh.state.shards import local_tensor, stored_box
 from expertmesh.weights import write
 from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config

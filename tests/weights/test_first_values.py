@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedM
 import expertmesh as em
 from expertmesh.io.boxes import Box, full_box, slices
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import stored_box, local_tensor
+from expertmesh.state.shards import local_tensor, stored_box
 from expertmesh.weights.first_values import FirstValues
 from expertmesh.weights.lazy import read_box
 from expertmesh.weights.load import fill

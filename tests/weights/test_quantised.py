@@ -18,7 +18,7 @@ from expertmesh.io.boxes import extents, volume
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.codes import scale_values, values_of
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import stored_box, local_tensor
+from expertmesh.state.shards import local_tensor, stored_box
 from expertmesh.weights.audit import audit_weights
 from expertmesh.weights.load import bytes_to_read, fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config

@@ -17,7 +17,7 @@ from expertmesh.io.safetensors_reader import WeightFiles
 from expertmesh.state.codes import quantise as quantised_bytes
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.shards import stored_box, local_tensor
+from expertmesh.state.shards import local_tensor, stored_box
 from expertmesh.weights.audit import audit_weights
 from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config

@@ -119,11 +119,14 @@ def content_hash(model: nn.Module) -> str:
     Collectives: every rank calls it. One all-reduce of one integer per tensor on the default group.
     """
     tensors = ModelView(model).unique
-    sums = [
-        sum(element_sum(local, box, tensor.shape) for box, local in held_parts(tensor)) if owns_copy(tensor) else 0
-        for tensor in tensors.values()
-    ]
-    joined = sum_over_ranks(torch.tensor(sums, dtype=torch.int64))
+    sums = []
+    for tensor in tensors.values():
+        parts = held_parts(tensor) if owns_copy(tensor) else []
+        # In int64, which wraps around as the sums over ranks do.
+        sums.append(
+            torch.tensor([element_sum(local, box, tensor.shape) for box, local in parts], dtype=torch.int64).sum()
+        )
+    joined = sum_over_ranks(torch.stack(sums))
     return joined_hash(tensors, dict(zip(tensors, joined.tolist(), strict=True)))
 
 

@@ -94,7 +94,7 @@ def allocate_optimizer_state(
                 f"keep of a parameter of {list(updated[name].shape)}",
                 key="checkpoint.does-not-fit",
             )
-        slots[key] = value
+        slots[key] = placed_like(value, updated[name])
         places.append((updated[name], slot, key))
     optimizer.state.clear()
     for parameter, slot, key in places:

@@ -54,6 +54,8 @@ class ExpertLayer:
     does not count again."""
     step_tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
     """The same; popped once per optimizer step."""
+    counts_evaluation: bool = False
+    """True to count in forwards without training, too."""
 
     def forward(
         self, experts: nn.Module, hidden: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -120,7 +122,8 @@ class ExpertLayer:
         """
         confirm_choice(index_TK)
         # A forward without gradients counts for a router loss; the same tokens come again with gradients.
-        if experts.training and torch.is_grad_enabled() and not is_recomputing():
+        trains = experts.training and torch.is_grad_enabled() and not is_recomputing()
+        if trains or self.counts_evaluation:
             tokens_E = count_pairs(index_TK, self.spec.num_experts, real_T)
             self.tokens_per_expert.add(tokens_E)
             self.step_tokens_per_expert.add(tokens_E)

@@ -113,8 +113,8 @@ class ShardOptions:
         mode, moe = checkpointing_mode(activation_checkpointing), moe or MoeConfig()
         if moe.placement == "balanced":
             raise InputError(
-                "moe.placement: balanced looks at the data of a run of `expertmesh train`; give a file that `expertmesh "
-                "plan --placement` has written",
+                "moe.placement: balanced looks at the data of a run, which `expertmesh train` has; give a file that "
+                "`expertmesh plan --placement` has written",
                 key="moe.placement-unsupported",
             )
         return cls(precision, moe, mode, checkpoint_layers, compile)

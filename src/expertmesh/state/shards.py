@@ -1,14 +1,14 @@
 """Compute which part of a global tensor a rank holds, as a box of index ranges, and which rank writes which replica.
 
 Code that reads or writes tensors (weights, checkpoints, audits) calls this file and never sees a parallel layout. A box
-is (start, stop) for each dim of the *global* tensor. `stored_box` returns the box of a DTensor's local tensor, for every
-placement that FSDP2 and expert parallelism produce: `Replicate`, `Shard`, and the `_StridedShard` that FSDP2 makes of a
-tensor already sharded on the same dim (experts: ep slice first, efsdp inside it).
+is (start, stop) for each dim of the *global* tensor. `stored_box` returns the box of a DTensor's local tensor, for
+every placement that FSDP2 and expert parallelism produce: `Replicate`, `Shard`, and the `_StridedShard` that FSDP2
+makes of a tensor already sharded on the same dim (experts: ep slice first, efsdp inside it).
 
-A DTensor knows ranges alone, and `moe.placement` may give a rank any experts. Then the DTensor's dim 0 is in the order of
-slots, and the tensor is marked with the expert of each slot. `held_parts` returns the part of a rank in the numbers of
-the model: several boxes, whose values lie one after the other along dim 0. Files, checkpoints, hashes and comparisons
-use these; whoever only counts elements, or computes with each expert alone, may use `stored_box`.
+A DTensor knows ranges alone, and `moe.placement` may give a rank any experts. Then dim 0 of the DTensor is in the order
+of slots, and the tensor is marked with the expert of each slot. `held_parts` returns the part of a rank in the numbers
+of the model: several boxes, whose values lie one after the other along dim 0. Files, checkpoints, hashes and
+comparisons use these; whoever only counts elements, or computes with each expert alone, may use `stored_box`.
 
 Tensors of a model that was split into pipeline stages are marked with their placement. Tensors of other stages are on
 meta: they have a name, a shape and a dtype, and this rank holds an empty part of them. Nothing here communicates except

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from expertmesh.config import Config
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
+from expertmesh.experts.placement import LOAD_FILE
 from expertmesh.step.forward_backward import Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.checkpoints import RunCheckpoints
@@ -67,7 +69,7 @@ class TrainingLoop:
         guard = NonFiniteGuard(self.counters.skipped_in_a_row)
         selection = self.checkpoints.selection
         first = self.counters.step + 1
-        self.expert_load.restore(self.counters.expert_load)
+        self.expert_load.restore(self.counters.expert_load, first)
         profile = profiling(self.control.profile, Path(self.config.output_dir, "profile"), self.mesh.rank)
         with self.control.accepting_stop(), profile as end_step:
             self.control.progress.at(first, "reading data")
@@ -101,13 +103,14 @@ class TrainingLoop:
                 if last:
                     break
                 self.control.progress.at(number + 1, "reading data")
+            self._write_load()
             for line in selection.last_lines() if self.mesh.rank == 0 else ():
                 log.info(line)
             self.control.progress.at(self.counters.step, "waiting for the last checkpoint")
             self.checkpoints.finish()
 
     def _report(self, number: int, step: "Step", result: "_StepResult", clock: "_Clock") -> None:
-        tokens_LE, peak_memory = self.expert_load.take()
+        tokens_LE, peak_memory = self.expert_load.take(number)
         elapsed, seconds = clock.read()
         steps = clock.restart(number)
         balance = attached_balance(self.model)
@@ -150,6 +153,7 @@ class TrainingLoop:
                 self.counters.elapsed_seconds, self.counters.seconds = clock.read()
                 self.counters.expert_load = self.expert_load.pending() if self.counters.tokens else None
                 self.reporter.sync()
+                self._write_load()
                 self.checkpoints.save(self.counters)
             clock.skip(time.monotonic() - paused)
         if facts.stop:
@@ -158,6 +162,11 @@ class TrainingLoop:
                 log.info(f"stopped by {facts.stop} after step {number}; the same command continues from there")
             self.checkpoints.upload_before_stopping()
             raise Stopped(facts.stop)
+
+    def _write_load(self) -> None:
+        with raise_on_all_ranks(f"writing {LOAD_FILE}"):
+            if self.mesh.rank == 0:
+                self.expert_load.write(Path(self.config.output_dir))
 
     def _steps(self) -> Iterator["Step"]:
         """Yield the steps after `counters.step`."""

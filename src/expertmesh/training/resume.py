@@ -46,6 +46,8 @@ _FREE_KEYS = (
     "train.early_stop",
     *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
+    "moe.placement",
+    "moe.calibration_batches",
     "moe.compute",
     "moe.kernels",
     "data.eval",

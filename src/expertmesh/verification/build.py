@@ -54,6 +54,9 @@ def build(
     options, shards = ModelOptions.of(config), shard_options(config)
     if config.moe.dispatch == "deepep" and (precision.compute != "bfloat16" or parallel is not None):
         shards = replace(shards, moe=config.moe.model_copy(update={"dispatch": "auto"}))
+    if config.moe.placement != "contiguous" and (config.moe.placement == "balanced" or parallel is not None):
+        # Any placement gives the same results: one that the data decide, or one for another ep, is drawn.
+        shards = replace(shards, placement=_drawn_placement(setup, mesh.layout.ep))
     if checkpointing is not None:
         shards = replace(shards, activation_checkpointing=checkpointing_mode(checkpointing), checkpoint_layers="all")
     model, _ = prepare_model(setup.model_config, setup.directory, mesh, options, shards)
@@ -66,6 +69,15 @@ def build(
     if setup.steps[0].minimised.reference and setup.steps[0].dataset.reference is None:
         _make_up_reference(job)
     return job
+
+
+def _drawn_placement(setup: Setup, ep: int) -> dict[str, tuple[int, ...]]:
+    """Return random experts for each EP rank, by experts module; the model's order without EP."""
+    random, placement = np.random.default_rng(0), {}
+    for spec in setup.anatomy.experts if ep > 1 else ():
+        shares = random.permutation(spec.num_experts).reshape(ep, -1)
+        placement[spec.name] = tuple(np.sort(shares, axis=1).flatten().tolist())
+    return placement
 
 
 def _load_teacher(setup: Setup, config: Config, mesh: Mesh) -> Teacher | None:

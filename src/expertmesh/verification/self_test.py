@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
+from expertmesh.experts.layer import layer_of
 from expertmesh.parallel.layers import layers_of
 from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.state.model_view import as_stored, stage_names
@@ -69,8 +70,10 @@ def bugs(proof: Proof) -> list[Bug]:
     update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
     between = Bug("the gradient from one stage to the one before lost", "backward", Hooks(loaded=_lose_between_stages))
     swapped = Bug("codes of a frozen matrix with their halves exchanged", "bytes", Hooks(loaded=_swap_nibbles))
+    placed = Bug("two experts of a placement exchanged", "forward", Hooks(loaded=_swap_slots))
     return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
+        *([placed] if setup.config.moe.placement != "contiguous" else []),
         *([swapped] if setup.config.trained_precision.frozen is not None else []),
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
@@ -98,6 +101,14 @@ def _swap_experts(job: ProvenJob) -> None:
             (start, middle), (_, stop) = (experts.rows(tensor, number) for number in (0, 1))
             whole[start:stop] = torch.cat([whole[middle:stop], whole[start:middle]])
             held.copy_(part_of(tensor, whole))
+
+
+def _swap_slots(job: ProvenJob) -> None:
+    """Send the tokens of the first two experts of the last layer to each other's slots."""
+    for name in stage_names(job.model, [job.setup.anatomy.experts[-1].name]):
+        layer = layer_of(job.model.get_submodule(name))
+        assert layer.slot_E is not None
+        layer.slot_E[:2] = layer.slot_E[:2].flip(0)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, Leaf, Piece, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.safetensors_reader import FileTensor, as_bytes
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import is_on_other_stage, held_boxes, local_values, owns_copy
+from expertmesh.state.shards import held_boxes, is_on_other_stage, local_values, owns_copy
 from expertmesh.weights.first_values import FirstValues, open_weights
 from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
 from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source

@@ -25,7 +25,7 @@ from expertmesh.anatomy import describe
 from expertmesh.compat import init_weights, set_weight_conversions
 from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.boxes import Box, slices
+from expertmesh.io.boxes import Box
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
 from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView, Source, attach

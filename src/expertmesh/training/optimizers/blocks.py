@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from expertmesh.io.boxes import Box, extents
-from expertmesh.state.shards import held_boxes, local_tensor, stored_box, shard_dim
+from expertmesh.state.shards import held_boxes, local_tensor, shard_dim, stored_box
 
 _ELEMENTS_OF_A_PASS = {"cpu": 1 << 17}
 _ELEMENTS_ON_ACCELERATORS = 1 << 22

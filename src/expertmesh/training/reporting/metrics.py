@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer, layer_of
+from expertmesh.experts.placement import LOAD_FILE, write_loads
 from expertmesh.io.terminal import duration
 from expertmesh.state.model_view import stage_names
 from expertmesh.training.reporting.record import MoeLayer
@@ -185,9 +187,15 @@ class ExpertLoad:
             layer_of(model.get_submodule(spec.name)) if spec.name in here else None for spec in anatomy.experts
         ]
         self._num_experts, self._mesh = anatomy.num_experts, mesh
+        self._names = [spec.name for spec in anatomy.experts]
+        self._total_LE = torch.zeros(len(self._names), self._num_experts, dtype=torch.int64)
+        self._steps = (1, 0)
 
-    def take(self) -> tuple[torch.Tensor, int]:
+    def take(self, step: int = 0) -> tuple[torch.Tensor, int]:
         """Return tokens over all ranks `[L, E]` on the host, and the largest peak memory of a rank. Restarts counting.
+
+        Args:
+            step: The last step that was counted, for `write`.
 
         Collectives: two all-reduces on the default group, and one wait for the device.
         """
@@ -196,7 +204,10 @@ class ExpertLoad:
         dist.all_reduce(counts_LE)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         *counts, most = torch.cat([counts_LE.flatten(), peak]).tolist()
-        return torch.tensor(counts).view(counts_LE.shape), most
+        tokens_LE = torch.tensor(counts).view(counts_LE.shape)
+        self._total_LE += tokens_LE
+        self._steps = self._steps[0], step
+        return tokens_LE, most
 
     def pending(self) -> list[list[int]]:
         """Return what `take` would summarise now, `[L][E]`, without taking it. Collectives: one all-reduce."""
@@ -207,10 +218,17 @@ class ExpertLoad:
         pending: list[list[int]] = counts_LE.tolist()
         return pending
 
-    def restore(self, pending: list[list[int]] | None) -> None:
+    def write(self, directory: Path) -> None:
+        """Write the tokens of the reported steps since this start into a run's directory. For rank 0."""
+        if self._steps[1] >= self._steps[0] and self._names:
+            loads = dict(zip(self._names, self._total_LE.tolist(), strict=True))
+            write_loads(directory / LOAD_FILE, loads, *self._steps)
+
+    def restore(self, pending: list[list[int]] | None, first_step: int) -> None:
         """Give the counts of all ranks back to one rank of each stage; they are summed again before they are
-        reported.
+        reported. `first_step` is the next one.
         """
+        self._steps = first_step, 0
         if pending is not None and self._mesh.rank % self._mesh.layout.ranks_per_stage == 0:
             for layer, count_E in zip(self._layers, pending, strict=True):
                 if layer is not None:

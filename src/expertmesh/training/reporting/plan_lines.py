@@ -86,6 +86,8 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield (
         f"experts    dispatch {said['dispatch']}, compute {said['compute']}, router {router}, in {said['router_dtype']}"
     )
+    if checked.placement is not None:
+        yield f"           placed {checked.placement}"
     if said["kernels"] != "torch":
         yield f"           kernels {said['kernels']}"
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0

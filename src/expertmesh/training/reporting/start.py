@@ -15,7 +15,7 @@ from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ran
 from expertmesh.distributed.collectives import all_gather
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES
 from expertmesh.io.boxes import volume
-from expertmesh.state.shards import stored_box, owns_copy
+from expertmesh.state.shards import owns_copy, stored_box
 from expertmesh.training.reporting.machine import device_name, versions
 from expertmesh.training.reporting.plan_lines import local_parameters, plan_lines
 from expertmesh.training.reporting.record import (

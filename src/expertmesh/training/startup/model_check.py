@@ -49,6 +49,8 @@ class Checked:
     objective: RunObjective
     weights_seed: int | None
     """The seed of random first weights; None if they are read from files."""
+    placement: str | None = None
+    """Words of the plan about the places of experts; None for the model's order."""
     checkpoint_bytes: int = 0
     """Bytes of one checkpoint; 0 without any, or before they were requested."""
 
@@ -121,7 +123,9 @@ def check_model(
     )
     reason = ep_reason(config.parallel, layout, traffic, ranks_per_node)
     objective = RunObjective.of(config, teacher)
-    return Checked(model_config, directory, model, plan, order, why, reason, objective, config.weights_seed)
+    placement = None if config.moe.placement == "contiguous" else f"by {config.moe.placement}"
+    seed = config.weights_seed
+    return Checked(model_config, directory, model, plan, order, why, reason, objective, seed, placement)
 
 
 def shard_options(config: Config) -> ShardOptions:

@@ -42,6 +42,7 @@ from expertmesh.training.resume import (
 )
 from expertmesh.training.startup.data import RunData, read_data, stop_where_taught
 from expertmesh.training.startup.output_dir import refuse_no_more_steps, set_result_aside, write_config
+from expertmesh.training.startup.placement import place_experts
 from expertmesh.training.startup.uploads import fetch_records, open_remote
 from expertmesh.weights.load import bytes_to_read
 
@@ -118,6 +119,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
             changes = check_start(start, identity, total_steps, config)
             refuse_no_more_steps(config, start, total_steps)
     shared, begun = from_rank_0(str(start or "")), from_rank_0(str(weights or ""))
+    checked = place_experts(config, checked, mesh, batches)
     say(control, "sharding the model")
     torch.manual_seed(train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.compat import apply_to_tensors
-from expertmesh.io.boxes import full_box, slices
+from expertmesh.io.boxes import full_box
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor, part_of
 from expertmesh.verification.setup import Setup

@@ -1,0 +1,104 @@
+"""Place the experts of a run on EP ranks by their load, for `moe.placement: balanced`.
+
+The load is that of the steps before, in `expert_load.json` of output_dir, or else that of a calibration: forwards of
+the first rows through a frozen copy of the model, which is freed before the run's own is allocated.
+"""
+
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.config import Config, ObjectiveConfig
+from expertmesh.data import StreamBatches, TrainingBatches
+from expertmesh.distributed.all_ranks import object_from_rank_0, raise_on_all_ranks
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.install import close_library
+from expertmesh.experts.layer import layer_of
+from expertmesh.experts.placement import LOAD_FILE, balanced_order, busiest, check_layers, read_loads
+from expertmesh.state.model_view import stage_names
+from expertmesh.step.forward_backward import evaluate_terms
+from expertmesh.step.objectives import objective_of
+from expertmesh.training.objective import evaluating, on_device
+from expertmesh.training.reporting.metrics import ExpertLoad
+from expertmesh.training.teacher import Teacher
+from expertmesh.weights.load import fill
+
+if TYPE_CHECKING:
+    from expertmesh.training.startup.model_check import Checked
+
+log = logging.getLogger(__name__)
+Loads = Mapping[str, Sequence[int]]
+
+
+def place_experts(
+    config: Config, checked: "Checked", mesh: Mesh, batches: TrainingBatches | StreamBatches
+) -> "Checked":
+    """Return `checked` with its experts placed, if `moe.placement` is balanced, and with words of the plan about it.
+
+    Collectives: every rank calls it; a broadcast, and those of a calibration if there is no load of this run.
+    """
+    if config.moe.placement != "balanced":
+        return checked
+    loads: Loads | None = None
+    with raise_on_all_ranks("reading the load of experts"):
+        file = Path(config.output_dir, LOAD_FILE)
+        if dist.get_rank() == 0 and file.is_file():
+            loads = read_loads(file)
+            layers = {spec.name: spec.num_experts for spec in checked.anatomy.experts}
+            check_layers(str(file), {name: len(load) for name, load in loads.items()}, layers)
+    loads, said = object_from_rank_0(loads), f"the load in {file}"
+    if loads is None:
+        began = time.monotonic()
+        loads = _calibrate(config, checked, mesh, batches)
+        said = f"a calibration in {time.monotonic() - began:.3g} s"
+    orders = {name: balanced_order(load, mesh.layout.ep) for name, load in loads.items()}
+    return replace(
+        checked, plan=replace(checked.plan, placement=orders), placement=_line(loads, orders, mesh.layout.ep, said)
+    )
+
+
+def _line(loads: Loads, orders: Mapping[str, tuple[int, ...]], ep: int, said: str) -> str:
+    """Return the load of the busiest EP rank before and after, for the plan."""
+    contiguous = [busiest(load, range(len(load)), ep) for load in loads.values()]
+    placed = [busiest(load, orders[name], ep) for name, load in loads.items()]
+    before, after = (f"{sum(each) / len(each):.2f} (at most {max(each):.2f})" for each in (contiguous, placed))
+    return f"balanced by {said}: the busiest EP rank has {after} times the mean load, contiguous {before}"
+
+
+def _calibrate(
+    config: Config, checked: "Checked", mesh: Mesh, batches: TrainingBatches | StreamBatches
+) -> dict[str, list[int]]:
+    """Return the tokens of each expert in the first `moe.calibration_batches` micro-batches of all data ranks.
+
+    By layer.
+
+    Collectives: every rank calls it; those of loading a frozen model, of its forwards, and an all-reduce.
+    """
+    if mesh.rank == 0:
+        log.info(f"starting   calibrating on {config.moe.calibration_batches} micro-batches of each data rank")
+    frozen = Teacher.planned(config, checked.model_config, checked.directory, mesh.layout)
+    frozen.shard(mesh)
+    fill(frozen.model, frozen.directory, allocate_on=mesh.device, seed=checked.weights_seed)
+    for name in stage_names(frozen.model, [spec.name for spec in checked.anatomy.experts]):
+        layer_of(frozen.model.get_submodule(name)).counts_evaluation = True
+    counts = ExpertLoad(frozen.model, checked.anatomy, mesh)
+    rows = itertools.chain.from_iterable(step.micro_batches for step in batches.steps(0, None))
+    objective = objective_of(ObjectiveConfig(), rows=1, target_tokens=1)
+    with evaluating(frozen.model):
+        for batch in itertools.islice(rows, config.moe.calibration_batches):
+            evaluate_terms(frozen.model, [on_device(batch, mesh.device)], objective)
+    counts_LE, _ = counts.take()
+    close_library(frozen.model)
+    del frozen, counts
+    gc.collect()
+    if mesh.device.type != "cpu":
+        torch.accelerator.empty_cache()
+    return dict(zip((spec.name for spec in checked.anatomy.experts), counts_LE.tolist(), strict=True))
