@@ -125,10 +125,12 @@ class TrainArguments:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The options of `expertmesh plan`."""
+    """The options of `expertmesh plan`: layouts for a model and devices, or a placement, which needs neither."""
 
-    model: Model
-    devices: Annotated[str, Option(metavar="DEVICES", help="nodes x devices and kind: '2x8 h200', '8 h100'")]
+    model: Annotated[str, Argument(metavar="MODEL", help="hub id or local directory", show_default=False)] = ""
+    devices: Annotated[
+        str, Option(metavar="DEVICES", help="nodes x devices and kind: '2x8 h200', '8 h100'", show_default=False)
+    ] = ""
     seq_len: Annotated[int | None, N(min=2, help="tokens of a sequence (default: 4096, or the model's own)")] = None
     global_batch_size: Annotated[int | None, N(help="sequences of a step (default: 64, or one per device)")] = None
     lora: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="adapters: r=16; again for more keys")] = None
@@ -149,11 +151,20 @@ class PlanOptions:
         float | None, Option(metavar="HOURS", help="of one device between failures (default: the hardware table's)")
     ] = None
     imbalance: Annotated[float, Option(metavar="X", help="rows of the busiest expert rank over the mean")] = 1.0
+    load: Annotated[
+        str | None, Option(metavar="RUN_OR_FILE", help="measured instead: a run with expert_load.json, or that file")
+    ] = None
     hardware: Annotated[str | None, FILE(help="YAML with more devices, or other numbers for ours")] = None
     yaml: Annotated[bool, Option("--yaml", help="print a configuration for train of the best layout")] = False
     json: Annotated[bool, Option("--json", help="print everything as JSON")] = False
     simulate: Annotated[bool, Option("--simulate", help="run one rank of the best layout on fake tensors")] = False
     data: Annotated[str, Option(metavar="PATH", help="data.train of --yaml")] = "train.jsonl"
+    placement: Annotated[
+        str | None,
+        Option(metavar="RUN_OR_FILE", help="write a balanced moe.placement by the load, as of --load; needs no MODEL"),
+    ] = None
+    ep: Annotated[int | None, N(help="EP ranks of --placement")] = None
+    output: Annotated[str | None, FILE(help="file of --placement (default: placement.json)")] = None
     trust_remote_code: TrustRemoteCode = False
 
 

@@ -36,7 +36,9 @@ class BlockSharding:
     rows: int
     """Sequences of a micro-batch."""
     imbalance: float
-    """Rows of the busiest rank of an EP group over their mean."""
+    """Rows of the busiest rank of an EP group over their mean, in the worst layer."""
+    mean_imbalance: float
+    """The same, as the mean of a stage's layers."""
     on_cpu: bool
     """True if devices are CPUs."""
     gloo: bool
@@ -57,6 +59,7 @@ class BlockSharding:
             replicated=layout.replicate > 1,
             rows=workload.batch.rows,
             imbalance=workload.imbalance,
+            mean_imbalance=max(map(workload.mean_imbalance, range(layout.pp))),
             on_cpu=workload.on_cpu,
             gloo=workload.on_cpu and layout.world_size > 1,
             offload=layout.offload == "experts",
@@ -247,7 +250,10 @@ class _Experts:
         self.experts, self.spec, self.sharding = experts, experts.spec, sharding
         self.compute, self.reduce = model.compute_bytes, model.reduce_bytes
         self.master = BYTES_OF[model.precision.params]
-        self.routed = experts.router.routed(sharding.part * model.length, sharding.ep, sharding.imbalance)
+        tokens = sharding.part * model.length
+        self.routed = experts.router.routed(tokens, sharding.ep, sharding.imbalance)
+        # A rank that is busy in one layer is not in another: activations of all layers grow by the mean at most.
+        self.kept = experts.router.routed(tokens, sharding.ep, sharding.mean_imbalance)
         self.gathers = sharding.efsdp > 1 or sharding.replicated or sharding.offload
         self.rows_RH = self.routed.rows * self.spec.hidden_size * self.compute
         self.pairs_PH = self.routed.pairs * self.spec.hidden_size * self.compute
@@ -291,7 +297,7 @@ class _Experts:
         """Return what is saved: rows, pre-activations and indices (expert_mlp.py), and the indices of combine
         (dispatch.py).
         """
-        routed, experts = self.routed, self.experts
+        routed, experts = self.kept, self.experts
         pairs = routed.pairs * (experts.width * self.compute + 4 + 2 * INDEX)
         if experts.rank:
             padded = -(-experts.rank // 8) * 8

@@ -1,0 +1,276 @@
+"""Choose which EP rank holds which expert, and read and write the two files about it.
+
+An *order* of a layer has its E experts by slot: EP rank r holds the slots r*E/ep to (r+1)*E/ep - 1, and its experts
+ascend. The contiguous order is 0, 1, ..., E-1. An order is for run time alone: files of weights, checkpoints and counts
+keep the model's own numbers.
+
+`expert_load.json` has the tokens that each expert of a run got; a placement file has what was made of them. Both come
+from others and are refused unless every number in them is in its place. Nothing here communicates.
+
+    E experts
+"""
+
+import heapq
+import json
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from expertmesh.config.base import refuse
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.directory import io_errors
+from expertmesh.io.reading import read_versioned, shortened
+from expertmesh.io.safetensors_writer import replace_synced
+
+LOAD_FILE = "expert_load.json"
+SCHEMA_VERSION = 1
+# Published models have hundreds of experts in fewer than a hundred layers.
+MAX_EXPERTS, MAX_LAYERS, MAX_RANKS = 8192, 4096, 8192
+# A layer of 256 random loads takes some 50 swaps at most.
+_SWAPS_PER_EXPERT = 8
+_MAKE_ANEW = "make one with `expertmesh plan --placement RUN --ep N`"
+_Content = TypeVar("_Content", bound="_File")
+_Layer = TypeVar("_Layer")
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Layers = Annotated[dict[str, _Layer], Field(min_length=1, max_length=MAX_LAYERS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The experts of every EP rank, for all layers of a model."""
+
+    ep: int
+    """Ranks of an EP group."""
+    orders: Mapping[str, tuple[int, ...]]
+    """The order of each layer, by the full name of its experts module."""
+
+
+def balanced_order(load_E: Sequence[int], ep: int) -> tuple[int, ...]:
+    """Return the order whose busiest rank has as few tokens as was found; contiguous where that has no more.
+
+    Experts go to the least busy rank with room, the busiest first; then two experts change places as long as that takes
+    tokens off the busiest rank. It ends with at most the mean of a rank and the tokens of one expert. The result
+    depends on the arguments alone: counts are integers, and ties go to lower numbers.
+
+    Args:
+        load_E: Tokens of each expert.
+        ep: Ranks, a divisor of E.
+    """
+    experts = len(load_E)
+    assert experts % ep == 0, (experts, ep)
+    here, contiguous = experts // ep, tuple(range(experts))
+    ranks: list[list[tuple[int, int]]] = [[] for _ in range(ep)]
+    least = [(0, rank) for rank in range(ep)]
+    for expert in sorted(range(experts), key=lambda expert: (-load_E[expert], expert)):
+        load, rank = heapq.heappop(least)
+        ranks[rank].append((load_E[expert], expert))
+        if len(ranks[rank]) < here:
+            heapq.heappush(least, (load + load_E[expert], rank))
+    _swap(ranks)
+    order = tuple(expert for rank in _near_home(ranks) for _, expert in sorted(rank, key=lambda each: each[1]))
+    return order if max(rank_loads(load_E, order, ep)) < max(rank_loads(load_E, contiguous, ep)) else contiguous
+
+
+def _swap(ranks: list[list[tuple[int, int]]]) -> None:
+    """Exchange experts, given as load and number, of the busiest rank for others until none takes tokens off it."""
+    for rank in ranks:
+        rank.sort()
+    loads = [sum(load for load, _ in rank) for rank in ranks]
+    for _ in range(_SWAPS_PER_EXPERT * len(ranks) * len(ranks[0])):
+        busiest = loads.index(max(loads))
+        best: tuple[int, int, int, int] | None = None  # the busier of the two then, the other rank, both places
+        for other, rank in enumerate(ranks):
+            gap = loads[busiest] - loads[other]
+            for place, (load, _) in enumerate(ranks[busiest]) if gap > 1 else ():
+                # The best exchange moves half of the gap: of sorted loads one of the two next to that.
+                at = bisect_left(rank, (load - gap // 2,))
+                for its in (at - 1, at):
+                    if 0 <= its < len(rank) and 0 < (moved := load - rank[its][0]) < gap:
+                        found = max(loads[busiest] - moved, loads[other] + moved), other, place, its
+                        best = found if best is None else min(best, found)
+        if best is None:
+            return
+        _, other, place, its = best
+        moved = ranks[busiest][place][0] - ranks[other][its][0]
+        ranks[busiest][place], ranks[other][its] = ranks[other][its], ranks[busiest][place]
+        loads[busiest] -= moved
+        loads[other] += moved
+        ranks[busiest].sort()
+        ranks[other].sort()
+
+
+def _near_home(ranks: Sequence[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    """Return the ranks in the order that leaves many experts where contiguous placement has them."""
+    here = len(ranks[0])
+    stay = Counter((now, expert // here) for now, rank in enumerate(ranks) for _, expert in rank)
+    taken: dict[int, int] = {}
+    homes: dict[int, int] = {}
+    for (now, home), _ in sorted(stay.items(), key=lambda item: (-item[1], item[0])):
+        if now not in homes and home not in taken:
+            taken[home], homes[now] = now, home
+    left = iter([now for now in range(len(ranks)) if now not in homes])
+    return [ranks[taken[home] if home in taken else next(left)] for home in range(len(ranks))]
+
+
+def rank_loads(load_E: Sequence[int], order: Sequence[int], ep: int) -> list[int]:
+    """Return the tokens of each of `ep` ranks under `order`."""
+    here = len(order) // ep
+    return [sum(load_E[expert] for expert in order[first : first + here]) for first in range(0, len(order), here)]
+
+
+def busiest(load_E: Sequence[int], order: Sequence[int], ep: int) -> float:
+    """Return the tokens of the busiest rank over the mean; 1.0 if there are none."""
+    return max(rank_loads(load_E, order, ep)) * ep / sum(load_E) if any(load_E) else 1.0
+
+
+def least_busiest(load_E: Sequence[int], ep: int) -> float:
+    """Return a bound of `busiest` that no order is below: the mean, or the busiest expert beside the least busy ones.
+
+    Above 1.0 one expert is too busy for its rank, which only copies of it would mend.
+    """
+    if not any(load_E):
+        return 1.0
+    *others, most = sorted(load_E)
+    return max(1.0, (most + sum(others[: len(load_E) // ep - 1])) * ep / sum(load_E))
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    schema_version: Literal[1]
+
+
+class _PlacementFile(_File):
+    """The content of a placement file."""
+
+    format: Literal["expertmesh-placement"]
+    ep: int = Field(ge=1, le=MAX_RANKS)
+    layers: _Layers[list[Annotated[list[_Count], Field(max_length=MAX_EXPERTS)]]]
+    """The experts of each rank, by layer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, ranks in self.layers.items():
+            experts = sorted(expert for rank in ranks for expert in rank)
+            if len(ranks) != self.ep or not experts or len({len(rank) for rank in ranks}) > 1:
+                refuse(f"{shortened(name)}: has not {self.ep} ranks with equally many experts")
+            if len(experts) > MAX_EXPERTS or experts != list(range(len(experts))):
+                refuse(f"{shortened(name)}: has not each expert once")
+        return self
+
+
+class _LoadFile(_File):
+    """The content of `LOAD_FILE`."""
+
+    format: Literal["expertmesh-expert-load"]
+    first_step: _Count
+    """The first optimizer step that is counted."""
+    last_step: _Count
+    layers: _Layers[Annotated[list[_Count], Field(min_length=1, max_length=MAX_EXPERTS)]]
+    """Tokens of each expert, by layer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.last_step < self.first_step:
+            refuse("last_step: is before first_step")
+        return self
+
+
+def read_placement(path: str | Path) -> Placement:
+    """Read a placement file. Raises `InputError` for what is none."""
+    path = Path(path)
+    try:
+        content = _read(path, _PlacementFile)
+    except IntegrityError as error:
+        raise InputError(f"{error}; {_MAKE_ANEW}", key="placement.damaged") from error
+    orders = {name: tuple(e for rank in ranks for e in sorted(rank)) for name, ranks in content.layers.items()}
+    return Placement(content.ep, orders)
+
+
+def write_placement(placement: Placement, path: str | Path) -> None:
+    """Write a placement file, synced, in place of any that is there. Raises `InputError` where it cannot be written."""
+    layers = {}
+    for name, order in placement.orders.items():
+        here = len(order) // placement.ep
+        layers[name] = [list(order[first : first + here]) for first in range(0, len(order), here)]
+    _write(Path(path), {"format": "expertmesh-placement", "schema_version": SCHEMA_VERSION, "ep": placement.ep}, layers)
+
+
+def read_loads(path: str | Path) -> dict[str, list[int]]:
+    """Read the tokens of each expert, by the full name of the layer's experts module.
+
+    Args:
+        path: A file of loads, or the directory of a run that has one.
+
+    Raises:
+        InputError: There is none, or it is damaged.
+    """
+    path = Path(path)
+    path = path / LOAD_FILE if path.is_dir() else path
+    try:
+        return _read(path, _LoadFile).layers
+    except IntegrityError as error:
+        raise InputError(f"{error}; take that of another run", key="placement.damaged-load") from error
+
+
+def write_loads(path: str | Path, loads: Mapping[str, Sequence[int]], first_step: int, last_step: int) -> None:
+    """Write the tokens of each expert in the steps from `first_step` to `last_step`, as `write_placement` does."""
+    head = {"format": "expertmesh-expert-load", "schema_version": SCHEMA_VERSION}
+    layers = {name: list(load_E) for name, load_E in loads.items()}
+    _write(Path(path), {**head, "first_step": first_step, "last_step": last_step}, layers)
+
+
+def check_fits(placement: Placement, layers: Mapping[str, int], ep: int) -> None:
+    """Raise `InputError` unless the placement is for this model and this ep.
+
+    Args:
+        layers: The number of experts of each layer, by the full name of its experts module.
+    """
+    if placement.ep != ep:
+        raise InputError(
+            f"moe.placement: the file is for ep {placement.ep}, and this job has ep {ep}; {_MAKE_ANEW}",
+            key="placement.other-ep",
+        )
+    check_layers("moe.placement", {name: len(order) for name, order in placement.orders.items()}, layers)
+
+
+def check_layers(what: str, found: Mapping[str, int], layers: Mapping[str, int]) -> None:
+    """Raise `InputError` unless a file has the model's layers, with as many experts.
+
+    Args:
+        what: The option that names the file.
+        found: The number of experts of each layer of the file.
+        layers: That of the model.
+    """
+    for name in sorted({*found, *layers}, key=lambda name: (name not in layers, name)):
+        if found.get(name) != layers.get(name):
+            here, there = (f"{each[name]} experts" if name in each else "no such layer" for each in (layers, found))
+            raise InputError(
+                f"{what}: the model has {here} for {shortened(name)}, and the file has {there}; take one of this model",
+                key="placement.other-model",
+            )
+
+
+def _read(path: Path, kind: type[_Content]) -> _Content:
+    try:
+        return read_versioned(path, kind, SCHEMA_VERSION, key="placement.damaged")
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{path}: there is no such file; `train` writes {LOAD_FILE} into output_dir, and `plan --placement RUN` "
+            "makes a placement of it",
+            key="file.unreadable",
+        ) from error
+
+
+def _write(path: Path, head: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
+    """Write one JSON object, a line for each layer."""
+    lines = [f"    {json.dumps(name)}: {json.dumps(layer)}" for name, layer in layers.items()]
+    first = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
+    content = ("{\n" + first + '  "layers": {\n' + ",\n".join(lines) + "\n  }\n}\n").encode()
+    with io_errors(path, len(content)):
+        replace_synced(path, content)
