@@ -62,7 +62,7 @@ def test_no_exchange_takes_tokens_off_the_busiest_rank(kind: str, experts: int, 
 
 def test_loads_with_an_even_split_reach_it_and_even_ones_stay_in_order() -> None:
     assert balanced_order([7, 7, 1, 1], 2) == (0, 2, 1, 3)
-    assert balanced_order([9, 5, 4, 3, 2, 1], 2) == (0, 4, 5, 1, 2, 3)
+    assert balanced_order([9, 5, 4, 3, 2, 1], 2) == (1, 2, 3, 0, 4, 5)  # 1 and 2 stay on the first rank
     for even in ([0] * 8, [5] * 8, [3, 1] * 4):
         assert balanced_order(even, 4) == tuple(range(8))
     assert balanced_order([9, 1, 1, 1], 1) == (0, 1, 2, 3)
@@ -126,7 +126,7 @@ PLACEMENTS: dict[str, tuple[Any, str]] = {
     "a word": (_changed(layers={LAYER: [[0, "1"], [2, 3]]}), "valid integer"),
     "a number beyond int64": (_changed(layers={LAYER: [[0, 2**63], [2, 3]]}), "less than"),
     "too many experts": (_changed(layers={LAYER: [list(range(5000)), list(range(5000, 10000))]}), "each expert once"),
-    "a long name": (_changed(layers={"x" * 10**6: [[0], [0]]}), "(1,000,000 characters): has not each expert once"),
+    "a long name": (_changed(layers={"x" * 10**6: [[0], [0]]}), "(1,000,000 characters) has not each expert once"),
 }
 LOADS: dict[str, tuple[Any, str]] = {
     "no layer": (_changed(layers={}), "layers"),
@@ -134,7 +134,7 @@ LOADS: dict[str, tuple[Any, str]] = {
     "a fraction": (_changed(layers={LAYER: [1, 0.5]}), "valid integer"),
     "no experts": (_changed(layers={LAYER: []}), "at least 1 item"),
     "too many experts": (_changed(layers={LAYER: [1] * 8193}), "at most 8192 items"),
-    "steps that end before they begin": (_changed(last_step=0), "last_step: is before first_step"),
+    "steps that end before they begin": (_changed(last_step=0), "last_step is before first_step"),
     "an unknown key": (_changed(tokens=1), "tokens"),
 }
 
@@ -149,21 +149,21 @@ def test_hostile_files_are_refused_by_name(path: Path) -> None:
     placement = json.loads(path.read_text())
     write_loads(path, {LAYER: [1, 2]}, 1, 2)
     counts = json.loads(path.read_text())
-    readers: tuple[tuple[Any, dict[str, tuple[Any, str]], dict[str, Any], str], ...] = (
-        (read_placement, PLACEMENTS, placement, "placement.damaged"),
-        (read_loads, LOADS, counts, "placement.damaged-load"),
+    readers: tuple[tuple[Any, dict[str, tuple[Any, str]], dict[str, Any]], ...] = (
+        (read_placement, PLACEMENTS, placement),
+        (read_loads, LOADS, counts),
     )
-    for read, changes, right, key in readers:
+    for read, changes, right in readers:
         for what, (change, names) in changes.items():
             path.write_text(json.dumps(change(right)))
-            with refused(key, naming=str(path)) as error:
+            with refused("placement.damaged", naming=str(path)) as error:
                 read(path)
             assert names in str(error.value), (what, str(error.value))
             assert len(str(error.value)) < 1000 + len(str(path)), what
         twice = re.sub(r'("layers": \{)', rf'\1"{LAYER}": [], ', json.dumps(right))
         for text in ("", "{", "NaN", "\0" * 99, "[" * 10**5, twice, json.dumps(right)[:-1], "1" * 10**4):
             path.write_text(text)
-            with refused(key, naming=str(path)):
+            with refused("placement.damaged", naming=str(path)):
                 read(path)
         path.write_text(json.dumps(right | {"schema_version": 2}))
         with refused("install.too-old", naming="schema version 2"):
@@ -174,7 +174,7 @@ def test_hostile_files_are_refused_by_name(path: Path) -> None:
         path.unlink()
         with refused("file.unreadable", naming=str(path)):
             read(path)
-        with refused("file.unreadable", naming="expert_load.json"):
+        with refused("file.unreadable", naming=str(path.parent)):
             read(path.parent)
 
 

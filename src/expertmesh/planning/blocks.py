@@ -161,7 +161,9 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
     own, split, uncast = (group_bytes(group, sharding.ranks, sharding.tp) for group in groups)
     reducing = reduced_bytes(model, own) + reduced_bytes(model, split)
     ends = block.ends_in_experts(mode, shared_beside=sharding.shared_beside)
-    experts = _Experts(model, block.experts, sharding).memory(ends) if block.experts is not None else ExpertsMemory()
+    experts = (
+        _Experts(model, block.experts, sharding, mode).memory(ends) if block.experts is not None else ExpertsMemory()
+    )
     reads = _read_by_backward(model, block, sharding) + experts.saved
     return BlockMemory(
         reads=reads,
@@ -246,14 +248,15 @@ def _checkpointed(
 class _Experts:
     """The sequence of events in experts/expert_mlp.py. R rows received, P pairs, H hidden, I intermediate."""
 
-    def __init__(self, model: ModelFigures, experts: Experts, sharding: BlockSharding) -> None:
+    def __init__(self, model: ModelFigures, experts: Experts, sharding: BlockSharding, mode: CheckpointingMode) -> None:
         self.experts, self.spec, self.sharding = experts, experts.spec, sharding
         self.compute, self.reduce = model.compute_bytes, model.reduce_bytes
         self.master = BYTES_OF[model.precision.params]
         tokens = sharding.part * model.length
         self.routed = experts.router.routed(tokens, sharding.ep, sharding.imbalance)
-        # A rank that is busy in one layer is not in another: activations of all layers grow by the mean at most.
-        self.kept = experts.router.routed(tokens, sharding.ep, sharding.mean_imbalance)
+        # What all layers keep grows by their mean at most; of recomputed ones one at a time has anything.
+        kept = sharding.imbalance if mode == "full" else sharding.mean_imbalance
+        self.kept = experts.router.routed(tokens, sharding.ep, kept)
         self.gathers = sharding.efsdp > 1 or sharding.replicated or sharding.offload
         self.rows_RH = self.routed.rows * self.spec.hidden_size * self.compute
         self.pairs_PH = self.routed.pairs * self.spec.hidden_size * self.compute
