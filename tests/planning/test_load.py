@@ -78,9 +78,10 @@ def test_time_goes_by_the_mean_of_layers_and_memory_at_work_by_the_worst(qwen: M
     full = [memory_of(replace(each, mode="full")).total for each in both]
     assert full[0] == full[1]
     # Of two pipeline stages the second has the busy layer, and all wait for it.
-    stages = _plan(one, Layout(pp=2, fsdp=4, ep=4)).workload
-    busy = sum(SKEWED[:32]) * 4 / sum(SKEWED)
-    assert [stages.mean_imbalance(stage) for stage in (0, 1)] == pytest.approx([1, (1 + busy) / 2])
+    cut = Layout(pp=2, fsdp=4, ep=4)
+    first, second = (_plan(one, cut).workload.mean_imbalance(stage) for stage in (0, 1))
+    assert first == 1 < second
+    assert _plan(one, cut).speed.experts > _plan(_job(qwen, None), cut).speed.experts
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_plan_reads_the_load_of_a_run(run: Path, capsys: pytest.CaptureFixture[s
     small = ["plan", str(run), "--seq-len", "64", "--devices", "2x2 cpu"]
     assert main([*small, "--load", str(run)]) == 0
     out = capsys.readouterr().out
-    assert "tokens of the busiest EP rank over the mean" in out
+    assert "busiest EP rank over the mean" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["4", "2.00", "2.00", "1.11", "1.11", "1.11", "1.11"] in lines
     assert "tokens are spread evenly" not in out

@@ -45,14 +45,16 @@ def load_of(loads: Mapping[str, Sequence[int]], ep: int) -> Load:
     return Load(ep, *((sum(each) / len(layers), max(each)) for each in (contiguous, balanced, at_least)))
 
 
-def print_loads(console: Console, name: str, loads: Sequence[Load]) -> None:
-    """Print a line for each ep: what contiguous and balanced placement make of the loads of `name`."""
-    columns = ("ep", "contiguous", "worst layer", "balanced", "worst layer", "at least", "worst layer")
+def print_loads(console: Console, source: str, loads: Mapping[str, Sequence[int]], eps: Sequence[int]) -> None:
+    """Print a line for each ep: what contiguous and balanced placement make of `loads`, read from `source`."""
+    found = [load_of(loads, ep) for ep in eps]
+    columns = ("ep", "contiguous", "worst", "balanced", "worst", "at least", "worst")
     rows = [
         (str(each.ep), *(f"{value:.2f}" for pair in (each.contiguous, each.balanced, each.at_least) for value in pair))
-        for each in loads
+        for each in found
     ]
-    print_rows(console, f"tokens of the busiest EP rank over the mean: {name}", columns, rows)
+    title = f"busiest EP rank over the mean, of all {len(loads)} layers and the worst, by {source}"
+    print_rows(console, title, columns, rows)
 
 
 def run(options: PlanOptions) -> int:
@@ -71,6 +73,6 @@ def run(options: PlanOptions) -> int:
             )
     write_placement(Placement(ep, {name: balanced_order(load_E, ep) for name, load_E in loads.items()}), path)
     console = Terminal()
-    print_loads(console, f"{options.placement}, {len(loads)} MoE layers", [load_of(loads, ep)])
+    print_loads(console, options.placement, loads, [ep])
     console.print(f"wrote {path}; train with moe.placement={path} parallel.ep={ep}", soft_wrap=True)
     return 0

@@ -68,16 +68,16 @@ def _run(options: PlanOptions) -> int:
         return 0
     costs = run_costs(job, best, options.tokens, options.price, options.mtbf)
     splits = divisors(gcd(devices.count, figures.anatomy.num_experts))[1:]
-    by_ep = [] if loads is None else [load_of(loads, ep) for ep in splits]
     if options.json:
-        print(json.dumps(as_json(options, found, best, costs) | {"load": list(map(asdict, by_ep))}, indent=2))
+        load = [] if loads is None else [asdict(load_of(loads, ep)) for ep in splits]
+        print(json.dumps(as_json(options, found, best, costs) | {"load": load}, indent=2))
         return 0
     console = Terminal()
     print_candidates(console, options.model, job, found.candidates[: options.top])
     print_best(console, job, best, costs)
     print_rows(console, "assumed, as no option says otherwise", None, list(assumptions(options, job)))
-    if by_ep:
-        print_loads(console, f"planned with contiguous, {options.load}", by_ep)
+    if loads is not None and splits:
+        print_loads(console, f"{options.load}; planned with contiguous", loads, splits)
     console.print(*cards_lines(job), sep="\n", soft_wrap=True)
     if found.rejected:
         console.print("rejected", *(f"  {line}" for line in rejection_lines(found)), sep="\n", soft_wrap=True)
