@@ -112,25 +112,25 @@ def _swap(ranks: list[list[tuple[int, int]]]) -> None:
         rank.sort()
     loads = [sum(load for load, _ in rank) for rank in ranks]
     for _ in range(_SWAPS_PER_EXPERT * len(ranks) * len(ranks[0])):
-        busiest = loads.index(max(loads))
+        most = loads.index(max(loads))
         best: tuple[int, int, int, int] | None = None  # the busier of the two then, the other rank, both places
         for other, rank in enumerate(ranks):
-            gap = loads[busiest] - loads[other]
-            for place, (load, _) in enumerate(ranks[busiest]) if gap > 1 else ():
+            gap = loads[most] - loads[other]
+            for place, (load, _) in enumerate(ranks[most]) if gap > 1 else ():
                 # The best exchange moves half of the gap: of sorted loads one of the two next to that.
                 at = bisect_left(rank, (load - gap // 2,))
                 for its in (at - 1, at):
                     if 0 <= its < len(rank) and 0 < (moved := load - rank[its][0]) < gap:
-                        found = max(loads[busiest] - moved, loads[other] + moved), other, place, its
+                        found = max(loads[most] - moved, loads[other] + moved), other, place, its
                         best = found if best is None else min(best, found)
         if best is None:
             return
         _, other, place, its = best
-        moved = ranks[busiest][place][0] - ranks[other][its][0]
-        ranks[busiest][place], ranks[other][its] = ranks[other][its], ranks[busiest][place]
-        loads[busiest] -= moved
+        moved = ranks[most][place][0] - ranks[other][its][0]
+        ranks[most][place], ranks[other][its] = ranks[other][its], ranks[most][place]
+        loads[most] -= moved
         loads[other] += moved
-        ranks[busiest].sort()
+        ranks[most].sort()
         ranks[other].sort()
 
 
