@@ -98,7 +98,7 @@ class Copies:
         Collectives: every rank of the group calls it; one all-to-all in forward, one in backward.
         """
         tensors = [tensor for adapter in own if adapter is not None for tensor in (adapter.a_LrK, adapter.b_LNr)]
-        copied = iter(_Exchanged.apply(self, *tensors))
+        copied = iter(self.exchanged(tensors))
 
         def joined(adapter: Adapter | None) -> Adapter | None:
             if adapter is None:
@@ -107,6 +107,11 @@ class Copies:
             return Adapter(a, b, adapter.scaling)
 
         return [joined(adapter) for adapter in own]
+
+    def exchanged(self, own: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the values `[C, ...]` of copies of each tensor of `own`, `[L, ...]`, differentiable."""
+        copied: Sequence[torch.Tensor] = _Exchanged.apply(self, *own)
+        return copied
 
 
 class _Exchanged(torch.autograd.Function):
