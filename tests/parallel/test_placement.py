@@ -83,11 +83,10 @@ def test_adapters_of_experts_on_any_rank_equal_stock_peft(tmp_path: Path) -> Non
 
 def _copied(path: Path, model: nn.Module, ep: int, replicas: int) -> em.MoeConfig:
     """Write a placement with copies by loads that differ widely, and return the section that names it."""
-    random = torch.Generator().manual_seed(0)
-    loads = {
-        spec.name: torch.randint(1, 99, (spec.num_experts,), generator=random) ** 3 for spec in describe(model).experts
-    }
-    write_placement(balanced({name: load_E.tolist() for name, load_E in loads.items()}, ep, replicas), path)
+    random, loads = torch.Generator().manual_seed(0), {}
+    for spec in describe(model).experts:
+        loads[spec.name] = (torch.randint(1, 99, (spec.num_experts,), generator=random) ** 3).tolist()
+    write_placement(balanced(loads, ep, replicas), path)
     return em.MoeConfig(placement=str(path), replicas=replicas)
 
 
@@ -98,7 +97,7 @@ def _copied(path: Path, model: nn.Module, ep: int, replicas: int) -> em.MoeConfi
         ("deepseek_v3", 4, {"ep": 4}, 2, torch.float32),
         ("gpt_oss", 4, {"ep": 2, "pp": 2}, 1, torch.float32),
         pytest.param(
-            "olmoe", 4, {"ep": 4, "tp": 2}, 2, torch.float32, marks=pytest.mark.slow(why="test_axes.py has tp")
+            "olmoe", 4, {"ep": 4, "tp": 2}, 2, torch.float32, marks=pytest.mark.slow(why="three layouts stay")
         ),
     ],
 )
@@ -144,7 +143,7 @@ def test_copies_that_are_not_their_experts_turn_it_red(bug: Callable[[Copies], N
         bug(copies)
 
     for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(ep=2), moe=moe, tamper=tamper), 2):
-        assert max(distance.gradient[0], distance.weight[0]) > 1e-3
+        assert max(distance.gradient[0], distance.weight[0]) > 1e-4
 
 
 def test_tokens_of_a_copied_expert_go_to_all_that_hold_it_by_turns() -> None:
