@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import accumulation, layer, load, lora, result, step, worker
+from benchmarks import accumulation, layer, load, lora, placement, result, step, worker
 from benchmarks.case import Case, LayerCase, Shape
 from benchmarks.probes import count_collectives
 from expertmesh.compat import all_gather_into, reduce_scatter_into
@@ -122,6 +123,19 @@ def test_the_scripts_of_the_published_figures_run(script: str, arguments: str) -
     command = [sys.executable, "-m", f"benchmarks.{script}", *arguments.split()]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert "expertmesh_" in done.stdout
+
+
+def test_rows_of_a_placement_are_counted_as_token_by_token() -> None:
+    draw, order = np.random.default_rng(1), (5, 0, 7, 2, 1, 3, 4, 6)
+    chosen = placement.choices(placement.Routing("tiny", 8, 3), draw)[:500]
+    ranks = [{order.index(expert) // 2 for expert in token} for token in chosen.tolist()]
+    assert {len(set(token)) for token in chosen.tolist()} == {3}
+    assert placement.rows_of_ranks(chosen, order, 4).tolist() == [
+        sum(rank in held for held in ranks) for rank in range(4)
+    ]
+    # Popular experts are chosen more often: the first of Zipf's by most tokens.
+    counts = np.bincount(chosen.ravel(), minlength=8)
+    assert counts.max() > 0.6 * len(chosen) > 2 * counts.min()
 
 
 def _counted() -> list[tuple[list[str], dict[str, CollectiveCount]]]:

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.checkpoint.state import model_state, optimizer_state
 from expertmesh.config import LoraConfig, OptimConfig
-from expertmesh.io.boxes import slices
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import is_on_other_stage, stored_box
+from expertmesh.state.shards import is_on_other_stage, part_of
 from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_model
 from tests.support.reference import joined_stages, whole
@@ -36,6 +35,7 @@ class Case:
     family: str = "qwen3_moe"
     changes: dict[str, Any] = field(default_factory=dict)
     lora: LoraConfig | None = None
+    moe: em.MoeConfig | None = None
 
     def model(self) -> Any:
         return tiny_model(self.family, dtype=getattr(torch, self.params), **self.changes)
@@ -66,7 +66,7 @@ def sharded_steps(
     mesh = em.init_mesh(parallel)
     reduce = "float64" if case.params == "float64" else "float32"
     precision = em.PrecisionConfig(params=case.params, compute=case.params, reduce=reduce)  # type: ignore[arg-type]
-    model = em.parallelize(case.model(), mesh, precision=precision, lora=case.lora)
+    model = em.parallelize(case.model(), mesh, precision=precision, lora=case.lora, moe=case.moe)
     compute = torch.float32 if case.params == "bfloat16" else getattr(torch, case.params)
     optimizer = build_optimizer(model, case.optim, SEED, compute)
     if load is not None:
@@ -76,7 +76,7 @@ def sharded_steps(
         for name, parameter in ModelView(model).parameters.items():
             if parameter.requires_grad:
                 gradient = given_gradient(name, last, parameter)
-                local = gradient[slices(stored_box(parameter))].clone()
+                local = part_of(parameter, gradient).clone()
                 parameter.grad = _like(parameter, local)
         optimizer.step()
     if save is not None:

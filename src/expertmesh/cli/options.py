@@ -66,25 +66,25 @@ def token_count(text: str) -> float:
 # Options that several verbs share.
 N = functools.partial(Option, metavar="N", min=1)
 FILE = functools.partial(Option, metavar="FILE")
-ConfigFile = Annotated[str, Argument(metavar="CONFIG", help="the YAML file of the run")]
+ConfigFile = Annotated[str, Argument(metavar="CONFIG", help="the run's YAML file")]
 Overrides = Annotated[
     list[str] | None, Argument(metavar="KEY=VALUE", help="instead of the file's value, e.g. train.max_steps=10")
 ]
 Model = Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")]
-Output = Annotated[str, Option(metavar="DIR", help="directory to write; new or empty")]
+Output = Annotated[str, Option(metavar="DIR", help="new or empty directory")]
 MergedDtype = Literal["auto", "bfloat16", "float16", "float32", "as_loaded"]
 # As `save_model` takes them; a test compares the two.
 WrittenDtype = Literal["auto", "bfloat16", "float16", "float32", "as_loaded", "fp8", "int4", "mxfp4", "nvfp4"]
 Frozen = Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"]
-DTYPE = Option(help="of the weights written; auto: as in the model's files, bfloat16 where these are quantised")
+DTYPE = Option(help="of the weights; auto: as in the model's files, bfloat16 if quantised")
 SHARD_SIZE = Option(
     metavar="SIZE",
     parser=size,
     show_default=False,
-    help="of one file of a model's weights: 5GB (default), 500MB, 4GiB or bytes",
+    help="of a weights file: 5GB (default), 500MB, 4GiB or bytes",
 )
 DEFAULT_SHARD_SIZE = size("5GB")
-TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="let the model's own Python code run")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="run the model's own code")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +125,12 @@ class TrainArguments:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The options of `expertmesh plan`."""
+    """The options of `expertmesh plan`: layouts for a model and devices, or a placement, which needs neither."""
 
-    model: Model
-    devices: Annotated[str, Option(metavar="DEVICES", help="nodes x devices and kind: '2x8 h200', '8 h100'")]
+    model: Annotated[str, Argument(metavar="MODEL", help="hub id or local directory", show_default=False)] = ""
+    devices: Annotated[
+        str, Option(metavar="DEVICES", help="nodes x devices and kind: '2x8 h200', '8 h100'", show_default=False)
+    ] = ""
     seq_len: Annotated[int | None, N(min=2, help="tokens of a sequence (default: 4096, or the model's own)")] = None
     global_batch_size: Annotated[int | None, N(help="sequences of a step (default: 64, or one per device)")] = None
     lora: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="adapters: r=16; again for more keys")] = None
@@ -149,11 +151,20 @@ class PlanOptions:
         float | None, Option(metavar="HOURS", help="of one device between failures (default: the hardware table's)")
     ] = None
     imbalance: Annotated[float, Option(metavar="X", help="rows of the busiest expert rank over the mean")] = 1.0
+    load: Annotated[
+        str | None, Option(metavar="RUN_OR_FILE", help="instead: measured, in a run's expert_load.json")
+    ] = None
     hardware: Annotated[str | None, FILE(help="YAML with more devices, or other numbers for ours")] = None
     yaml: Annotated[bool, Option("--yaml", help="print a configuration for train of the best layout")] = False
     json: Annotated[bool, Option("--json", help="print everything as JSON")] = False
     simulate: Annotated[bool, Option("--simulate", help="run one rank of the best layout on fake tensors")] = False
     data: Annotated[str, Option(metavar="PATH", help="data.train of --yaml")] = "train.jsonl"
+    placement: Annotated[
+        str | None,
+        Option(metavar="RUN_OR_FILE", help="write moe.placement by that load, without MODEL"),
+    ] = None
+    ep: Annotated[int | None, N(help="of --placement")] = None
+    output: Annotated[str | None, FILE(help="of --placement (default: placement.json)")] = None
     trust_remote_code: TrustRemoteCode = False
 
 

@@ -185,6 +185,17 @@ def plan(options: PlanOptions) -> int:
     given = [f"--{name}" for name in ("yaml", "json", "simulate") if getattr(options, name)]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them", key="cli.usage")
+    placing = {name: getattr(options, name) for name in ("placement", "ep", "output")}
+    if options.placement is not None:
+        if options != PlanOptions(**placing):
+            raise InputError(
+                "--placement: takes --ep and --output alone; plan layouts in a call of its own", key="cli.usage"
+            )
+        return call("expertmesh.cli.plan.placement", options)
+    if alone := [f"--{name}" for name, value in placing.items() if value is not None]:
+        raise InputError(f"{' and '.join(alone)}: of --placement, which is not given", key="cli.usage")
+    if not options.model or not options.devices:
+        raise InputError("plan: give MODEL and --devices, or --placement and --ep", key="cli.usage")
     return call("expertmesh.cli.plan.run", options)
 
 

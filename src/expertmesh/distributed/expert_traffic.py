@@ -50,12 +50,12 @@ class TopKRouter:
 
     def routed(self, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
         """Return the rows for `tokens` tokens on each of an EP group's `ranks`; the busiest rank gets `imbalance` times
-        the mean.
+        the mean, but no token's row twice.
         """
         if ranks == 1:
             return RoutedTokens(tokens, 0.0, tokens, tokens * self.top_k)
         rows = tokens * rows_per_token(self, ranks)
-        return RoutedTokens(tokens, rows, rows * imbalance, tokens * self.top_k * imbalance)
+        return RoutedTokens(tokens, rows, min(rows * imbalance, tokens * ranks), tokens * self.top_k * imbalance)
 
 
 @cache

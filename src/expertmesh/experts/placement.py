@@ -17,11 +17,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from expertmesh.config.base import refuse
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import read_versioned, shortened
@@ -34,7 +33,7 @@ MAX_EXPERTS, MAX_LAYERS, MAX_RANKS = 8192, 4096, 8192
 # A layer of 256 random loads takes some 50 swaps at most.
 _SWAPS_PER_EXPERT = 8
 _MAKE_ANEW = "make one with `expertmesh plan --placement RUN --ep N`"
-_Content = TypeVar("_Content", bound="_File")
+_Content = TypeVar("_Content", "_PlacementFile", "_LoadFile")
 _Layer = TypeVar("_Layer")
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Layers = Annotated[dict[str, _Layer], Field(min_length=1, max_length=MAX_LAYERS)]
@@ -128,33 +127,50 @@ def busiest(load_E: Sequence[int], order: Sequence[int], ep: int) -> float:
     return max(rank_loads(load_E, order, ep)) * ep / sum(load_E) if any(load_E) else 1.0
 
 
+def least_busiest(load_E: Sequence[int], ep: int) -> float:
+    """Return a bound of `busiest` that no order is below: the mean, or the busiest expert beside the least busy ones.
+
+    Above 1.0 one expert is too busy for its rank, which only copies of it would mend.
+    """
+    if not any(load_E):
+        return 1.0
+    *others, most = sorted(load_E)
+    return max(1.0, (most + sum(others[: len(load_E) // ep - 1])) * ep / sum(load_E))
+
+
 class _File(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
+    mend: ClassVar[str]
+    """The remedy for a damaged file."""
     schema_version: Literal[1]
 
 
 class _PlacementFile(_File):
     """The content of a placement file."""
 
+    mend = _MAKE_ANEW
+
     format: Literal["expertmesh-placement"]
     ep: int = Field(ge=1, le=MAX_RANKS)
     layers: _Layers[list[Annotated[list[_Count], Field(max_length=MAX_EXPERTS)]]]
     """The experts of each rank, by layer."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def problem(self) -> str | None:
+        """Return the first layer that is no placement, as the end of a sentence, or None."""
         for name, ranks in self.layers.items():
             experts = sorted(expert for rank in ranks for expert in rank)
             if len(ranks) != self.ep or not experts or len({len(rank) for rank in ranks}) > 1:
-                refuse(f"{shortened(name)}: has not {self.ep} ranks with equally many experts")
+                return f"{shortened(name)} has not {self.ep} ranks with equally many experts"
             if len(experts) > MAX_EXPERTS or experts != list(range(len(experts))):
-                refuse(f"{shortened(name)}: has not each expert once")
-        return self
+                return f"{shortened(name)} has not each expert once"
+        return None
 
 
 class _LoadFile(_File):
     """The content of `LOAD_FILE`."""
+
+    mend = "take that of another run"
 
     format: Literal["expertmesh-expert-load"]
     first_step: _Count
@@ -163,20 +179,14 @@ class _LoadFile(_File):
     layers: _Layers[Annotated[list[_Count], Field(min_length=1, max_length=MAX_EXPERTS)]]
     """Tokens of each expert, by layer."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.last_step < self.first_step:
-            refuse("last_step: is before first_step")
-        return self
+    def problem(self) -> str | None:
+        """Return that the steps are none, as the end of a sentence, or None."""
+        return "last_step is before first_step" if self.last_step < self.first_step else None
 
 
 def read_placement(path: str | Path) -> Placement:
     """Read a placement file. Raises `InputError` for what is none."""
-    path = Path(path)
-    try:
-        content = _read(path, _PlacementFile)
-    except IntegrityError as error:
-        raise InputError(f"{error}; {_MAKE_ANEW}", key="placement.damaged") from error
+    content = _read(Path(path), _PlacementFile)
     orders = {name: tuple(e for rank in ranks for e in sorted(rank)) for name, ranks in content.layers.items()}
     return Placement(content.ep, orders)
 
@@ -200,11 +210,7 @@ def read_loads(path: str | Path) -> dict[str, list[int]]:
         InputError: There is none, or it is damaged.
     """
     path = Path(path)
-    path = path / LOAD_FILE if path.is_dir() else path
-    try:
-        return _read(path, _LoadFile).layers
-    except IntegrityError as error:
-        raise InputError(f"{error}; take that of another run", key="placement.damaged-load") from error
+    return _read(path / LOAD_FILE if path.is_dir() else path, _LoadFile).layers
 
 
 def write_loads(path: str | Path, loads: Mapping[str, Sequence[int]], first_step: int, last_step: int) -> None:
@@ -229,7 +235,7 @@ def check_fits(placement: Placement, layers: Mapping[str, int], ep: int) -> None
 
 
 def check_layers(what: str, found: Mapping[str, int], layers: Mapping[str, int]) -> None:
-    """Raise `InputError` unless a file has the same layers as the model, with as many experts.
+    """Raise `InputError` unless a file has the model's layers, with as many experts.
 
     Args:
         what: The option that names the file.
@@ -240,21 +246,25 @@ def check_layers(what: str, found: Mapping[str, int], layers: Mapping[str, int])
         if found.get(name) != layers.get(name):
             here, there = (f"{each[name]} experts" if name in each else "no such layer" for each in (layers, found))
             raise InputError(
-                f"{what}: the model has {here} for {shortened(name)}, and the file has {there}; {_MAKE_ANEW} of a run "
-                "of this model",
+                f"{what}: the model has {here} for {shortened(name)}, and the file has {there}; take one of this model",
                 key="placement.other-model",
             )
 
 
 def _read(path: Path, kind: type[_Content]) -> _Content:
     try:
-        return read_versioned(path, kind, SCHEMA_VERSION, key="placement.damaged")
+        content = read_versioned(path, kind, SCHEMA_VERSION, key="placement.damaged")
+    except IntegrityError as error:
+        raise InputError(f"{error}; {kind.mend}", key="placement.damaged") from error
     except FileNotFoundError as error:
         raise InputError(
             f"{path}: there is no such file; `train` writes {LOAD_FILE} into output_dir, and `plan --placement RUN` "
             "makes a placement of it",
             key="file.unreadable",
         ) from error
+    if (problem := content.problem()) is not None:
+        raise InputError(f"{path}: damaged: {problem}; {kind.mend}", key="placement.damaged")
+    return content
 
 
 def _write(path: Path, head: Mapping[str, Any], layers: Mapping[str, Any]) -> None:

@@ -36,7 +36,9 @@ class BlockSharding:
     rows: int
     """Sequences of a micro-batch."""
     imbalance: float
-    """Rows of the busiest rank of an EP group over their mean."""
+    """Rows of the busiest rank of an EP group over their mean, in the worst layer."""
+    mean_imbalance: float
+    """The same, as the mean of a stage's layers."""
     on_cpu: bool
     """True if devices are CPUs."""
     gloo: bool
@@ -57,6 +59,7 @@ class BlockSharding:
             replicated=layout.replicate > 1,
             rows=workload.batch.rows,
             imbalance=workload.imbalance,
+            mean_imbalance=max(map(workload.mean_imbalance, range(layout.pp))),
             on_cpu=workload.on_cpu,
             gloo=workload.on_cpu and layout.world_size > 1,
             offload=layout.offload == "experts",
@@ -158,7 +161,9 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
     own, split, uncast = (group_bytes(group, sharding.ranks, sharding.tp) for group in groups)
     reducing = reduced_bytes(model, own) + reduced_bytes(model, split)
     ends = block.ends_in_experts(mode, shared_beside=sharding.shared_beside)
-    experts = _Experts(model, block.experts, sharding).memory(ends) if block.experts is not None else ExpertsMemory()
+    experts = (
+        _Experts(model, block.experts, sharding, mode).memory(ends) if block.experts is not None else ExpertsMemory()
+    )
     reads = _read_by_backward(model, block, sharding) + experts.saved
     return BlockMemory(
         reads=reads,
@@ -243,11 +248,15 @@ def _checkpointed(
 class _Experts:
     """The sequence of events in experts/expert_mlp.py. R rows received, P pairs, H hidden, I intermediate."""
 
-    def __init__(self, model: ModelFigures, experts: Experts, sharding: BlockSharding) -> None:
+    def __init__(self, model: ModelFigures, experts: Experts, sharding: BlockSharding, mode: CheckpointingMode) -> None:
         self.experts, self.spec, self.sharding = experts, experts.spec, sharding
         self.compute, self.reduce = model.compute_bytes, model.reduce_bytes
         self.master = BYTES_OF[model.precision.params]
-        self.routed = experts.router.routed(sharding.part * model.length, sharding.ep, sharding.imbalance)
+        tokens = sharding.part * model.length
+        self.routed = experts.router.routed(tokens, sharding.ep, sharding.imbalance)
+        # What all layers keep grows by their mean at most; of recomputed ones one at a time has anything.
+        kept = sharding.imbalance if mode == "full" else sharding.mean_imbalance
+        self.kept = experts.router.routed(tokens, sharding.ep, kept)
         self.gathers = sharding.efsdp > 1 or sharding.replicated or sharding.offload
         self.rows_RH = self.routed.rows * self.spec.hidden_size * self.compute
         self.pairs_PH = self.routed.pairs * self.spec.hidden_size * self.compute
@@ -291,7 +300,7 @@ class _Experts:
         """Return what is saved: rows, pre-activations and indices (expert_mlp.py), and the indices of combine
         (dispatch.py).
         """
-        routed, experts = self.routed, self.experts
+        routed, experts = self.kept, self.experts
         pairs = routed.pairs * (experts.width * self.compute + 4 + 2 * INDEX)
         if experts.rank:
             padded = -(-experts.rank // 8) * 8

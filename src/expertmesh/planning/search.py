@@ -4,18 +4,20 @@ All arithmetic; 16,384 devices take seconds. The code that trains decides what i
 `train` refuses.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from math import sqrt
 from typing import Literal, get_args
 
+from expertmesh.anatomy import Anatomy, is_inside
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import Layout, divisors, explicit, least_moved, nodes_of_ep, resolve_layout
 from expertmesh.experts import deepep
+from expertmesh.experts.placement import busiest
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.planning.hardware import Devices
@@ -46,7 +48,7 @@ class Job:
     """Sequences of an optimizer step."""
     optimizer: OptimizerName = "adamw"
     imbalance: float = 1.0
-    """Rows of the busiest rank of an EP group over their mean."""
+    """Rows of the busiest rank of an EP group over their mean, if they are not measured."""
     layers: CheckpointedLayers = "all"
     """train.checkpoint_layers."""
     offload: str = "none"
@@ -56,6 +58,8 @@ class Job:
     order: OrderWish = field(default_factory=OrderWish)
     teacher: ModelFigures | None = None
     """The frozen model that the objective learns from."""
+    measured: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """The imbalance of each block, by ep; empty if it is not measured."""
 
     @property
     def budget(self) -> float:
@@ -171,6 +175,21 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
                 yield Layout(pp, replicate, world // rest, cp, tp, ep, *_schedule(pp, fixed), offload)
 
 
+def measured_imbalance(loads: Mapping[str, Sequence[int]], anatomy: Anatomy) -> dict[int, tuple[float, ...]]:
+    """Return `Job.measured` of contiguous placement; a block without experts counts as 1.
+
+    Args:
+        loads: Tokens of each expert, by the full name of the layer's experts module.
+    """
+    order = range(anatomy.num_experts)
+    block_of = {name: next(block for block in anatomy.blocks if is_inside(name, block)) for name in loads}
+    found = {}
+    for ep in divisors(anatomy.num_experts):
+        of_block = {block_of[name]: busiest(load_E, order, ep) for name, load_E in loads.items()}
+        found[ep] = tuple(of_block.get(block, 1.0) for block in anatomy.blocks)
+    return found
+
+
 def cards_that_fit(job: Job) -> tuple[float, list[int]]:
     """Return the bytes that one device needs alone, and the usual cards' sizes in GiB that hold them with headroom.
 
@@ -187,9 +206,11 @@ def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) ->
     """Return the memory and time of one layout with a mode and a batch, in the order that `train` would take."""
     on_cpu = job.devices.name == "cpu"
     nodes = nodes_of_ep(layout, job.devices.per_node) if job.dispatch == "hierarchical" else 1
+    by_block = job.measured.get(layout.ep, ())
     workload = Workload(
-        job.model, layout, batch, mode, job.layers, job.imbalance, on_cpu, job.optimizer, nodes, job.teacher
+        job.model, layout, batch, mode, job.layers, max(by_block, default=job.imbalance), on_cpu, job.optimizer, nodes
     )
+    workload = replace(workload, teacher=job.teacher, by_block=by_block)
     buffers = deepep.buffer_bytes(layout, job.model.hidden) if job.dispatch == "deepep" and layout.ep > 1 else 0
     overhead = job.devices.hardware.overhead + buffers
 

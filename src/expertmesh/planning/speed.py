@@ -86,11 +86,10 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
     """Return the time of a step on `devices`, by the pp rank whose micro-batch takes longest."""
     model, layout, batch = workload.model, workload.layout, workload.batch
     rates, times, shares = _Rates.of(model, devices), batch.accumulation, (layout.cp, layout.tp)
-    routing = layout.ep, workload.imbalance, runs_shared_beside(layout, workload.ep_nodes)
-    each = {
-        stage: _micro_batch(model, workload.rank(stage), shares, batch.rows, routing, rates)
-        for stage in workload.distinct_stages()
-    }
+    beside, each = runs_shared_beside(layout, workload.ep_nodes), {}
+    for stage in workload.distinct_stages():
+        routing = layout.ep, workload.mean_imbalance(stage), beside
+        each[stage] = _micro_batch(model, workload.rank(stage), shares, batch.rows, routing, rates)
     # All others wait for the pp rank whose micro-batch takes longest.
     stage = max(each, key=lambda stage: each[stage].seconds)
     slowest, state = each[stage], resident_state(model, layout, stage, workload.optimizer)

@@ -6,7 +6,7 @@ schedules which step/pipeline_schedule.py chooses from torch.distributed.pipelin
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
@@ -89,9 +89,8 @@ def pipeline_rank(
     Args:
         mode: Activation checkpointing of the blocks that `layers` (train.checkpoint_layers) names.
     """
-    number = len(model.blocks)
-    numbers = (range(number),) if pp * virtual == 1 else model.feasibility.stages(pp, virtual)[stage::pp]
-    chosen = frozenset(checkpointed_layers(layers, number))
+    numbers = pipeline_numbers(model, pp, virtual, stage)
+    chosen = frozenset(checkpointed_layers(layers, len(model.blocks)))
     chunks = tuple(tuple((model.blocks[n], mode if n in chosen else "none") for n in chunk) for chunk in numbers)
     blocks = tuple(Counter(block for chunk in chunks for block, _ in chunk).items())
     embedding = model.embedding if stage == 0 else None
@@ -102,6 +101,11 @@ def pipeline_rank(
     groups += [(model.root, 1)] if has_root else []
     pieces = Counter(piece for chunk in chunks for piece in chunk)
     return PipelineRank(stage, is_last, chunks, tuple(pieces.items()), blocks, tuple(groups), embedding, has_root)
+
+
+def pipeline_numbers(model: ModelFigures, pp: int, virtual: int, stage: int) -> Sequence[Sequence[int]]:
+    """Return the numbers of the blocks of each stage of pp rank `stage`."""
+    return (range(len(model.blocks)),) if pp * virtual == 1 else model.feasibility.stages(pp, virtual)[stage::pp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class Workload:
     layers: CheckpointedLayers = "all"
     """train.checkpoint_layers."""
     imbalance: float = 1.0
-    """Rows of the busiest rank of an EP group over their mean."""
+    """Rows of the busiest rank of an EP group over their mean; of the worst layer, if they are measured."""
     on_cpu: bool = False
     """True if gloo reduces, from a copy of its input."""
     optimizer: OptimizerName = "adamw"
@@ -124,16 +128,30 @@ class Workload:
     """Nodes that an EP group sends rows to before ranks (moe.dispatch: hierarchical); 1 sends to ranks."""
     teacher: ModelFigures | None = None
     """The frozen model that the objective learns from."""
+    by_block: tuple[float, ...] = ()
+    """The imbalance of each block, if it is measured."""
 
     def rank(self, stage: int) -> PipelineRank:
         layout = self.layout
         return pipeline_rank(self.model, layout.pp, layout.pp_virtual_stages, stage, self.mode, self.layers)
+
+    def mean_imbalance(self, stage: int) -> float:
+        """Return the imbalance of all experts of pp rank `stage` together: in each layer all wait for its busiest
+        rank.
+        """
+        if not self.by_block:
+            return self.imbalance
+        numbers = pipeline_numbers(self.model, self.layout.pp, self.layout.pp_virtual_stages, stage)
+        found = [self.by_block[n] for chunk in numbers for n in chunk if self.model.blocks[n].experts is not None]
+        return sum(found) / len(found) if found else 1.0
 
     def distinct_stages(self) -> tuple[int, ...]:
         """Return the pp ranks that can be the slowest or the fullest: the first, the last, and of those between that
         hold the same the first, which has most micro-batches in flight.
         """
         layout = self.layout
+        if self.by_block:
+            return tuple(range(layout.pp))
         return _distinct(self.model, layout.pp, layout.pp_virtual_stages, self.mode, self.layers)
 
 

@@ -71,7 +71,8 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     ranks, virtual = layout.fsdp * layout.cp, layout.pp_virtual_stages
     # What layouts have in common is added up once: a plan of a large job computes thousands.
     axes = Layout(pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, pp_virtual_stages=virtual)
-    per_token = _of_tokens(model, rank, axes, workload.batch.rows, workload.imbalance, workload.ep_nodes)
+    imbalance = workload.mean_imbalance(stage)
+    per_token = _of_tokens(model, rank, axes, workload.batch.rows, imbalance, workload.ep_nodes)
     dense, calls, reduced = _dense(model, rank, virtual, stays, ranks, layout.tp)
     found = [*(each.times(passes) for each in dense), *(each.times(times) for each in per_token)]
     found += _of_experts(model, rank, layout, passes, stays)
@@ -291,7 +292,8 @@ def _of_dispatch(
     """Yield a micro-batch's all-to-alls of one block over ep, as experts/dispatch.py issues them.
 
     Forward sends counts, pairs and rows, and the rows' results; backward sends rows, weights and rows. Recomputation
-    sends no counts. If rows go to nodes first (experts/dispatch.py), expert ids and weights go with them.
+    sends no counts. The busiest rank receives more than it sends, and sends as much back: both directions count the
+    larger. If rows go to nodes first (experts/dispatch.py), expert ids and weights go with them.
 
     Args:
         width: Bytes of a value.
@@ -301,8 +303,8 @@ def _of_dispatch(
     (ep, nodes), (there, back), spec, top_k = ranks, runs, experts.spec, experts.router.top_k
     row, weight = spec.hidden_size * width, max(4, width)
     counts = (ep + spec.num_experts) // nodes * 8
-    forward = there * (routed.sent * row + routed.tokens * top_k * 2 * weight) + back * routed.rows * row
-    backward = routed.sent * row + routed.rows * row + routed.pairs * weight
+    forward = there * (routed.rows * row + routed.pairs * 2 * weight) + back * routed.rows * row
+    backward = 2 * routed.rows * row + routed.pairs * weight
     yield Transfer("ep", "all_to_all", 4 + 2 * there + back, counts + forward + backward, ep // nodes)
     if nodes > 1:
         rows, counts = routed.tokens * rows_per_token(experts.router, nodes), 8 * (nodes + ep + spec.num_experts)

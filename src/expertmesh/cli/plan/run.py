@@ -7,10 +7,13 @@ group. What it prints are predictions by the formulas of docs/formulas.md. `--ya
 
 import gc
 import json
-from math import inf
+from dataclasses import asdict
+from math import gcd, inf
 from pathlib import Path
 
+from expertmesh.anatomy import Anatomy
 from expertmesh.cli.options import PlanOptions
+from expertmesh.cli.plan.placement import load_of, print_loads
 from expertmesh.cli.plan.read import read_figures
 from expertmesh.cli.plan.tables import (
     as_json,
@@ -24,10 +27,11 @@ from expertmesh.cli.printing import Terminal, print_rows
 from expertmesh.config import Config, LoraConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
-from expertmesh.distributed.layout import explicit, node_crossing
+from expertmesh.distributed.layout import divisors, explicit, node_crossing
+from expertmesh.experts.placement import check_layers, read_loads
 from expertmesh.io.terminal import plural
 from expertmesh.planning.hardware import hardware_table, parse_devices
-from expertmesh.planning.search import GIB, Candidate, Job, plan, run_costs
+from expertmesh.planning.search import GIB, Candidate, Job, measured_imbalance, plan, run_costs
 from expertmesh.training.startup.model_check import OrderWish
 
 
@@ -51,7 +55,9 @@ def _run(options: PlanOptions) -> int:
     config, figures, why_unpacked = read_figures(options, lora, devices.hardware.torch_device)
     size = options.global_batch_size or max(64, devices.count)
     optimizer, offload, order = options.optimizer, options.offload, OrderWish(options.accumulate)
-    job = Job(figures, devices, size, optimizer, options.imbalance, offload=offload, order=order)
+    loads = None if options.load is None else _loads(options.load, figures.anatomy)
+    measured = {} if loads is None else measured_imbalance(loads, figures.anatomy)
+    job = Job(figures, devices, size, optimizer, options.imbalance, offload=offload, order=order, measured=measured)
     found = plan(job, options.goal)
     best = found.best
     if best is None:
@@ -61,13 +67,17 @@ def _run(options: PlanOptions) -> int:
         print(_yaml(options, job, best, lora, why_unpacked), end="")
         return 0
     costs = run_costs(job, best, options.tokens, options.price, options.mtbf)
+    splits = divisors(gcd(devices.count, figures.anatomy.num_experts))[1:]
     if options.json:
-        print(json.dumps(as_json(options, found, best, costs), indent=2))
+        load = [] if loads is None else [asdict(load_of(loads, ep)) for ep in splits]
+        print(json.dumps(as_json(options, found, best, costs) | {"load": load}, indent=2))
         return 0
     console = Terminal()
     print_candidates(console, options.model, job, found.candidates[: options.top])
     print_best(console, job, best, costs)
     print_rows(console, "assumed, as no option says otherwise", None, list(assumptions(options, job)))
+    if loads is not None and splits:
+        print_loads(console, f"{options.load}; planned with contiguous", loads, splits)
     console.print(*cards_lines(job), sep="\n", soft_wrap=True)
     if found.rejected:
         console.print("rejected", *(f"  {line}" for line in rejection_lines(found)), sep="\n", soft_wrap=True)
@@ -95,8 +105,17 @@ def _check(options: PlanOptions) -> None:
         )
     if options.offload != "none" and options.frozen is None:
         raise InputError(f"--offload {options.offload}: packed experts alone; give --frozen as well", key="cli.usage")
+    if options.load is not None and options.imbalance != 1:
+        raise InputError("--load and --imbalance: give one of them", key="cli.usage")
     if not 1 <= options.imbalance < inf:
         raise InputError(f"--imbalance {options.imbalance}: the busiest rank has at least the mean, 1", key="cli.usage")
+
+
+def _loads(source: str, anatomy: Anatomy) -> dict[str, list[int]]:
+    loads = read_loads(source)
+    layers = {spec.name: spec.num_experts for spec in anatomy.experts}
+    check_layers("--load", {name: len(load_E) for name, load_E in loads.items()}, layers)
+    return loads
 
 
 def _lora(pairs: list[str]) -> LoraConfig:

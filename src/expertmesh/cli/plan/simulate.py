@@ -24,7 +24,7 @@ def run(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None) -> N
     pp, planned = best.layout.pp, best.workload.batch
     enough = 2 if planned.together else 1 if pp == 1 else MICRO_BATCHES_PER_STAGE * pp
     batch = Batch(planned.rows, min(planned.accumulation, enough), planned.order)
-    workload = replace(best.workload, batch=batch, imbalance=1.0, on_cpu=False)
+    workload = replace(best.workload, batch=batch, imbalance=1.0, by_block=(), on_cpu=False)
     stage = fullest_stage(workload)
     found = simulate(config, workload, lora=lora, stage=stage)
     state = resident_state(workload.model, best.layout, stage)

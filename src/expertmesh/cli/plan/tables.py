@@ -96,7 +96,7 @@ def assumptions(options: PlanOptions, job: Job) -> Iterator[tuple[str, str]]:
         "--params": (options.params != "float32", precision.params),
         "--compute": (options.compute != "bfloat16", precision.compute),
         "--optimizer": (options.optimizer != "adamw", job.optimizer),
-        "--imbalance": (options.imbalance != 1, "tokens are spread evenly over experts"),
+        "--imbalance": (options.load or options.imbalance != 1, "tokens are spread evenly over experts"),
         "--mtbf": (options.mtbf, f"{hardware.hours_between_failures:,.0f} hours"),
     }
     yield from ((option, text) for option, (given, text) in values.items() if not given and text)

@@ -1,0 +1,193 @@
+"""Which EP rank holds which expert: the balanced order by its properties, and the two files by what is refused."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertmesh.experts.placement import (
+    LOAD_FILE,
+    Placement,
+    balanced_order,
+    busiest,
+    check_fits,
+    least_busiest,
+    rank_loads,
+    read_loads,
+    read_placement,
+    write_loads,
+    write_placement,
+)
+from tests.support.errors import refused
+
+LAYER = "model.layers.0.mlp.experts"
+SIZES = ((4, 2), (8, 2), (12, 3), (16, 16), (64, 8), (128, 8), (128, 32), (256, 64))
+
+
+def loads(kind: str, experts: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    if kind == "zipf":
+        return draw.sample([100_000 // (place + 1) for place in range(experts)], experts)
+    return [draw.randrange(10 if kind == "ties" else 10**9) for _ in range(experts)]
+
+
+@pytest.mark.parametrize("kind", ["zipf", "ties", "uniform"])
+@pytest.mark.parametrize(("experts", "ep"), SIZES)
+def test_no_exchange_takes_tokens_off_the_busiest_rank(kind: str, experts: int, ep: int) -> None:
+    for seed in range(4):
+        load_E = loads(kind, experts, seed)
+        order, contiguous = balanced_order(load_E, ep), range(experts)
+        assert sorted(order) == list(contiguous)
+        ranks = [order[first : first + experts // ep] for first in range(0, experts, experts // ep)]
+        assert all(list(rank) == sorted(rank) for rank in ranks)
+        most = max(found := rank_loads(load_E, order, ep))
+        assert most <= max(rank_loads(load_E, contiguous, ep))
+        assert order == balanced_order(load_E, ep)
+        assert least_busiest(load_E, ep) <= busiest(load_E, order, ep)
+        if order == tuple(contiguous):
+            continue
+        pairs = [(its, load_E[e]) for rank, its in zip(ranks, found, strict=True) for e in rank]
+        hot = (rank for rank, its in zip(ranks, found, strict=True) if its == most)
+        assert any(
+            all(max(most - load_E[e] + load, its + load_E[e] - load) >= most for e in rank for its, load in pairs)
+            for rank in hot
+        )
+        # Of equal counts no exchange is left only if the busiest and the least busy differ by one expert at most.
+        assert most * ep <= sum(load_E) + max(load_E) * (ep - 1)
+
+
+def test_loads_with_an_even_split_reach_it_and_even_ones_stay_in_order() -> None:
+    assert balanced_order([7, 7, 1, 1], 2) == (0, 2, 1, 3)
+    assert balanced_order([9, 5, 4, 3, 2, 1], 2) == (1, 2, 3, 0, 4, 5)  # 1 and 2 stay on the first rank
+    for even in ([0] * 8, [5] * 8, [3, 1] * 4):
+        assert balanced_order(even, 4) == tuple(range(8))
+    assert balanced_order([9, 1, 1, 1], 1) == (0, 1, 2, 3)
+    assert busiest([0, 0], (0, 1), 2) == least_busiest([0, 0], 2) == 1.0
+    assert busiest([6, 2], (0, 1), 2) == least_busiest([6, 2], 2) == 1.5
+    # Of counts that no float holds exactly: one token decides.
+    large = 2**60
+    assert balanced_order([large + 1, large, large, large - 1], 2) == (0, 3, 1, 2)
+
+
+def test_experts_stay_where_contiguous_placement_has_them_where_ranks_are_free() -> None:
+    load_E = [9, 9, 1, 1, 5, 5, 5, 5]
+    order = balanced_order(load_E, 2)
+    assert rank_loads(load_E, order, 2) == [20, 20]
+    assert sum(slot // 4 == expert // 4 for slot, expert in enumerate(order)) >= 4
+
+
+def test_both_files_return_what_was_written(tmp_path: Path) -> None:
+    placement = Placement(2, {LAYER: (0, 3, 1, 2), "model.layers.1.mlp.experts": (0, 1, 2, 3)})
+    write_placement(placement, tmp_path / "placement.json")
+    assert read_placement(tmp_path / "placement.json") == placement
+    counts = {LAYER: [3, 0, 2**60, 1]}
+    write_loads(tmp_path / LOAD_FILE, counts, 1, 100)
+    assert read_loads(tmp_path) == read_loads(str(tmp_path / LOAD_FILE)) == counts
+    assert json.loads((tmp_path / LOAD_FILE).read_text()) == {
+        "format": "expertmesh-expert-load",
+        "schema_version": 1,
+        "first_step": 1,
+        "last_step": 100,
+        "layers": counts,
+    }
+    content = json.loads((tmp_path / "placement.json").read_text())
+    assert content["layers"][LAYER] == [[0, 3], [1, 2]]
+    content["layers"][LAYER] = [[3, 0], [2, 1]]  # a file by hand need not be sorted
+    (tmp_path / "placement.json").write_text(json.dumps(content))
+    assert read_placement(tmp_path / "placement.json") == placement
+    with refused("output.unwritable"):
+        write_placement(placement, tmp_path / "nowhere" / "placement.json")
+
+
+def _changed(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda content: content | values
+
+
+PLACEMENTS: dict[str, tuple[Any, str]] = {
+    "no layer": (_changed(layers={}), "layers"),
+    "a list": (lambda content: [content], "valid dictionary"),
+    "an unknown key": (_changed(replicas=1), "replicas"),
+    "a missing key": (lambda content: {key: content[key] for key in content if key != "ep"}, "ep"),
+    "another format": (_changed(format="expertmesh-expert-load"), "format"),
+    "ep that is true": (_changed(ep=True), "ep"),
+    "ep 0": (_changed(ep=0), "ep"),
+    "another ep": (_changed(ep=4), "has not 4 ranks"),
+    "too many ranks": (_changed(ep=10**9), "ep"),
+    "unequal ranks": (_changed(layers={LAYER: [[0, 1, 2], [3]]}), "equally many"),
+    "no experts": (_changed(layers={LAYER: [[], []]}), "equally many"),
+    "an expert twice": (_changed(layers={LAYER: [[0, 1], [1, 2]]}), "each expert once"),
+    "an expert too high": (_changed(layers={LAYER: [[0, 1], [2, 4]]}), "each expert once"),
+    "a negative expert": (_changed(layers={LAYER: [[0, -1], [2, 3]]}), "greater than or equal to 0"),
+    "a fraction": (_changed(layers={LAYER: [[0, 1.0], [2, 3]]}), "valid integer"),
+    "a word": (_changed(layers={LAYER: [[0, "1"], [2, 3]]}), "valid integer"),
+    "a number beyond int64": (_changed(layers={LAYER: [[0, 2**63], [2, 3]]}), "less than"),
+    "too many experts": (_changed(layers={LAYER: [list(range(5000)), list(range(5000, 10000))]}), "each expert once"),
+    "a long name": (_changed(layers={"x" * 10**6: [[0], [0]]}), "(1,000,000 characters) has not each expert once"),
+}
+LOADS: dict[str, tuple[Any, str]] = {
+    "no layer": (_changed(layers={}), "layers"),
+    "a negative count": (_changed(layers={LAYER: [1, -1]}), "greater than or equal to 0"),
+    "a fraction": (_changed(layers={LAYER: [1, 0.5]}), "valid integer"),
+    "no experts": (_changed(layers={LAYER: []}), "at least 1 item"),
+    "too many experts": (_changed(layers={LAYER: [1] * 8193}), "at most 8192 items"),
+    "steps that end before they begin": (_changed(last_step=0), "last_step is before first_step"),
+    "an unknown key": (_changed(tokens=1), "tokens"),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "given.json"
+
+
+def test_hostile_files_are_refused_by_name(path: Path) -> None:
+    write_placement(Placement(2, {LAYER: (0, 3, 1, 2)}), path)
+    placement = json.loads(path.read_text())
+    write_loads(path, {LAYER: [1, 2]}, 1, 2)
+    counts = json.loads(path.read_text())
+    readers: tuple[tuple[Any, dict[str, tuple[Any, str]], dict[str, Any]], ...] = (
+        (read_placement, PLACEMENTS, placement),
+        (read_loads, LOADS, counts),
+    )
+    for read, changes, right in readers:
+        for what, (change, names) in changes.items():
+            path.write_text(json.dumps(change(right)))
+            with refused("placement.damaged", naming=str(path)) as error:
+                read(path)
+            assert names in str(error.value), (what, str(error.value))
+            assert len(str(error.value)) < 1000 + len(str(path)), what
+        twice = re.sub(r'("layers": \{)', rf'\1"{LAYER}": [], ', json.dumps(right))
+        for text in ("", "{", "NaN", "\0" * 99, "[" * 10**5, twice, json.dumps(right)[:-1], "1" * 10**4):
+            path.write_text(text)
+            with refused("placement.damaged", naming=str(path)):
+                read(path)
+        path.write_text(json.dumps(right | {"schema_version": 2}))
+        with refused("install.too-old", naming="schema version 2"):
+            read(path)
+        path.write_text(json.dumps(right) + " " * (17 << 20))
+        with refused("file.too-large", naming=str(path)):
+            read(path)
+        path.unlink()
+        with refused("file.unreadable", naming=str(path)):
+            read(path)
+        with refused("file.unreadable", naming=str(path.parent)):
+            read(path.parent)
+
+
+def test_a_placement_of_another_job_is_refused() -> None:
+    placement = Placement(2, {LAYER: (0, 3, 1, 2)})
+    check_fits(placement, {LAYER: 4}, 2)
+    with refused("placement.other-ep", naming="is for ep 2, and this job has ep 4; make one with `expertmesh plan"):
+        check_fits(placement, {LAYER: 4}, 4)
+    other = "model.layers.1.mlp.experts"
+    for layers, named in (
+        ({LAYER: 8}, f"the model has 8 experts for {LAYER}, and the file has 4 experts"),
+        ({LAYER: 4, other: 4}, f"the model has 4 experts for {other}, and the file has no such layer"),
+        ({}, f"the model has no such layer for {LAYER}, and the file has 4 experts"),
+    ):
+        with refused("placement.other-model", naming=named):
+            check_fits(placement, layers, 2)
