@@ -120,7 +120,16 @@ def _assert_as_if_nothing_had_happened(output: Path, whole: Path) -> None:
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
     assert rows_without_times(output) == rows_without_times(whole)
-    written = ["checkpoints", "config.yaml", "data.json", "metrics.jsonl", "model", "prepared", "run.json"]
+    written = [
+        "checkpoints",
+        "config.yaml",
+        "data.json",
+        "expert_load.json",
+        "metrics.jsonl",
+        "model",
+        "prepared",
+        "run.json",
+    ]
     assert sorted(path.name for path in output.iterdir()) == written
     assert all(re.fullmatch(r"step-\d{8}", path.name) for path in (output / "checkpoints").iterdir())
 
