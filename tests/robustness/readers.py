@@ -18,6 +18,16 @@ from expertmesh.config import load_config
 from expertmesh.config.data import DataConfig, DataSource
 from expertmesh.config.sections import ModelConfig
 from expertmesh.data import build_dataset, load_tokenizer
+from expertmesh.experts.placement import (
+    LOAD_FILE,
+    Placement,
+    balanced_order,
+    check_fits,
+    read_loads,
+    read_placement,
+    write_loads,
+    write_placement,
+)
 from expertmesh.export.checkpoint import export
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.report.run import read_run
@@ -142,6 +152,19 @@ def _read_index(path: Path) -> None:
         pass
 
 
+def _make_placement(path: Path) -> None:
+    loads = {f"model.layers.{n}.mlp.experts": [9, 1, 5, 2] for n in range(2)}
+    write_loads(path / LOAD_FILE, loads, 1, 2)
+    orders = {name: balanced_order(load_E, 2) for name, load_E in loads.items()}
+    write_placement(Placement(2, orders), path / "placement.json")
+
+
+def _read_placement(path: Path) -> None:
+    for load_E in read_loads(path).values():
+        balanced_order(load_E, len(load_E))
+    check_fits(read_placement(path / "placement.json"), {f"model.layers.{n}.mlp.experts": 4 for n in range(2)}, 2)
+
+
 READERS = {
     "index": Reader(_make_index, _read_index, {"model.safetensors.index.json": (*BYTES, in_json, in_json)}),
     "model": Reader(
@@ -191,6 +214,11 @@ READERS = {
         _make_data,
         _read_data,
         {"a.jsonl": (*BYTES, in_lines, in_lines), "b.json": (*BYTES, in_json), "c.parquet": BYTES},
+    ),
+    "placement": Reader(
+        _make_placement,
+        _read_placement,
+        {LOAD_FILE: (*BYTES, in_json, in_json), "placement.json": (*BYTES, in_json, in_json)},
     ),
     "configuration": Reader(write_config, lambda path: load_config(path / "run.yaml"), {"run.yaml": BYTES}),
 }

@@ -21,6 +21,7 @@ from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.experts.install import fetch_copies
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.io.boxes import Box, full_box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
@@ -37,7 +38,7 @@ def start(model: nn.Module, seed: int) -> None:
     """Give every adapter of `model` its first values: those of `seed`, or of the plan's PEFT directory.
 
     Does nothing for a model without adapters; those of a PeftModel have their values already. Also remembers the hash
-    of the frozen weights.
+    of the frozen weights, and fetches those of experts that this rank copies.
 
     Args:
         model: Sharded and allocated, with its frozen weights loaded.
@@ -45,13 +46,15 @@ def start(model: nn.Module, seed: int) -> None:
     Raises:
         InputError, SecurityError, IntegrityError: Reading the PEFT directory failed.
 
-    Collectives: every rank calls it; one or two small all-reduces on the default group. Errors are raised on all ranks.
+    Collectives: every rank calls it; one or two small all-reduces on the default group, and those of `fetch_copies`.
+    Errors are raised on all ranks.
     """
     plan, state = plan_of(model), adapter_state(model)
     if plan is None or state is None:
         return
     state.seed = seed
     remember_base(model)
+    fetch_copies(model)
     if plan.in_memory:
         return
     if plan.weights is None:

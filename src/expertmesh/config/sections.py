@@ -399,6 +399,8 @@ class MoeConfig(Section):
     placement: str = Field(default="contiguous", min_length=1)
     """Experts of each EP rank: contiguous; balanced by output_dir's expert_load.json, else by a calibration; or a file
     of `expertmesh plan --placement`."""
+    replicas: int = Field(default=0, ge=0)
+    """Copies of busy experts on each EP rank and layer, whose tokens they share; experts have to be frozen (lora)."""
     calibration_batches: int = Field(default=8, ge=1)
     """Micro-batches of each data rank in that calibration."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
@@ -418,6 +420,11 @@ class MoeConfig(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
+        if self.replicas and self.placement == "contiguous":
+            refuse(
+                f"moe.replicas is {self.replicas}, but moe.placement is contiguous; set moe.placement to balanced or a "
+                "file with copies"
+            )
         balancing = [key for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate") if self._is_on(key)]
         if self.router == "frozen" and balancing:
             key = balancing[0]

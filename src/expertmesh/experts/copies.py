@@ -4,7 +4,8 @@ The experts are frozen: their weights are fetched once from the ranks that own t
 Adapters on them train. So each forward exchanges those of copied experts, and its backward sends the gradients of the
 copies to the owners, where they add up. Files, checkpoints and hashes know own experts alone.
 
-    L own experts of a rank, C copies beside them, S = L + C slots, X experts that this rank sends, F numbers of an expert
+    E experts, L own ones of a rank, C copies beside them, S = L + C slots, X experts that this rank sends,
+    F numbers of an expert, T tokens, K top-k, M most ranks that hold an expert
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.distributed.collectives import all_to_all
 from expertmesh.experts.mlp_spec import Adapter
+from expertmesh.experts.placement import Copied, slots_from
 from expertmesh.io.boxes import inverse
 from expertmesh.state.packed import PackedTensor, stored
 from expertmesh.state.shards import local_tensor
@@ -34,6 +36,10 @@ class Copies:
     """How many of them each rank gets."""
     receive: list[int]
     """How many each rank sends to this one: its copies have the order of their owners."""
+    slot_EM: torch.Tensor
+    """The slots that this rank's tokens go to by turns, int64."""
+    turns_E: torch.Tensor
+    """How many of them there are, int64."""
     storages: dict[str, torch.Tensor] = field(default_factory=dict)
     """Frozen weights `[S, ...]` by the parameter's name in the experts module, which is a view of the first L."""
 
@@ -41,7 +47,7 @@ class Copies:
     def of(
         cls,
         order: Sequence[int],
-        copies: Sequence[Sequence[int]],
+        copies: Copied,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> "Copies":
@@ -54,12 +60,21 @@ class Copies:
         rank, held, slots = group.rank(), len(order) // group.size(), inverse(order)
         sent = [[slots[e] - rank * held for e in experts if slots[e] // held == rank] for experts in copies]
         owners = [slots[expert] // held for expert in copies[rank]]
+        ways = slots_from(rank, order, copies)
+        most = max(map(len, ways))
         return cls(
             group,
-            torch.tensor([expert for experts in sent for expert in experts], dtype=torch.int64, device=device),
+            torch.tensor([expert for experts in sent for expert in experts], dtype=torch.int64).to(device),
             [len(experts) for experts in sent],
             [owners.count(owner) for owner in range(group.size())],
+            torch.tensor([[*each, *[0] * (most - len(each))] for each in ways]).to(device),
+            torch.tensor([len(each) for each in ways]).to(device),
         )
+
+    def slots(self, index_TK: torch.Tensor) -> torch.Tensor:
+        """Return the slot, of all EP ranks', that each token goes to for each of its experts."""
+        token_T1 = torch.arange(len(index_TK), device=index_TK.device).unsqueeze(1)
+        return self.slot_EM[index_TK, token_T1 % self.turns_E[index_TK]]
 
     def fetch(self, experts: nn.Module, names: Sequence[str]) -> None:
         """Fetch the frozen parameters `names` of the copies.
@@ -73,9 +88,7 @@ class Copies:
             whole = torch.cat([stored(own), copied])
             storage = PackedTensor(whole, own.kind, own.dtype) if isinstance(own, PackedTensor) else whole
             self.storages[name] = storage
-            view = DTensor.from_local(
-                storage[: len(own)], parameter.device_mesh, parameter.placements, run_check=False
-            )
+            view = DTensor.from_local(storage[: len(own)], parameter.device_mesh, parameter.placements, run_check=False)
             place, _, leaf = name.rpartition(".")
             setattr(experts.get_submodule(place), leaf, nn.Parameter(view, requires_grad=False))
 
@@ -85,7 +98,7 @@ class Copies:
         Collectives: every rank of the group calls it; one all-to-all in forward, one in backward.
         """
         tensors = [tensor for adapter in own if adapter is not None for tensor in (adapter.a_LrK, adapter.b_LNr)]
-        copied = iter(_Exchanged.apply(self, *tensors))
+        copied = iter(self.exchanged(tensors))
 
         def joined(adapter: Adapter | None) -> Adapter | None:
             if adapter is None:
@@ -94,6 +107,11 @@ class Copies:
             return Adapter(a, b, adapter.scaling)
 
         return [joined(adapter) for adapter in own]
+
+    def exchanged(self, own: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the values `[C, ...]` of copies of each tensor of `own`, `[L, ...]`, differentiable."""
+        copied: Sequence[torch.Tensor] = _Exchanged.apply(self, *own)
+        return copied
 
 
 class _Exchanged(torch.autograd.Function):

@@ -24,11 +24,13 @@ from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import deepep
 from expertmesh.experts.by_library import LibraryDispatcher
+from expertmesh.experts.copies import Copies
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, HierarchicalDispatcher, LocalDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
 from expertmesh.experts.kernels import ops
 from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of, sorted_forward
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
+from expertmesh.experts.placement import Placement
 from expertmesh.experts.token_counts import real_tokens
 from expertmesh.io.boxes import inverse
 from expertmesh.state.model_view import module_state
@@ -64,7 +66,7 @@ def install(
     compute: Mapping[str, str],
     kernels: Kernels,
     shared: Mapping[str, str],
-    placement: Mapping[str, tuple[int, ...]],
+    placement: Placement,
     dtype: torch.dtype,
 ) -> None:
     """Let every experts module of `model` run here, as the shard plan has decided.
@@ -73,24 +75,28 @@ def install(
         dispatch: The dispatcher's name.
         compute: The backend of each experts module.
         shared: The shared expert that computes while its rows are in flight.
-        placement: The expert in each slot, for experts modules whose experts are not in the model's order.
+        placement: The places of experts that are not in the model's order, and of copies.
         dtype: The compute dtype.
 
     Collectives: none, unless `dispatch` names a library, whose buffers all ranks open here.
     """
     register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
-    dispatchers = open_dispatchers(dispatch, anatomy.experts, mesh, kernels.triton)
+    dispatchers = open_dispatchers(dispatch, anatomy.experts, mesh, kernels.triton, placement.replicas)
     for spec in anatomy.experts:
         experts: Any = model.get_submodule(spec.name)
         mlp = mlp_spec_of(experts, spec, per_expert=compute[spec.name] == "loop")
         mlp = replace(mlp, triton=kernels.triton, gate=kernels.gates.get(spec.name))
         held = spec.num_experts // mesh.layout.ep
-        order = placement.get(spec.name)
+        order, copies = placement.orders.get(spec.name), None
         order_E = torch.arange(spec.num_experts) if order is None else torch.tensor(order)
         expert_L = order_E.split(held)[mesh.expert["ep"].get_local_rank()].to(mesh.device)
         slot_E = None if order is None else torch.tensor(inverse(order)).to(mesh.device)
+        if order is not None and placement.copies:
+            copied = placement.copies[spec.name]
+            copies, slot_E = Copies.of(order, copied, mesh.ep_group, mesh.device), None
+            expert_L = torch.cat([expert_L, torch.tensor(copied[mesh.ep_group.rank()]).to(expert_L)])
         beside = SharedExpert(model.get_submodule(shared[spec.name])) if spec.name in shared else None
-        attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, expert_L, slot_E, beside))
+        attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, expert_L, slot_E, copies, beside))
         if spec.call == "interface":
             set_experts(experts.config, IMPLEMENTATION)
         elif spec.call == "sorted":
@@ -292,15 +298,18 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
-def open_dispatchers(name: str, specs: Sequence[ExpertsSpec], mesh: Mesh, triton: bool) -> dict[str, Dispatcher]:
-    """Return the dispatchers by the name of each experts module.
+def open_dispatchers(
+    name: str, specs: Sequence[ExpertsSpec], mesh: Mesh, triton: bool, replicas: int = 0
+) -> dict[str, Dispatcher]:
+    """Return the dispatchers by the name of each experts module; each rank also has slots for `replicas` copies.
 
     Collectives: every rank calls it; none, unless a library opens its buffers.
     """
     if name == "deepep" and specs:
         library = deepep.Exchange(mesh.ep_group, max(spec.hidden_size for spec in specs))
         return {spec.name: LibraryDispatcher(spec.num_experts, mesh.layout.ep, library, triton) for spec in specs}
-    return {spec.name: _dispatcher(name, spec.num_experts, mesh, triton) for spec in specs}
+    more = mesh.layout.ep * replicas
+    return {spec.name: _dispatcher(name, spec.num_experts + more, mesh, triton) for spec in specs}
 
 
 def _dispatcher(name: str, num_experts: int, mesh: Mesh, triton: bool) -> Dispatcher:
@@ -316,6 +325,17 @@ def _dispatcher(name: str, num_experts: int, mesh: Mesh, triton: bool) -> Dispat
         across, inside = (mesh.ep_nodes.get_group(axis) for axis in ("across", "inside"))
         return HierarchicalDispatcher(num_experts, across, inside, triton)
     return AllToAllDispatcher(num_experts, mesh.ep_group, triton)
+
+
+def fetch_copies(model: nn.Module) -> None:
+    """Fetch the weights of the experts that this rank copies, once they are loaded.
+
+    Collectives: every rank calls it; for each layer with copies one all-to-all over the EP group for each parameter.
+    """
+    for module in list(model.modules()):
+        layer = module_state(module).expert_layer
+        if layer is not None and layer.copies is not None:
+            layer.copies.fetch(module, layer.spec.parameters)
 
 
 def close_library(model: nn.Module) -> None:

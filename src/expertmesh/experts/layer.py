@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.compat import is_profiling, storage_key
 from expertmesh.experts.activation_checkpointing import computed_once, confirm_choice, is_recomputing
+from expertmesh.experts.copies import Copies
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatched, Dispatcher
 from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
 from expertmesh.experts.lora_state import Dropout, running_adapters_of
@@ -45,9 +46,11 @@ class ExpertLayer:
     dtype: torch.dtype
     """The dtype in which the experts compute."""
     expert_L: torch.Tensor
-    """The experts that this rank holds: their numbers in the model, int64."""
+    """The experts that this rank holds, copies behind its own: their numbers in the model, int64."""
     slot_E: torch.Tensor | None = None
-    """The slot of each expert among those of all EP ranks, int64; None if that is its number."""
+    """The slot of each expert among those of all EP ranks, int64; None if that is its number, or with copies."""
+    copies: Copies | None = None
+    """The copies of other ranks' experts on this rank, which has slots for them behind its own experts'."""
     shared: "SharedExpert | None" = None
     tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
     """Real tokens that this rank's router sent to each expert since the last `pop`, in training only; recomputation
@@ -75,7 +78,10 @@ class ExpertLayer:
         # Cast before sending: fp32 hidden states would double the bytes between ranks.
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
         # From here to combine, experts have the numbers of their slots.
-        index_TK = index_TK if self.slot_E is None else self.slot_E[index_TK]
+        if self.copies is not None:
+            index_TK = self.copies.slots(index_TK)
+        elif self.slot_E is not None:
+            index_TK = self.slot_E[index_TK]
         try:
             with span("dispatch"):
                 rows_RH, weight_P, pairs, metadata = self._dispatch(hidden, hidden_TH, index_TK, weight_TK)
@@ -158,6 +164,8 @@ class ExpertLayer:
 
     def _weights(self, experts: nn.Module) -> ExpertWeights:
         """Return this rank's experts in the layout of `mlp`."""
+        if self.copies is not None:
+            return ExpertWeights(*(self.copies.storages[name] for name in self.spec.parameters))
         first, second, *others = (_local(experts.get_parameter(name)) for name in self.spec.parameters)
         if self.spec.flat_gate is not None:
             by_expert = (-1, self.spec.intermediate_size, self.spec.hidden_size)
@@ -169,6 +177,8 @@ class ExpertLayer:
     def _adapters(self, experts: nn.Module) -> Adapters | None:
         """Return the adapters of this rank's experts, or None."""
         up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
+        if self.copies is not None and (up is not None or down is not None):
+            up, down = self.copies.with_adapters(up, down)
         return None if up is None and down is None else Adapters(up, down, self.expert_L)
 
     def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:

@@ -99,7 +99,7 @@ class Adapters:
     down: Adapter | None
     """The adapter of the down projection."""
     expert_L: torch.Tensor
-    """The experts that this rank holds: their numbers in the model, int64."""
+    """The experts that this rank holds, copies among them: their numbers in the model, int64."""
 
 
 def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:

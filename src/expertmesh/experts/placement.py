@@ -4,6 +4,9 @@ An *order* of a layer has its E experts by slot: EP rank r holds the slots r*E/e
 ascend. The contiguous order is 0, 1, ..., E-1. An order is for run time alone: files of weights, checkpoints and counts
 keep the model's own numbers.
 
+Ranks may also hold copies of frozen experts, equally many each. Tokens go to their own rank if it holds their expert,
+else by turns to all that hold it: k of them get equal shares, if ranks route alike. The rule needs no exchange.
+
 `expert_load.json` has the tokens that each expert of a run got; a placement file has what was made of them. Both come
 from others and are refused unless every number in them is in its place. Nothing here communicates.
 
@@ -15,13 +18,14 @@ import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.boxes import inverse
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import read_versioned, shortened
 from expertmesh.io.safetensors_writer import replace_synced
@@ -47,6 +51,33 @@ class Placement:
     """Ranks of an EP group."""
     orders: Mapping[str, tuple[int, ...]]
     """The order of each layer, by the full name of its experts module."""
+    copies: Mapping[str, "Copied"] = field(default_factory=dict)
+    """The experts that each rank copies, in the order of their owners' slots; empty without copies."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of each rank in a layer."""
+        return max((len(rank) for ranks in self.copies.values() for rank in ranks), default=0)
+
+    def busiest(self, name: str, load_E: Sequence[int]) -> float:
+        """Return the tokens of the busiest rank over the mean, in the layer `name`; 1.0 if there are none."""
+        if name not in self.copies:
+            return busiest(load_E, self.orders.get(name, range(len(load_E))), self.ep)
+        loads = copied_loads(load_E, self.orders[name], self.copies[name])
+        return max(loads) * self.ep / sum(loads) if any(loads) else 1.0
+
+
+Copied = tuple[tuple[int, ...], ...]
+
+
+def balanced(loads: Mapping[str, Sequence[int]], ep: int, replicas: int = 0) -> Placement:
+    """Return the placement with few tokens on the busiest rank of each layer, by the tokens of its experts."""
+    if not replicas:
+        return Placement(ep, {name: balanced_order(load_E, ep) for name, load_E in loads.items()})
+    found = {name: balanced_copies(load_E, ep, replicas) for name, load_E in loads.items()}
+    return Placement(
+        ep, {name: order for name, (order, _) in found.items()}, {name: copies for name, (_, copies) in found.items()}
+    )
 
 
 def balanced_order(load_E: Sequence[int], ep: int) -> tuple[int, ...]:
@@ -81,25 +112,25 @@ def _swap(ranks: list[list[tuple[int, int]]]) -> None:
         rank.sort()
     loads = [sum(load for load, _ in rank) for rank in ranks]
     for _ in range(_SWAPS_PER_EXPERT * len(ranks) * len(ranks[0])):
-        busiest = loads.index(max(loads))
+        most = loads.index(max(loads))
         best: tuple[int, int, int, int] | None = None  # the busier of the two then, the other rank, both places
         for other, rank in enumerate(ranks):
-            gap = loads[busiest] - loads[other]
-            for place, (load, _) in enumerate(ranks[busiest]) if gap > 1 else ():
+            gap = loads[most] - loads[other]
+            for place, (load, _) in enumerate(ranks[most]) if gap > 1 else ():
                 # The best exchange moves half of the gap: of sorted loads one of the two next to that.
                 at = bisect_left(rank, (load - gap // 2,))
                 for its in (at - 1, at):
                     if 0 <= its < len(rank) and 0 < (moved := load - rank[its][0]) < gap:
-                        found = max(loads[busiest] - moved, loads[other] + moved), other, place, its
+                        found = max(loads[most] - moved, loads[other] + moved), other, place, its
                         best = found if best is None else min(best, found)
         if best is None:
             return
         _, other, place, its = best
-        moved = ranks[busiest][place][0] - ranks[other][its][0]
-        ranks[busiest][place], ranks[other][its] = ranks[other][its], ranks[busiest][place]
-        loads[busiest] -= moved
+        moved = ranks[most][place][0] - ranks[other][its][0]
+        ranks[most][place], ranks[other][its] = ranks[other][its], ranks[most][place]
+        loads[most] -= moved
         loads[other] += moved
-        ranks[busiest].sort()
+        ranks[most].sort()
         ranks[other].sort()
 
 
@@ -125,6 +156,68 @@ def rank_loads(load_E: Sequence[int], order: Sequence[int], ep: int) -> list[int
 def busiest(load_E: Sequence[int], order: Sequence[int], ep: int) -> float:
     """Return the tokens of the busiest rank over the mean; 1.0 if there are none."""
     return max(rank_loads(load_E, order, ep)) * ep / sum(load_E) if any(load_E) else 1.0
+
+
+def slots_from(rank: int, order: Sequence[int], copies: Copied) -> list[list[int]]:
+    """Return for each expert the slots that tokens of EP rank `rank` go to, by turns of tokens.
+
+    Each rank has the slots of its own experts, then those of its copies.
+    """
+    here = len(order) // len(copies)
+    slots = here + len(copies[0])
+    places: list[dict[int, int]] = [{} for _ in order]  # by expert, the slot by rank
+    for number, expert in enumerate(order):
+        places[expert][number // here] = number // here * slots + number % here
+    for owner, experts in enumerate(copies):
+        for at, expert in enumerate(experts):
+            places[expert][owner] = owner * slots + here + at
+    return [[held[rank]] if rank in held else [held[each] for each in sorted(held)] for held in places]
+
+
+def copied_loads(load_E: Sequence[int], order: Sequence[int], copies: Copied) -> list[float]:
+    """Return the tokens of each rank if the tokens of each expert come from all ranks alike."""
+    here = len(order) // len(copies)
+    held = Counter([*order, *(expert for experts in copies for expert in experts)])
+    own = (order[rank * here : (rank + 1) * here] for rank in range(len(copies)))
+    return [
+        sum(load_E[expert] / held[expert] for expert in (*experts, *copied))
+        for experts, copied in zip(own, copies, strict=True)
+    ]
+
+
+def balanced_copies(load_E: Sequence[int], ep: int, replicas: int) -> tuple[tuple[int, ...], Copied]:
+    """Return an order and the experts that each rank copies, `replicas` of them, with few tokens on the busiest rank.
+
+    One copy after the other is of the expert with most tokens for each rank that holds it. Then own experts are placed
+    with the tokens that are left to them, and copies go to the least busy rank with room, the busiest first.
+    """
+    experts = range(len(load_E))
+    here, holders = len(load_E) // ep, [1] * len(load_E)
+    most: list[tuple[float, int]] = [(-load, expert) for expert, load in enumerate(load_E)]
+    heapq.heapify(most)
+    for _ in range(ep * replicas):
+        _, expert = heapq.heappop(most)
+        holders[expert] += 1
+        if holders[expert] < ep:
+            heapq.heappush(most, (-load_E[expert] / holders[expert], expert))
+    share_E = [load * ep // count for load, count in zip(load_E, holders, strict=True)]
+    order = balanced_order(share_E, ep)
+    held = [set(order[rank * here : (rank + 1) * here]) for rank in range(ep)]
+    loads = rank_loads(share_E, order, ep)
+    copies: list[list[int]] = [[] for _ in range(ep)]
+    wanted = sorted((e for e in experts for _ in range(holders[e] - 1)), key=lambda e: (-share_E[e], e))
+    for expert in wanted:
+        room = [rank for rank in range(ep) if len(copies[rank]) < replicas and expert not in held[rank]]
+        if room:
+            rank = min(room, key=lambda rank: (loads[rank], rank))
+            copies[rank].append(expert)
+            held[rank].add(expert)
+            loads[rank] += share_E[expert]
+    for rank in range(ep):  # the last ranks with room may hold all that is left
+        others = sorted((e for e in experts if e not in held[rank]), key=lambda e: (load_E[e], e))
+        copies[rank] += others[: replicas - len(copies[rank])]
+    slot = inverse(order)
+    return order, tuple(tuple(sorted(each, key=slot.__getitem__)) for each in copies)
 
 
 def least_busiest(load_E: Sequence[int], ep: int) -> float:
@@ -155,6 +248,8 @@ class _PlacementFile(_File):
     ep: int = Field(ge=1, le=MAX_RANKS)
     layers: _Layers[list[Annotated[list[_Count], Field(max_length=MAX_EXPERTS)]]]
     """The experts of each rank, by layer."""
+    copies: dict[str, list[Annotated[list[_Count], Field(max_length=MAX_EXPERTS)]]] | None = None
+    """The experts that each rank copies, by layer, equally many; absent without copies."""
 
     def problem(self) -> str | None:
         """Return the first layer that is no placement, as the end of a sentence, or None."""
@@ -164,6 +259,18 @@ class _PlacementFile(_File):
                 return f"{shortened(name)} has not {self.ep} ranks with equally many experts"
             if len(experts) > MAX_EXPERTS or experts != list(range(len(experts))):
                 return f"{shortened(name)} has not each expert once"
+        if self.copies is None:
+            return None
+        if self.copies.keys() != self.layers.keys():
+            return "its copies are of other layers"
+        sizes = {len(copied) for ranks in self.copies.values() for copied in ranks}
+        for name, ranks in self.copies.items():
+            if len(ranks) != self.ep or sizes in ({0}, set()) or len(sizes) > 1:
+                return f"{shortened(name)} has not {self.ep} ranks with equally many copies"
+            count = sum(len(own) for own in self.layers[name])
+            for own, copied in zip(self.layers[name], ranks, strict=True):
+                if len({*own, *copied}) != len(own) + len(copied) or max(copied) >= count:
+                    return f"a rank of {shortened(name)} copies an expert that it has, or that is not there"
         return None
 
 
@@ -188,7 +295,11 @@ def read_placement(path: str | Path) -> Placement:
     """Read a placement file. Raises `InputError` for what is none."""
     content = _read(Path(path), _PlacementFile)
     orders = {name: tuple(e for rank in ranks for e in sorted(rank)) for name, ranks in content.layers.items()}
-    return Placement(content.ep, orders)
+    copies = {}
+    for name, ranks in (content.copies or {}).items():
+        slot = inverse(orders[name])
+        copies[name] = tuple(tuple(sorted(copied, key=slot.__getitem__)) for copied in ranks)
+    return Placement(content.ep, orders, copies)
 
 
 def write_placement(placement: Placement, path: str | Path) -> None:
@@ -197,7 +308,9 @@ def write_placement(placement: Placement, path: str | Path) -> None:
     for name, order in placement.orders.items():
         here = len(order) // placement.ep
         layers[name] = [list(order[first : first + here]) for first in range(0, len(order), here)]
-    _write(Path(path), {"format": "expertmesh-placement", "schema_version": SCHEMA_VERSION, "ep": placement.ep}, layers)
+    head = {"format": "expertmesh-placement", "schema_version": SCHEMA_VERSION, "ep": placement.ep}
+    copies = {name: [list(rank) for rank in ranks] for name, ranks in placement.copies.items()}
+    _write(Path(path), {**head, "copies": copies} if copies else head, layers)
 
 
 def read_loads(path: str | Path) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
 from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance, balance_of
-from expertmesh.experts.placement import check_fits, read_placement
+from expertmesh.experts.placement import Placement, check_fits, read_placement
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts, shared_behind_routed
 from expertmesh.parallel.sequence import refuse_blocks
@@ -65,27 +65,52 @@ def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
     return "local" if layout.ep == 1 else "all_to_all" if moe.dispatch == "auto" else moe.dispatch
 
 
-def choose_placement(moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> dict[str, tuple[int, ...]]:
-    """Return the expert in each slot by experts module, as `moe.placement` says before any token was routed.
+def choose_placement(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> Placement:
+    """Return the places of experts as `moe.placement` says before any token was routed.
 
     `balanced` is contiguous here: a run replaces it when it knows the load (training/startup/placement.py).
 
     Raises:
-        InputError: ep is 1, or the file does not fit the model.
+        InputError: ep is 1, the file does not fit the model, or the model cannot have `moe.replicas`.
     """
     if moe.placement == "contiguous":
-        return {}
+        return Placement(layout.ep, {})
     if layout.ep == 1:
         raise InputError(
             f"moe.placement: {moe.placement}: at ep 1 each rank holds all experts; set moe.placement to contiguous or "
             "parallel.ep to more",
             key="moe.placement-unsupported",
         )
+    if moe.replicas and (refusal := _replicas_refusal(model, moe, layout, anatomy)) is not None:
+        raise InputError(f"moe.replicas: {refusal}", key="moe.replicas-unsupported")
     if moe.placement == "balanced":
-        return {}
+        return Placement(layout.ep, {})
     placement = read_placement(Path(moe.placement))
     check_fits(placement, {spec.name: spec.num_experts for spec in anatomy.experts}, layout.ep)
-    return dict(placement.orders)
+    if placement.replicas != moe.replicas:
+        raise InputError(
+            f"moe.replicas is {moe.replicas}, and {moe.placement} has {placement.replicas} copies for each rank; set "
+            f"moe.replicas to {placement.replicas}",
+            key="placement.other-replicas",
+        )
+    return placement
+
+
+def _replicas_refusal(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> str | None:
+    """Return why experts cannot be copied here, or None."""
+    experts = {f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters}
+    if any(model.get_parameter(name).requires_grad for name in experts):
+        return "experts train, and copies of them would have to be kept equal; add lora"
+    if layout.replicate * layout.efsdp > 1 or layout.offload != "none":
+        sharded = f"replicate {layout.replicate} * efsdp {layout.efsdp} ranks share"
+        where = sharded if layout.offload == "none" else f"parallel.offload: {layout.offload} keeps in host memory"
+        return f"{where} each expert, which then cannot lie beside copies; give each stage one EP group"
+    if moe.dispatch == "deepep":
+        return "deepep's kernels were not tried with it; set moe.dispatch to auto"
+    if (flat := next((spec.name for spec in anatomy.experts if spec.flat_gate is not None), None)) is not None:
+        return f"{flat} keeps gate and up projections apart, in one matrix of all experts"
+    others = anatomy.num_experts - anatomy.num_experts // layout.ep
+    return None if moe.replicas <= others else f"{moe.replicas} is more than the {others} experts of other ranks"
 
 
 def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:

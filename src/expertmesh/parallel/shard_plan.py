@@ -29,6 +29,7 @@ from expertmesh.experts.balance import Balance
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
 from expertmesh.experts.lora_state import AdapterState, adapter_state
 from expertmesh.experts.module_list import FusedExperts
+from expertmesh.experts.placement import Placement
 from expertmesh.introspection.stage_probe import Decoder
 from expertmesh.parallel.checkpointing import (
     CheckpointedLayers,
@@ -97,8 +98,8 @@ class ShardOptions:
     """The blocks that are recomputed."""
     compile: bool = False
     """True to compile the dense parts of each block."""
-    placement: Mapping[str, tuple[int, ...]] | None = None
-    """The expert in each slot by experts module, instead of what `moe.placement` names."""
+    placement: Placement | None = None
+    """The places of experts instead of what `moe.placement` names."""
 
     @classmethod
     def of(
@@ -134,8 +135,8 @@ class ShardPlan:
     """Balancing of the routing, in words."""
     dispatch: str
     """The dispatcher that `moe.dispatch` resolved to."""
-    placement: Mapping[str, tuple[int, ...]]
-    """The expert in each slot by experts module, in the order of EP ranks; none for those in the model's order."""
+    placement: Placement
+    """The places of experts that are not in the model's order, and of copies."""
     compute: Mapping[str, str]
     """The compute backend of each experts module."""
     kernels: Kernels
@@ -178,7 +179,9 @@ class ShardPlan:
     def expert_orders(self) -> dict[str, tuple[int, ...]]:
         """`placement` by parameter, adapters included."""
         split = [name for name, split in self.splits.items() if split.axis == "ep"]
-        return {name: order for module, order in self.placement.items() for name in split if is_inside(name, module)}
+        return {
+            name: order for module, order in self.placement.orders.items() for name in split if is_inside(name, module)
+        }
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -232,11 +235,14 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     anatomy, view, precision = describe(model), ModelView(model), options.precision
     compute = getattr(torch, precision.compute)
     asked, ep = options.moe.compute, layout.ep
-    backends = {spec.name: choose_backend(spec, asked, compute, spec.num_experts // ep) for spec in anatomy.experts}
+    backends = {
+        spec.name: choose_backend(spec, asked, compute, spec.num_experts // ep + options.moe.replicas)
+        for spec in anatomy.experts
+    }
     expert_dims = plan_expert_dims(model, anatomy, layout)
     frozen = anatomy.routers if options.moe.router == "frozen" else ()
     tensor, context, cut = plan_axes(view, anatomy, layout, kept_in_fp32=kept_in_fp32, frozen=frozen)
-    balance = refuse_model(model, anatomy, options.moe)
+    balance, placed = refuse_model(model, anatomy, options.moe), options.placement
     refuse_dispatch(options.moe, layout, anatomy, compute)
     casts = refuse_dtypes(view, anatomy, precision, kept_in_fp32, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
@@ -254,7 +260,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         anatomy=anatomy,
         balance=balance,
         dispatch=choose_dispatch(options.moe, layout),
-        placement=choose_placement(options.moe, layout, anatomy) if options.placement is None else options.placement,
+        placement=choose_placement(model, options.moe, layout, anatomy) if placed is None else placed,
         compute=backends,
         kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
         shared_beside=shared,

@@ -47,6 +47,7 @@ _FREE_KEYS = (
     *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
     "moe.placement",
+    "moe.replicas",
     "moe.calibration_batches",
     "moe.compute",
     "moe.kernels",

@@ -63,7 +63,13 @@ class Teacher:
         options = replace(ModelOptions.of(config), precision=precision, lora=None, frozen=True)
         model = build_model(model_config, directory, options)
         # It is not balanced, and runs without gradients: nothing is counted or recomputed.
-        unbalanced = {"aux_loss_coef": 0.0, "z_loss_coef": 0.0, "bias_update_rate": 0.0, "placement": "contiguous"}
+        unbalanced = {
+            "aux_loss_coef": 0.0,
+            "z_loss_coef": 0.0,
+            "bias_update_rate": 0.0,
+            "placement": "contiguous",
+            "replicas": 0,
+        }
         moe = config.moe.model_copy(update=unbalanced)
         return cls(model_config, directory, model, plan_model(model, layout, ShardOptions(precision, moe)))
 

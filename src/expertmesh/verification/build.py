@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.config import Config, ParallelConfig, PrecisionConfig
 from expertmesh.distributed.mesh import Mesh, init_mesh, set_timeout
+from expertmesh.experts.placement import Placement, balanced
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.checkpointing import checkpointing_mode
 from expertmesh.training.objective import RunObjective
@@ -56,7 +57,8 @@ def build(
         shards = replace(shards, moe=config.moe.model_copy(update={"dispatch": "auto"}))
     if config.moe.placement != "contiguous" and (config.moe.placement == "balanced" or parallel is not None):
         # Any placement gives the same results: one that the data decide, or one for another ep, is drawn.
-        shards = replace(shards, placement=_drawn_placement(setup, mesh.layout.ep))
+        replicas = config.moe.replicas if parallel is None else 0
+        shards = replace(shards, placement=_drawn_placement(setup, mesh.layout.ep, replicas))
     if checkpointing is not None:
         shards = replace(shards, activation_checkpointing=checkpointing_mode(checkpointing), checkpoint_layers="all")
     model, _ = prepare_model(setup.model_config, setup.directory, mesh, options, shards)
@@ -71,13 +73,11 @@ def build(
     return job
 
 
-def _drawn_placement(setup: Setup, ep: int) -> dict[str, tuple[int, ...]]:
-    """Return random experts for each EP rank, by experts module; the model's order without EP."""
-    random, placement = np.random.default_rng(0), {}
-    for spec in setup.anatomy.experts if ep > 1 else ():
-        shares = random.permutation(spec.num_experts).reshape(ep, -1)
-        placement[spec.name] = tuple(np.sort(shares, axis=1).flatten().tolist())
-    return placement
+def _drawn_placement(setup: Setup, ep: int, replicas: int) -> Placement:
+    """Return that of random loads; the model's order without EP."""
+    random, experts = np.random.default_rng(0), setup.anatomy.experts if ep > 1 else ()
+    loads = {spec.name: random.zipf(2.0, spec.num_experts).clip(max=1 << 20).tolist() for spec in experts}
+    return balanced(loads, ep, replicas)
 
 
 def _load_teacher(setup: Setup, config: Config, mesh: Mesh) -> Teacher | None:

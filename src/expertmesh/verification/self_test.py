@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
-from expertmesh.experts.layer import layer_of
+from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.parallel.layers import layers_of
 from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.state.model_view import as_stored, stage_names
@@ -70,10 +70,12 @@ def bugs(proof: Proof) -> list[Bug]:
     update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
     between = Bug("the gradient from one stage to the one before lost", "backward", Hooks(loaded=_lose_between_stages))
     swapped = Bug("codes of a frozen matrix with their halves exchanged", "bytes", Hooks(loaded=_swap_nibbles))
+    copied = Bug("the gradients of copied experts lost", "backward", Hooks(loaded=_lose_copies))
     placed = Bug("two experts of a placement exchanged", "forward", Hooks(loaded=_swap_slots))
     return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
         *([placed] if setup.config.moe.placement != "contiguous" else []),
+        *([copied] if setup.config.moe.replicas else []),
         *([swapped] if setup.config.trained_precision.frozen is not None else []),
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
@@ -105,10 +107,24 @@ def _swap_experts(job: ProvenJob) -> None:
 
 def _swap_slots(job: ProvenJob) -> None:
     """Send the tokens of the first two experts of the last layer to each other's slots."""
-    for name in stage_names(job.model, [job.setup.anatomy.experts[-1].name]):
-        layer = layer_of(job.model.get_submodule(name))
-        assert layer.slot_E is not None
-        layer.slot_E[:2] = layer.slot_E[:2].flip(0)
+    for layer in _last_layer(job):
+        slots = (layer.slot_E,) if layer.copies is None else (layer.copies.slot_EM, layer.copies.turns_E)
+        for slot_E in slots:
+            assert slot_E is not None
+            slot_E[:2] = slot_E[:2].flip(0)
+
+
+def _last_layer(job: ProvenJob) -> list[ExpertLayer]:
+    """Return the last expert layer; nothing on other stages."""
+    names = stage_names(job.model, [job.setup.anatomy.experts[-1].name])
+    return [layer_of(job.model.get_submodule(name)) for name in names]
+
+
+def _lose_copies(job: ProvenJob) -> None:
+    """Let no gradient flow back from the adapters of copies."""
+    for layer in _last_layer(job):
+        assert layer.copies is not None
+        layer.copies.exchanged = torch.no_grad()(layer.copies.exchanged)  # type: ignore[method-assign]
 
 
 @torch.no_grad()

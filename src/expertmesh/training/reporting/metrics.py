@@ -18,7 +18,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer, layer_of
-from expertmesh.experts.placement import LOAD_FILE, balanced_order, busiest, write_loads
+from expertmesh.experts.placement import LOAD_FILE, Placement, balanced, write_loads
 from expertmesh.io.terminal import duration
 from expertmesh.state.model_view import stage_names
 from expertmesh.training.reporting.record import MoeLayer
@@ -190,23 +190,14 @@ class ExpertLoad:
     The layers count them on each rank; every rank calls the methods. `L` MoE layers of the full model, `E` experts.
     """
 
-    def __init__(
-        self, model: nn.Module, anatomy: Anatomy, mesh: Mesh, placement: Mapping[str, Sequence[int]] | None = None
-    ) -> None:
-        """Start counting.
-
-        Args:
-            placement: `ShardPlan.placement`.
-        """
+    def __init__(self, model: nn.Module, anatomy: Anatomy, mesh: Mesh, placement: Placement) -> None:
         here = set(stage_names(model, [spec.name for spec in anatomy.experts]))
         # None for a layer of another pipeline stage.
         self._layers: list[ExpertLayer | None] = [
             layer_of(model.get_submodule(spec.name)) if spec.name in here else None for spec in anatomy.experts
         ]
-        self._num_experts, self._mesh = anatomy.num_experts, mesh
+        self._num_experts, self._mesh, self._placement = anatomy.num_experts, mesh, placement
         self._names = [spec.name for spec in anatomy.experts]
-        self._placement = placement or {}
-        self._order_LE = [self._placement.get(name, range(self._num_experts)) for name in self._names]
         self._total_LE = torch.zeros(len(self._names), self._num_experts, dtype=torch.int64)
         self._steps = (1, 0)
 
@@ -239,22 +230,20 @@ class ExpertLoad:
 
     def summary(self, tokens_LE: torch.Tensor) -> list[dict[str, float | int]]:
         """Return `StepMetrics.expert_load` of tokens `[L, E]` on the host."""
-        loads, ep = expert_load(tokens_LE), self._mesh.layout.ep
-        if ep == 1:
-            return loads
-        layers = zip(loads, tokens_LE.tolist(), self._order_LE, strict=True)
-        return [load | {"ranks_max_over_mean": busiest(load_E, order_E, ep)} for load, load_E, order_E in layers]
+        summaries = expert_load(tokens_LE)
+        if self._placement.ep > 1:
+            for summary, (name, load_E) in zip(summaries, self._by_name(tokens_LE).items(), strict=True):
+                summary["ranks_max_over_mean"] = self._placement.busiest(name, load_E)
+        return summaries
 
     def last_lines(self) -> list[str]:
         """Return the lines for the end of the run: what a placement by the load since this start would gain."""
-        ep = self._mesh.layout.ep
-        return [] if ep == 1 else placement_advice(self._total_LE.tolist(), self._order_LE, ep, bool(self._placement))
+        return placement_advice(self._by_name(self._total_LE), self._placement)
 
     def write(self, directory: Path) -> None:
         """Write the tokens of the reported steps since this start into a run's directory. For rank 0."""
         if self._steps[1] >= self._steps[0] and self._names:
-            loads = dict(zip(self._names, self._total_LE.tolist(), strict=True))
-            write_loads(directory / LOAD_FILE, loads, *self._steps)
+            write_loads(directory / LOAD_FILE, self._by_name(self._total_LE), *self._steps)
 
     def restore(self, pending: list[list[int]] | None, first_step: int) -> None:
         """Give the counts of all ranks back to one rank of each stage; they are summed again before they are
@@ -265,6 +254,9 @@ class ExpertLoad:
             for layer, count_E in zip(self._layers, pending, strict=True):
                 if layer is not None:
                     layer.tokens_per_expert.counts_E = torch.tensor(count_E, device=self._mesh.device)
+
+    def _by_name(self, tokens_LE: torch.Tensor) -> dict[str, list[int]]:
+        return dict(zip(self._names, tokens_LE.tolist(), strict=True))
 
     def _stacked(self, counts: list[torch.Tensor | None]) -> torch.Tensor:
         """Return `[L, E]`, with zeros for layers of other stages."""
@@ -289,24 +281,23 @@ def expert_load(counts_LE: torch.Tensor) -> list[dict[str, float | int]]:
     ]
 
 
-def placement_advice(
-    load_LE: Sequence[Sequence[int]], order_LE: Sequence[Sequence[int]], ep: int, placed: bool
-) -> list[str]:
+def placement_advice(loads: Mapping[str, Sequence[int]], placement: Placement) -> list[str]:
     """Return a line if experts placed by these loads would take more than 10 % off the busiest EP rank, else nothing.
 
     Args:
-        load_LE: Tokens of each expert.
-        order_LE: The experts by slot, as they ran.
-        placed: Whether `moe.placement` has placed them.
+        loads: Tokens of each expert, by the full name of the layer's experts module.
+        placement: As they ran.
     """
-    ran = [busiest(load_E, order_E, ep) for load_E, order_E in zip(load_LE, order_LE, strict=True)]
-    best = [busiest(load_E, balanced_order(load_E, ep), ep) for load_E in load_LE]
-    if not ran or fmean(best) >= _WORTH_PLACING * fmean(ran):
+    if placement.ep == 1 or not loads:
         return []
-    why, new = (" under its placement", "a new one") if placed else ("", "moe.placement: balanced")
+    found = balanced(loads, placement.ep, placement.replicas)
+    ran, best = (fmean(each.busiest(name, load_E) for name, load_E in loads.items()) for each in (placement, found))
+    if best >= _WORTH_PLACING * ran:
+        return []
+    where, new = (" under its placement", "a new one") if placement.orders else ("", "moe.placement: balanced")
     return [
-        f"placement  the busiest EP rank had {fmean(ran):.2f} times the mean load{why} (mean of layers); {new} would "
-        f"give {fmean(best):.2f} by this run's {LOAD_FILE}"
+        f"placement  the busiest EP rank had {ran:.2f} times the mean load{where} (mean of layers); {new} would give "
+        f"{best:.2f} by this run's {LOAD_FILE}"
     ]
 
 

@@ -22,7 +22,7 @@ from expertmesh.distributed.all_ranks import object_from_rank_0, raise_on_all_ra
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import close_library
 from expertmesh.experts.layer import layer_of
-from expertmesh.experts.placement import LOAD_FILE, balanced_order, busiest, check_layers, read_loads
+from expertmesh.experts.placement import LOAD_FILE, Placement, balanced, busiest, check_layers, read_loads
 from expertmesh.state.model_view import stage_names
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objectives import objective_of
@@ -59,18 +59,18 @@ def place_experts(
         began = time.monotonic()
         loads = _calibrate(config, checked, mesh, batches)
         said = f"a calibration in {time.monotonic() - began:.3g} s"
-    orders = {name: balanced_order(load, mesh.layout.ep) for name, load in loads.items()}
-    return replace(
-        checked, plan=replace(checked.plan, placement=orders), placement=_line(loads, orders, mesh.layout.ep, said)
-    )
+    placement = balanced(loads, mesh.layout.ep, config.moe.replicas)
+    line = _line(loads, placement, said)
+    return replace(checked, plan=replace(checked.plan, placement=placement), placement=line)
 
 
-def _line(loads: Loads, orders: Mapping[str, tuple[int, ...]], ep: int, said: str) -> str:
+def _line(loads: Loads, placement: Placement, said: str) -> str:
     """Return the load of the busiest EP rank before and after, for the plan."""
-    contiguous = [busiest(load, range(len(load)), ep) for load in loads.values()]
-    placed = [busiest(load, orders[name], ep) for name, load in loads.items()]
+    contiguous = [busiest(load, range(len(load)), placement.ep) for load in loads.values()]
+    placed = [placement.busiest(name, load) for name, load in loads.items()]
     before, after = (f"{sum(each) / len(each):.2f} (at most {max(each):.2f})" for each in (contiguous, placed))
-    return f"balanced by {said}: the busiest EP rank has {after} times the mean load, contiguous {before}"
+    copies = f", {placement.replicas} copies on each" if placement.replicas else ""
+    return f"balanced by {said}: the busiest EP rank has {after} times the mean load, contiguous {before}{copies}"
 
 
 def _calibrate(
@@ -89,7 +89,7 @@ def _calibrate(
     fill(frozen.model, frozen.directory, allocate_on=mesh.device, seed=checked.weights_seed)
     for name in stage_names(frozen.model, [spec.name for spec in checked.anatomy.experts]):
         layer_of(frozen.model.get_submodule(name)).counts_evaluation = True
-    counts = ExpertLoad(frozen.model, checked.anatomy, mesh)
+    counts = ExpertLoad(frozen.model, checked.anatomy, mesh, checked.plan.placement)
     rows = itertools.chain.from_iterable(step.micro_batches for step in batches.steps(0, None))
     objective = objective_of(ObjectiveConfig(), rows=1, target_tokens=1)
     with evaluating(frozen.model):
