@@ -1,5 +1,6 @@
 """Experts on any rank: a job with `moe.placement` equals the unsharded model, and nothing it writes has its order."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from expertmesh.adapters.base import content_hash
 from expertmesh.anatomy import describe
 from expertmesh.config import OptimConfig
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.copies import Copies
 from expertmesh.experts.layer import layer_of
-from expertmesh.experts.placement import Placement, write_placement
+from expertmesh.experts.placement import Placement, balanced, copied_loads, slots_from, write_placement
 from expertmesh.weights.audit import audit_weights
 from tests.adapters.reference import tiny_peft_run, train_adapters
 from tests.checkpoint.tiny import load, save
@@ -77,6 +79,78 @@ def test_adapters_of_experts_on_any_rank_equal_stock_peft(tmp_path: Path) -> Non
     moe = drawn(tmp_path / "placement.json", run.initial, 2)
     for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(ep=2), moe=moe), 4):
         distance.check(1e-5)
+
+
+def _copied(path: Path, model: nn.Module, ep: int, replicas: int) -> em.MoeConfig:
+    """Write a placement with copies by loads that differ widely, and return the section that names it."""
+    random, loads = torch.Generator().manual_seed(0), {}
+    for spec in describe(model).experts:
+        loads[spec.name] = (torch.randint(1, 99, (spec.num_experts,), generator=random) ** 3).tolist()
+    write_placement(balanced(loads, ep, replicas), path)
+    return em.MoeConfig(placement=str(path), replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "axes", "replicas", "dtype"),
+    [
+        ("qwen3_moe", 2, {"ep": 2}, 3, torch.float64),
+        ("deepseek_v3", 4, {"ep": 4}, 2, torch.float32),
+        ("gpt_oss", 4, {"ep": 2, "pp": 2}, 1, torch.float32),
+        pytest.param(
+            "olmoe", 4, {"ep": 4, "tp": 2}, 2, torch.float32, marks=pytest.mark.slow(why="three layouts stay")
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_adapters_of_copied_experts_equal_stock_peft(
+    family: str, world: int, axes: dict[str, int], replicas: int, dtype: torch.dtype, mode: str, tmp_path: Path
+) -> None:
+    run = tiny_peft_run(family, tmp_path / "adapter", dtype=dtype)
+    moe = _copied(tmp_path / "placement.json", run.initial, axes["ep"], replicas)
+    options: dict[str, Any] = {"moe": moe, "activation_checkpointing": mode}
+    for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(**axes), **options), world):
+        distance.check(1e-5 if dtype == torch.float32 else 1e-10)
+
+
+def _without_gradients(copies: Copies) -> None:
+    copies.exchanged = torch.no_grad()(copies.exchanged)  # type: ignore[method-assign]
+
+
+def _stale(copies: Copies) -> None:
+    exchange, kept = copies.exchanged, list[torch.Tensor]()
+
+    def first(own: Any) -> Any:
+        fresh = exchange(own)
+        kept.extend([] if kept else [tensor.detach().clone() for tensor in fresh])
+        return [tensor + (old - tensor).detach() for tensor, old in zip(fresh, kept, strict=True)]
+
+    copies.exchanged = first  # type: ignore[method-assign]
+
+
+def _other_experts(copies: Copies) -> None:
+    for storage in copies.storages.values():
+        storage[-2:] = storage[-2:].flip(0)
+
+
+@pytest.mark.parametrize("bug", [_without_gradients, _stale, _other_experts])
+def test_copies_that_are_not_their_experts_turn_it_red(bug: Callable[[Copies], None], tmp_path: Path) -> None:
+    run = tiny_peft_run("qwen3_moe", tmp_path / "adapter")
+    moe = _copied(tmp_path / "placement.json", run.initial, 2, 3)
+
+    def tamper(model: nn.Module, mesh: Mesh) -> None:
+        copies = layer_of(model.get_submodule("model.layers.0.mlp.experts")).copies
+        assert copies is not None
+        bug(copies)
+
+    for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(ep=2), moe=moe, tamper=tamper), 2):
+        assert max(distance.gradient[0], distance.weight[0]) > 1e-4
+
+
+def test_tokens_of_a_copied_expert_go_to_all_that_hold_it_by_turns() -> None:
+    order, copies = (0, 1, 2, 3, 4, 5, 6, 7), ((6,), (0,), (0,), (0,))
+    assert [slots_from(rank, order, copies)[0] for rank in range(4)] == [[0], [5], [8], [11]]
+    assert [slots_from(rank, order, copies)[6] for rank in range(4)] == [[2], [2, 9], [2, 9], [9]]
+    assert copied_loads([4, 0, 0, 0, 0, 0, 2, 0], order, copies) == [2, 1, 1, 2]
 
 
 def test_what_is_loaded_and_written_has_the_models_numbers(tmp_path: Path) -> None:
@@ -164,6 +238,8 @@ def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
             parallelized(1, moe)
         with refused("moe.placement-unsupported", naming="balanced"):
             parallelized(2, em.MoeConfig(placement="balanced"))
+        with refused("moe.replicas-unsupported", naming="experts train"):
+            parallelized(2, moe.model_copy(update={"replicas": 1}))
         with refused("file.unreadable"):
             parallelized(2, em.MoeConfig(placement=str(tmp_path / "none.json")))
         with refused("placement.other-model"):

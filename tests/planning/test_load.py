@@ -127,11 +127,18 @@ def test_plan_writes_a_placement_by_the_load_of_a_run(
     placement = read_placement(path)
     assert (placement.ep, len(placement.orders)) == (4, 2)
     assert set(placement.orders.values()) == {balanced_order([9, 9, 9, 5, 1, 1, 1, 1], 4)}
+    copied = tmp_path / "copied.json"
+    assert main([*words[:-1], str(copied), "--replicas", "1"]) == 0
+    out = capsys.readouterr().out
+    assert ["4", "2.00", "2.00", "1.11", "1.11", "1.11", "1.11"] in [line.split() for line in out.splitlines()]
+    assert f"train with moe.placement={copied} moe.replicas=1 parallel.ep=4" in out
+    assert read_placement(copied).replicas == 1
     for changed, said in (
         (words, "exists already and stays as it is"),
         (["plan", "--placement", str(run)], "--placement: give --ep"),
         (["plan", "--placement", str(run), "--ep", "3", "--output", str(tmp_path / "b")], "does not divide the 8"),
-        (["plan", "m", *words[1:]], "--placement: takes --ep and --output alone"),
+        ([*words[:-1], str(tmp_path / "b"), "--replicas", "7"], "a rank holds 2 of 8 experts"),
+        (["plan", "m", *words[1:]], "--placement: takes --ep, --replicas and --output alone"),
         (["plan", "--placement", str(tmp_path / "none"), "--ep", "2", "--output", str(tmp_path / "b")], "no such file"),
         (["plan", "m", "--devices", "8 h100", "--ep", "2"], "--ep: of --placement, which is not given"),
         (["plan", "m"], "give MODEL and --devices, or --placement and --ep"),

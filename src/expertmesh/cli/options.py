@@ -164,6 +164,7 @@ class PlanOptions:
         Option(metavar="RUN_OR_FILE", help="write moe.placement by that load, without MODEL"),
     ] = None
     ep: Annotated[int | None, N(help="of --placement")] = None
+    replicas: Annotated[int | None, N(help="copies on each EP rank, of --placement")] = None
     output: Annotated[str | None, FILE(help="of --placement (default: placement.json)")] = None
     trust_remote_code: TrustRemoteCode = False
 

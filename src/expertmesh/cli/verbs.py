@@ -185,11 +185,12 @@ def plan(options: PlanOptions) -> int:
     given = [f"--{name}" for name in ("yaml", "json", "simulate") if getattr(options, name)]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them", key="cli.usage")
-    placing = {name: getattr(options, name) for name in ("placement", "ep", "output")}
+    placing = {name: getattr(options, name) for name in ("placement", "ep", "replicas", "output")}
     if options.placement is not None:
         if options != PlanOptions(**placing):
             raise InputError(
-                "--placement: takes --ep and --output alone; plan layouts in a call of its own", key="cli.usage"
+                "--placement: takes --ep, --replicas and --output alone; plan layouts in a call of its own",
+                key="cli.usage",
             )
         return call("expertmesh.cli.plan.placement", options)
     if alone := [f"--{name}" for name, value in placing.items() if value is not None]:

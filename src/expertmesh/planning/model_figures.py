@@ -315,6 +315,8 @@ class ModelFigures:
     """Answers which layouts it can have."""
     traffic: ExpertTraffic
     """Costs by which `ep: auto` chooses."""
+    replicas: int = 0
+    """Copies of frozen experts that each EP rank holds in a layer."""
 
     @property
     def experts(self) -> Experts:

@@ -140,6 +140,7 @@ def _figures(
         anatomy=anatomy,
         feasibility=feasibility,
         traffic=traffic,
+        replicas=plan.options.moe.replicas,
     )
 
 

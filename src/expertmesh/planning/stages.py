@@ -198,11 +198,13 @@ def resident_state(
     FSDP2 gives the first ranks the largest shards.
     """
     ranks, rank = layout.fsdp * layout.cp, pipeline_rank(model, layout.pp, layout.pp_virtual_stages, stage)
-    return _state(rank, ranks, layout.tp, layout.ep, optimizer, layout.offload)
+    return _state(rank, ranks, layout.tp, layout.ep, optimizer, layout.offload, model.replicas)
 
 
 @cache
-def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: OptimizerName, offload: str) -> ResidentState:
+def _state(
+    rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: OptimizerName, offload: str, replicas: int
+) -> ResidentState:
     frozen = master = moments = 0.0
     for group, times in rank.groups:
         sizes = group_bytes(group, ranks, tp, optimizer)
@@ -216,7 +218,8 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: Optimize
         for weight in experts.matrices:
             here = times * weight.elements * experts.spec.num_experts / ep / layout.efsdp
             on_host = offload == "experts" and weight.packed
-            frozen += 0 if weight.trains or on_host else here * weight.bytes
+            copied = times * weight.elements * replicas
+            frozen += 0 if weight.trains or on_host else (here + copied) * weight.bytes
             if weight.trains:
                 master += here * weight.bytes
                 cut = parts_of_last_dim(experts, weight, layout)

@@ -14,7 +14,7 @@ from expertmesh.cli.printing import Terminal, print_rows
 from expertmesh.config.errors import InputError
 from expertmesh.experts.placement import (
     Placement,
-    balanced_order,
+    balanced,
     busiest,
     least_busiest,
     read_loads,
@@ -33,21 +33,23 @@ class Load:
     balanced: tuple[float, float]
     """With the balanced placement."""
     at_least: tuple[float, float]
-    """A bound that no placement is below."""
+    """A bound that no placement without copies is below."""
 
 
-def load_of(loads: Mapping[str, Sequence[int]], ep: int) -> Load:
-    """Return what contiguous and balanced placement make of the tokens of each layer's experts."""
-    layers = list(loads.values())
+def load_of(loads: Mapping[str, Sequence[int]], placement: Placement) -> Load:
+    """Return what contiguous placement and `placement` make of the tokens of each layer's experts."""
+    ep, layers = placement.ep, list(loads.values())
     contiguous = [busiest(load_E, range(len(load_E)), ep) for load_E in layers]
-    balanced = [busiest(load_E, balanced_order(load_E, ep), ep) for load_E in layers]
+    placed = [placement.busiest(name, load_E) for name, load_E in loads.items()]
     at_least = [least_busiest(load_E, ep) for load_E in layers]
-    return Load(ep, *((sum(each) / len(layers), max(each)) for each in (contiguous, balanced, at_least)))
+    return Load(ep, *((sum(each) / len(layers), max(each)) for each in (contiguous, placed, at_least)))
 
 
-def print_loads(console: Console, source: str, loads: Mapping[str, Sequence[int]], eps: Sequence[int]) -> None:
-    """Print a line for each ep: what contiguous and balanced placement make of `loads`, read from `source`."""
-    found = [load_of(loads, ep) for ep in eps]
+def print_loads(
+    console: Console, source: str, loads: Mapping[str, Sequence[int]], placements: Sequence[Placement]
+) -> None:
+    """Print a line for each placement: what contiguous placement and it make of `loads`, read from `source`."""
+    found = [load_of(loads, placement) for placement in placements]
     columns = ("ep", "contiguous", "worst", "balanced", "worst", "at least", "worst")
     rows = [
         (str(each.ep), *(f"{value:.2f}" for pair in (each.contiguous, each.balanced, each.at_least) for value in pair))
@@ -71,8 +73,16 @@ def run(options: PlanOptions) -> int:
             raise InputError(
                 f"--ep {ep}: does not divide the {len(load_E)} experts of {name}", key="layout.ep-divides-experts"
             )
-    write_placement(Placement(ep, {name: balanced_order(load_E, ep) for name, load_E in loads.items()}), path)
+        if options.replicas is not None and options.replicas > len(load_E) - len(load_E) // ep:
+            raise InputError(
+                f"--replicas {options.replicas}: a rank holds {len(load_E) // ep} of {len(load_E)} experts of {name}, "
+                "and can copy the others alone",
+                key="moe.replicas-unsupported",
+            )
+    placement = balanced(loads, ep, options.replicas or 0)
+    write_placement(placement, path)
     console = Terminal()
-    print_loads(console, options.placement, loads, [ep])
-    console.print(f"wrote {path}; train with moe.placement={path} parallel.ep={ep}", soft_wrap=True)
+    print_loads(console, options.placement, loads, [placement])
+    also = f" moe.replicas={options.replicas}" if options.replicas else ""
+    console.print(f"wrote {path}; train with moe.placement={path}{also} parallel.ep={ep}", soft_wrap=True)
     return 0

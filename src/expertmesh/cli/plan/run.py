@@ -28,7 +28,7 @@ from expertmesh.config import Config, LoraConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
 from expertmesh.distributed.layout import divisors, explicit, node_crossing
-from expertmesh.experts.placement import check_layers, read_loads
+from expertmesh.experts.placement import balanced, check_layers, read_loads
 from expertmesh.io.terminal import plural
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.search import GIB, Candidate, Job, measured_imbalance, plan, run_costs
@@ -69,7 +69,7 @@ def _run(options: PlanOptions) -> int:
     costs = run_costs(job, best, options.tokens, options.price, options.mtbf)
     splits = divisors(gcd(devices.count, figures.anatomy.num_experts))[1:]
     if options.json:
-        load = [] if loads is None else [asdict(load_of(loads, ep)) for ep in splits]
+        load = [] if loads is None else [asdict(load_of(loads, balanced(loads, ep))) for ep in splits]
         print(json.dumps(as_json(options, found, best, costs) | {"load": load}, indent=2))
         return 0
     console = Terminal()
@@ -77,7 +77,7 @@ def _run(options: PlanOptions) -> int:
     print_best(console, job, best, costs)
     print_rows(console, "assumed, as no option says otherwise", None, list(assumptions(options, job)))
     if loads is not None and splits:
-        print_loads(console, f"{options.load}; planned with contiguous", loads, splits)
+        print_loads(console, f"{options.load}; planned with contiguous", loads, [balanced(loads, ep) for ep in splits])
     console.print(*cards_lines(job), sep="\n", soft_wrap=True)
     if found.rejected:
         console.print("rejected", *(f"  {line}" for line in rejection_lines(found)), sep="\n", soft_wrap=True)
