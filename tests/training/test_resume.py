@@ -10,7 +10,8 @@ import torch
 
 from expertmesh.config.errors import InputError
 from expertmesh.data.encoding.encode import Encoder
-from expertmesh.experts.placement import balanced_order, busiest
+from expertmesh.experts.placement import Placement, balanced_order, busiest, read_loads
+from expertmesh.training.reporting.metrics import placement_advice
 from expertmesh.training.reporting.record import read_record
 from expertmesh.training.run import train
 from tests.support.ranks import run_ranks, shared_ranks
@@ -51,9 +52,13 @@ def test_a_stopped_run_continues_bit_for_bit(inputs: Path, tmp_path: Path, world
     assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
 
 
-def test_a_balanced_run_is_placed_anew_by_its_load_when_it_goes_on(inputs: Path, tmp_path: Path) -> None:
-    options = ["parallel.ep=2", "checkpoint.every_steps=null"]
-    shared_ranks(train, 2, run_config(inputs, tmp_path / "whole", *options))
+def test_a_balanced_run_is_placed_anew_by_its_load_when_it_goes_on(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = [*LONG, "parallel.ep=2", "checkpoint.every_steps=null"]
+    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *options))
+    (advice,) = placement_advice(read_loads(tmp_path / "whole"), Placement(2, {}))
+    assert f"{advice}\n" in capfd.readouterr().out
     placed = run_config(inputs, tmp_path / "placed", *options, "moe.placement=balanced", "moe.calibration_batches=2")
     shared_ranks(train_steps, 2, placed, 1)
     shared_ranks(train, 2, placed)
