@@ -12,15 +12,18 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
+from expertmesh.anatomy import describe
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.schema import SCHEMA_VERSION, FileEntry, Manifest, TensorEntry, Tiling
 from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.experts.placement import Placement, write_placement
 from expertmesh.export.checkpoint import export
 from expertmesh.verification.checkpoint.verify import verify
 from tests.checkpoint.damage import change_manifest, flip_a_bit
 from tests.checkpoint.make_golden import GOLDEN, STEP, golden_job, sha256
 from tests.checkpoint.tiny import save
+from tests.support.models import tiny_model
 from tests.support.ranks import shared_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
@@ -60,11 +63,17 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     return directory / "step-00000002", states[0]
 
 
-def test_the_reader_on_the_page_reads_what_is_written_today(written: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    path, state = written
-    _, tensors = _reader()(path)
-    assert tensors.keys() == state.keys()
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
+def test_the_reader_on_the_page_reads_what_is_written_today(
+    written: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    layers = {spec.name: (1, 3, 4, 7, 0, 2, 5, 6) for spec in describe(tiny_model("mixtral")).experts}
+    write_placement(Placement(2, layers), tmp_path / "placement.json")
+    placed = em.MoeConfig(placement=str(tmp_path / "placement.json"))
+    states = shared_ranks(save, 2, "mixtral", em.ParallelConfig(ep=2), 1, tmp_path, placed)
+    for path, state in (written, (tmp_path / "step-00000001", states[0])):
+        _, tensors = _reader()(path)
+        assert tensors.keys() == state.keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

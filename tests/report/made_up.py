@@ -22,6 +22,7 @@ def row(step: int, steps: int, layers: int, **changes: Any) -> dict[str, Any]:
     load = [
         {
             "max_over_mean": 1.2 + layer / 4 + math.sin(step / 9) / 5,
+            "ranks_max_over_mean": 1.1 + layer / 8 - (0.05 if step > steps // 2 else 0),
             "entropy": 0.98 - layer / 40,
             "dead": (step + layer) % 3,
         }

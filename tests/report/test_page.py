@@ -68,7 +68,8 @@ def test_a_run_s_figures_tables_and_configuration_are_on_the_page(tmp_path: Path
     told = [described.split(" over steps")[0] for described in page.described]
     assert told == [
         "Loss", "Gradient norm", "Learning rate", "Tokens per second", "Peak memory, GiB",
-        "Expert load per layer", "Entropy of the experts' shares per layer", "Dead experts per layer",
+        "Expert load per layer", "Load of EP ranks per layer", "Entropy of the experts' shares per layer",
+        "Dead experts per layer",
     ]  # fmt: skip
     assert "Finished at step 40 of 40; the result is in model/" in page.texts["top"]
     assert "model, 2026-" in page.texts["top"]
@@ -83,6 +84,8 @@ def test_a_run_s_figures_tables_and_configuration_are_on_the_page(tmp_path: Path
     assert "Dashed vertical lines mark where the run was resumed" in page.texts["training"]
     assert "last evaluation 2" in page.texts["training"]
     assert "at most 1.9× in block 3 at step 14" in page.texts["experts"]  # the third MoE layer is in the fourth block
+    assert "at most 1.35× in block 3 at step 1" in page.texts["experts"]
+    assert "; busiest EP rank 1.35×, lately 1.3×" in page.texts["top"]
     assert "24 = 2 micro-batch × 4 data ranks × 3 accumulation" in page.texts["plan"]
     assert "Speed and memory were not predicted" in page.texts["plan"]
     assert "2.13.0 (earlier: 2.12.0)" in page.texts["starts"]
@@ -304,7 +307,7 @@ def test_an_empty_run_says_that_nothing_has_happened_yet(tmp_path: Path) -> None
 
 def test_one_step_a_step_without_any_number_and_no_layer_are_drawn_too(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "one", rows=[row(1, 1, 1)]))
-    assert page.tags.count("svg") == 3  # heat maps; a curve of one point tells nothing
+    assert page.tags.count("svg") == 4  # heat maps; a curve of one point tells nothing
     null = dict.fromkeys(("loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes"))
     page = page_of(write_run(tmp_path / "none", rows=[row(1, 2, 0) | null, row(2, 2, 0) | null]))
     assert page.tags.count("svg") == 0
@@ -404,7 +407,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     for sentence in ("trian is not a key", "run.json is left out", "audit.json is left out"):
         assert sentence in page.texts["top"]
     assert "trian: {}" in page.texts["configuration"]
-    assert page.tags.count("svg") == 8
+    assert page.tags.count("svg") == 9
 
 
 def test_the_results_that_the_report_looks_for_are_those_that_training_leaves() -> None:

@@ -119,3 +119,5 @@ def test_a_figure_of_routing_with_a_maximum_shows_it() -> None:
     report = _report(load=15.87, dead=5)
     assert report.load_summary(LAYER) == "15.9x of at most 16, 5 of 256 dead"
     assert "load 15.9x of at most 16, 5 of 256 dead" in report.line(100, 1.0, 8, LAYER)
+    report.expert_load[0]["ranks_max_over_mean"], report.expert_load[1]["ranks_max_over_mean"] = 1.36, 1.0
+    assert report.load_summary(LAYER) == "15.9x of at most 16, 5 of 256 dead, ranks 1.4x"

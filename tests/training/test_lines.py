@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from expertmesh.experts.placement import Placement
 from expertmesh.io import terminal
 from expertmesh.io.terminal import duration, print_log, tracked
-from expertmesh.training.reporting.metrics import StepMetrics
+from expertmesh.training.reporting.metrics import StepMetrics, placement_advice
 from expertmesh.training.reporting.reporter import Reporter
 
 log = logging.getLogger("expertmesh.of.some.part")
@@ -112,3 +113,19 @@ def test_a_line_has_time_pace_share_of_the_peak_and_what_is_left(
     assert [row["mfu"] for row in written] == [0.4, 0.4, 0.4]
     assert "mfu" not in _metrics(1).row()
     assert [duration(each) for each in (5, 250, 18_200, 400_000)] == ["5 s", "4 min 10 s", "5 h 3 min", "4.6 days"]
+
+
+def test_a_placement_is_advised_where_it_takes_a_tenth_off_the_busiest_rank() -> None:
+    """Four experts on two ranks: tokens (6, 2, 1, 1) give 1.6 in the model's order, and 1.4 at best."""
+    loads, contiguous = {"a": [60, 20, 10, 10], "b": [60, 20, 10, 10]}, Placement(2, {})
+    (line,) = placement_advice(loads, contiguous)
+    assert line == (
+        "placement  the busiest EP rank had 1.60 times the mean load (mean of layers); moe.placement: balanced would "
+        "give 1.40 by this run's expert_load.json"
+    )
+    best, own = (0, 2, 1, 3), (0, 1, 2, 3)
+    assert placement_advice(loads, Placement(2, {"a": best, "b": best})) == []
+    assert placement_advice(loads, Placement(2, {"a": best, "b": own})) == []  # 1.50 in the mean
+    (line,) = placement_advice(loads, Placement(2, {"a": own, "b": own}))
+    assert "1.60 times the mean load under its placement (mean of layers); a new one would give 1.40" in line
+    assert placement_advice(loads, Placement(1, {})) == []

@@ -57,6 +57,7 @@ def test_a_run_goes_on_where_its_directory_is_empty_with_the_same_bits(tmp_path:
     assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
     assert rows_without_times(tmp_path / "second") == rows_without_times(tmp_path / "whole")
     assert rows_without_times(remote) == rows_without_times(tmp_path / "whole")
+    assert (remote / "expert_load.json").is_file()
     assert [path.name for path in (remote / "checkpoints").iterdir()] == ["step-00000003"]
     here, stored = (
         sorted(path.name for path in root.iterdir()) for root in (tmp_path / "second/model", remote / "model")

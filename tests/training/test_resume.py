@@ -1,6 +1,7 @@
 """A run that is stopped and started again equals the one that was not: weights, metrics, sample order, counters."""
 
 import json
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -9,9 +10,12 @@ import torch
 
 from expertmesh.config.errors import InputError
 from expertmesh.data.encoding.encode import Encoder
+from expertmesh.experts.placement import Placement, balanced_order, busiest, read_loads
+from expertmesh.training.reporting.metrics import placement_advice
+from expertmesh.training.reporting.record import read_record
 from expertmesh.training.run import train
 from tests.support.ranks import run_ranks, shared_ranks
-from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
+from tests.training.tiny_run import loads_of_experts, rows_without_times, run_config, train_steps, weights, write_inputs
 
 # Two epochs of four steps, the last of an epoch shorter; packed, shuffled, with a norm that clips.
 LONG = ["train.max_steps=null", "train.num_epochs=2", "data.shuffle=true", "checkpoint.every_steps=2"]
@@ -46,6 +50,34 @@ def test_a_stopped_run_continues_bit_for_bit(inputs: Path, tmp_path: Path, world
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
     assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
+
+
+def test_a_balanced_run_is_placed_anew_by_its_load_when_it_goes_on(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = [*LONG, "parallel.ep=2", "checkpoint.every_steps=null"]
+    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *options))
+    (advice,) = placement_advice(read_loads(tmp_path / "whole"), Placement(2, {}))
+    assert f"{advice}\n" in capfd.readouterr().out
+    placed = run_config(inputs, tmp_path / "placed", *options, "moe.placement=balanced", "moe.calibration_batches=2")
+    shared_ranks(train_steps, 2, placed, 1)
+    shared_ranks(train, 2, placed)
+    expected, got = (rows_without_times(tmp_path / run) for run in ("whole", "placed"))
+    for row, other in zip(got, expected, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert loads_of_experts(row) == loads_of_experts(other)
+        assert row["expert_tokens"] == other["expert_tokens"]
+    record = read_record(tmp_path / "placed")
+    assert record is not None
+    first, second = (next(line for line in each.printed if "placed balanced by" in line) for each in record.starts)
+    assert re.search(r"balanced by a calibration in \d\S* s: the busiest EP rank has \d\.\d\d \(at most ", first)
+    assert f"balanced by the load in {tmp_path / 'placed' / 'expert_load.json'}: the busiest EP rank has " in second
+    orders = [balanced_order(load_E, 2) for load_E in got[0]["expert_tokens"]]
+    assert orders != [tuple(range(8))] * 2
+    for rows, placement in ((expected, [range(8)] * 2), (got[1:], orders)):
+        for row in rows:
+            ranks = [busiest(load_E, order, 2) for load_E, order in zip(row["expert_tokens"], placement, strict=True)]
+            assert [layer["ranks_max_over_mean"] for layer in row["expert_load"]] == ranks
 
 
 @pytest.mark.slow(why="parallel/test_by_layer.py compares the orders")

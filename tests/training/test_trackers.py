@@ -102,6 +102,9 @@ def test_figures_are_the_finite_numbers_of_a_row_and_the_worst_of_all_layers() -
     worst = [FIGURES[f"expert_load/{name}"] for name in ("max_over_mean/worst", "entropy/worst", "dead/all")]
     assert worst == [3.0, 0.7, 3]
     assert FIGURES["expert_load/entropy/0"] == 0.9
+    assert not [name for name in FIGURES if "ranks" in name]
+    ranks = dict(figures_of({"expert_load": [layer | {"ranks_max_over_mean": 1 + layer["dead"]} for layer in LOAD]}))
+    assert [ranks[f"expert_load/ranks_max_over_mean/{name}"] for name in ("0", "1", "worst")] == [2, 3, 3]
     picture = heat_map([[4, 0], [2, 2], [0, 0]])
     assert picture.shape == (18, 12, 3)
     assert picture[::6, ::6, 0].tolist() == [[127, 0], [63, 63], [0, 0]]

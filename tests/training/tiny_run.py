@@ -80,6 +80,11 @@ def rows_without_times(output: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in TIMES} for row in metrics(output)]
 
 
+def loads_of_experts(row: dict[str, Any]) -> list[dict[str, float]]:
+    """What a row says of the layers' experts without their ranks, which other layouts do not share."""
+    return [{k: v for k, v in layer.items() if k != "ranks_max_over_mean"} for layer in row.get("expert_load", ())]
+
+
 def weights(output: Path) -> dict[str, Tensor]:
     """What the run has trained."""
     return load_file(output / "model" / "model.safetensors")

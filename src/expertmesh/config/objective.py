@@ -58,8 +58,8 @@ class ObjectiveConfig(Section):
     dpo (arXiv 2305.18290), simpo (2405.14734) or orpo (2403.07691); of labelled responses (unpaired_preference): kto
     (2402.01306). distill takes sft's rows and learns from a teacher."""
     beta: float = Field(default=0.1, gt=0, le=MAX_FACTOR)
-    """Factor of the log-probabilities in the losses of dpo and kto (the larger, the closer the model stays to the
-    reference, which is the model before its first step) and simpo, of the odds ratio's loss in orpo."""
+    """Factor of log-probabilities in dpo, kto (the larger, the closer to the reference: the model before its first
+    step) and simpo, of the odds ratio's loss in orpo."""
     gamma: float = Field(default=0.5, ge=0, le=MAX_FACTOR)
     """Reward by which simpo wants a chosen response above the rejected one; for simpo alone."""
     desirable_weight: float = Field(default=1.0, gt=0, le=MAX_FACTOR)

@@ -397,8 +397,8 @@ class MoeConfig(Section):
     dispatch: Literal["auto", "all_to_all", "hierarchical", "deepep"] = "auto"
     """Transport of tokens to their experts; hierarchical: once to each node; deepep: by DeepEP's kernels."""
     placement: str = Field(default="contiguous", min_length=1)
-    """Which EP rank holds which expert: contiguous; balanced by the load in output_dir's expert_load.json, else of a
-    calibration at the start; or a file of `expertmesh plan --placement`."""
+    """Experts of each EP rank: contiguous; balanced by output_dir's expert_load.json, else by a calibration; or a file
+    of `expertmesh plan --placement`."""
     replicas: int = Field(default=0, ge=0)
     """Copies of busy experts on each EP rank and layer, whose tokens they share; experts have to be frozen (lora)."""
     calibration_batches: int = Field(default=8, ge=1)

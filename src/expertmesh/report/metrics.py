@@ -27,7 +27,7 @@ NUMBERS = (
 # Those that an evaluation has, with `eval_` in front, and again with the name of each set of data.
 EVALUATED = ("loss", "token_accuracy", "rewards/margins", "rewards/accuracies")
 # What a row says of a layer's experts, and which end of it needs attention.
-WORST = {"max_over_mean": np.nanmax, "entropy": np.nanmin, "dead": np.nanmax}
+WORST = {"max_over_mean": np.nanmax, "ranks_max_over_mean": np.nanmax, "entropy": np.nanmin, "dead": np.nanmax}
 _LINES_NAMED = 5
 # Sets of data that are drawn, evaluations whose answers are shown, and answers of each.
 MAX_SETS, _SAMPLED, _SAMPLES = 8, 4, 50

@@ -383,6 +383,7 @@ def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> Hover | No
     low, high = float(np.nanmin(grid.values_LC)), float(np.nanmax(grid.values_LC))
     norm = {
         "max_over_mean": LogNorm(1, max(2.0, high)),
+        "ranks_max_over_mean": LogNorm(1, max(2.0, high)),
         "entropy": Normalize(min(0.9, low), 1),
         "dead": Normalize(0, high),
     }[key]
@@ -395,7 +396,7 @@ def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> Hover | No
     axes.grid(False)
     _block_axis(axes, run.moe_blocks)
     ticks: Locator = MaxNLocator(nbins=6, integer=key == "dead", steps=[1, 2, 5, 10])
-    if key == "max_over_mean":
+    if isinstance(norm, LogNorm):
         ticks = LogLocator(base=2, subs=(1, 1.5))
     bar = figure.colorbar(picture, ax=axes, pad=0.02, aspect=16, format=short, ticks=ticks)
     bar.outline.set_visible(False)

@@ -27,7 +27,7 @@ from expertmesh.training.control import Control, Stopped
 from expertmesh.training.evaluation import Evaluation
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
 from expertmesh.training.objective import RunObjective, on_device
-from expertmesh.training.reporting.metrics import ExpertLoad, StepMetrics, expert_load, tokens_are_due
+from expertmesh.training.reporting.metrics import ExpertLoad, StepMetrics, tokens_are_due
 from expertmesh.training.reporting.profiling import profiling
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class TrainingLoop:
                     break
                 self.control.progress.at(number + 1, "reading data")
             self._write_load()
-            for line in selection.last_lines() if self.mesh.rank == 0 else ():
+            for line in (*selection.last_lines(), *self.expert_load.last_lines()) if self.mesh.rank == 0 else ():
                 log.info(line)
             self.control.progress.at(self.counters.step, "waiting for the last checkpoint")
             self.checkpoints.finish()
@@ -127,7 +127,7 @@ class TrainingLoop:
                 peak_memory_bytes=peak_memory,
                 elapsed_seconds=elapsed,
                 step_seconds=seconds / steps,
-                expert_load=expert_load(tokens_LE),
+                expert_load=self.expert_load.summary(tokens_LE),
                 expert_tokens=tokens_LE.tolist() if due else None,
                 figures=result.facts.figures,
                 aux_loss=result.facts.aux_loss if balance.aux_loss_coef else None,

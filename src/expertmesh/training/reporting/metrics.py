@@ -4,10 +4,11 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer, layer_of
-from expertmesh.experts.placement import LOAD_FILE, write_loads
+from expertmesh.experts.placement import LOAD_FILE, Placement, balanced, write_loads
 from expertmesh.io.terminal import duration
 from expertmesh.state.model_view import stage_names
 from expertmesh.training.reporting.record import MoeLayer
@@ -27,6 +28,8 @@ EVAL_SAMPLES = "eval_samples"
 _SHOWN = 160
 # A run reports the tokens of every expert so many times.
 _TIMES_TOKENS = 100
+# A new placement is advised if it leaves at most this share of the busiest EP rank's tokens.
+_WORTH_PLACING = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class StepMetrics:
     """Seconds of a step, pauses left out."""
     expert_load: list[dict[str, float | int]]
     """For each MoE layer, the busiest expert's tokens over the mean, the entropy of the experts' shares over that of
-    equal ones, and the number of experts without a token."""
+    equal ones, and the number of experts without a token; where ep > 1 the busiest EP rank's tokens over the mean."""
     mfu: float | None = None
     """Model FLOP utilisation, a share of 1; None if the device or the model's FLOPs are not known."""
     aux_loss: float | None = None
@@ -89,13 +92,20 @@ class StepMetrics:
         return "  ".join(parts) + (f"  SKIPPED: {self.skipped}" if self.skipped else "")
 
     def load_summary(self, layer: MoeLayer | None) -> str:
-        """Return the worst layer's max/mean, and all dead experts; with their maximum if `layer` gives it."""
+        """Return the worst layer's max/mean of experts and of EP ranks, and all dead experts.
+
+        Args:
+            layer: Any of the model's, for the maxima.
+        """
         if not self.expert_load:
             return "-"
         worst, dead = max(x["max_over_mean"] for x in self.expert_load), sum(x["dead"] for x in self.expert_load)
+        ranks = max(x.get("ranks_max_over_mean", 0) for x in self.expert_load)
+        said = f", ranks {ranks:.1f}x" if ranks else ""
         if layer is None:
-            return f"{worst:.1f}x, {dead} dead"
-        return f"{worst:.1f}x of at most {layer.most_load:.3g}, {dead} of {layer.experts * len(self.expert_load)} dead"
+            return f"{worst:.1f}x, {dead} dead{said}"
+        every = layer.experts * len(self.expert_load)
+        return f"{worst:.1f}x of at most {layer.most_load:.3g}, {dead} of {every} dead{said}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +190,13 @@ class ExpertLoad:
     The layers count them on each rank; every rank calls the methods. `L` MoE layers of the full model, `E` experts.
     """
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, mesh: Mesh, placement: Placement) -> None:
         here = set(stage_names(model, [spec.name for spec in anatomy.experts]))
         # None for a layer of another pipeline stage.
         self._layers: list[ExpertLayer | None] = [
             layer_of(model.get_submodule(spec.name)) if spec.name in here else None for spec in anatomy.experts
         ]
-        self._num_experts, self._mesh = anatomy.num_experts, mesh
+        self._num_experts, self._mesh, self._placement = anatomy.num_experts, mesh, placement
         self._names = [spec.name for spec in anatomy.experts]
         self._total_LE = torch.zeros(len(self._names), self._num_experts, dtype=torch.int64)
         self._steps = (1, 0)
@@ -218,11 +228,22 @@ class ExpertLoad:
         pending: list[list[int]] = counts_LE.tolist()
         return pending
 
+    def summary(self, tokens_LE: torch.Tensor) -> list[dict[str, float | int]]:
+        """Return `StepMetrics.expert_load` of tokens `[L, E]` on the host."""
+        summaries = expert_load(tokens_LE)
+        if self._placement.ep > 1:
+            for summary, (name, load_E) in zip(summaries, self._by_name(tokens_LE).items(), strict=True):
+                summary["ranks_max_over_mean"] = self._placement.busiest(name, load_E)
+        return summaries
+
+    def last_lines(self) -> list[str]:
+        """Return the lines for the end of the run: what a placement by the load since this start would gain."""
+        return placement_advice(self._by_name(self._total_LE), self._placement)
+
     def write(self, directory: Path) -> None:
         """Write the tokens of the reported steps since this start into a run's directory. For rank 0."""
         if self._steps[1] >= self._steps[0] and self._names:
-            loads = dict(zip(self._names, self._total_LE.tolist(), strict=True))
-            write_loads(directory / LOAD_FILE, loads, *self._steps)
+            write_loads(directory / LOAD_FILE, self._by_name(self._total_LE), *self._steps)
 
     def restore(self, pending: list[list[int]] | None, first_step: int) -> None:
         """Give the counts of all ranks back to one rank of each stage; they are summed again before they are
@@ -233,6 +254,9 @@ class ExpertLoad:
             for layer, count_E in zip(self._layers, pending, strict=True):
                 if layer is not None:
                     layer.tokens_per_expert.counts_E = torch.tensor(count_E, device=self._mesh.device)
+
+    def _by_name(self, tokens_LE: torch.Tensor) -> dict[str, list[int]]:
+        return dict(zip(self._names, tokens_LE.tolist(), strict=True))
 
     def _stacked(self, counts: list[torch.Tensor | None]) -> torch.Tensor:
         """Return `[L, E]`, with zeros for layers of other stages."""
@@ -254,6 +278,26 @@ def expert_load(counts_LE: torch.Tensor) -> list[dict[str, float | int]]:
             "dead": int((count_E == 0).sum()),
         }
         for count_E in counts_LE
+    ]
+
+
+def placement_advice(loads: Mapping[str, Sequence[int]], placement: Placement) -> list[str]:
+    """Return a line if experts placed by these loads would take more than 10 % off the busiest EP rank, else nothing.
+
+    Args:
+        loads: Tokens of each expert, by the full name of the layer's experts module.
+        placement: As they ran.
+    """
+    if placement.ep == 1 or not loads:
+        return []
+    found = balanced(loads, placement.ep, placement.replicas)
+    ran, best = (fmean(each.busiest(name, load_E) for name, load_E in loads.items()) for each in (placement, found))
+    if best >= _WORTH_PLACING * ran:
+        return []
+    where, new = (" under its placement", "a new one") if placement.orders else ("", "moe.placement: balanced")
+    return [
+        f"placement  the busiest EP rank had {ran:.2f} times the mean load{where} (mean of layers); {new} would give "
+        f"{best:.2f} by this run's {LOAD_FILE}"
     ]
 
 

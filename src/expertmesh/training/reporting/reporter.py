@@ -264,7 +264,7 @@ def start_reports(
             reporter.bar = _Bar(run.total_steps, counters.step) if has_bars() else None
     lost = 0.0 if reporter.rows is None else max(0.0, reporter.rows.before - counters.elapsed_seconds)
     record_start(run, forecast, counters, Spent(startup=time.monotonic() - began, lost=lost))
-    return ExpertLoad(run.model, run.checked.anatomy, run.mesh)
+    return ExpertLoad(run.model, run.checked.anatomy, run.mesh, run.checked.plan.placement)
 
 
 class _Bar:

@@ -36,6 +36,7 @@ PROJECT = "expertmesh"
 # How a layer's figures become one for all layers, and its name.
 _JOINED: dict[str, tuple[str, Callable[[Iterator[float]], float]]] = {
     "max_over_mean": ("worst", max),
+    "ranks_max_over_mean": ("worst", max),
     "entropy": ("worst", min),
     "dead": ("all", sum),
 }
@@ -166,8 +167,9 @@ def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Return the finite numbers of a row, by name."""
     layers = row.get("expert_load", ())
     named = [(key, value) for key, value in row.items() if key != "step"]
-    for key, (name, join) in _JOINED.items() if layers else ():
-        named.append((f"expert_load/{key}/{name}", join(layer[key] for layer in layers)))
+    for key, (name, join) in _JOINED.items():
+        if layers and key in layers[0]:
+            named.append((f"expert_load/{key}/{name}", join(layer[key] for layer in layers)))
     named += [(f"expert_load/{key}/{n}", value) for n, layer in enumerate(layers) for key, value in layer.items()]
     for name, value in named:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

@@ -89,7 +89,7 @@ def _calibrate(
     fill(frozen.model, frozen.directory, allocate_on=mesh.device, seed=checked.weights_seed)
     for name in stage_names(frozen.model, [spec.name for spec in checked.anatomy.experts]):
         layer_of(frozen.model.get_submodule(name)).counts_evaluation = True
-    counts = ExpertLoad(frozen.model, checked.anatomy, mesh)
+    counts = ExpertLoad(frozen.model, checked.anatomy, mesh, checked.plan.placement)
     rows = itertools.chain.from_iterable(step.micro_batches for step in batches.steps(0, None))
     objective = objective_of(ObjectiveConfig(), rows=1, target_tokens=1)
     with evaluating(frozen.model):

@@ -12,6 +12,7 @@ from expertmesh.checkpoint.directory import CHECKPOINTS, prune, published
 from expertmesh.checkpoint.remote import Put, RemoteCheckpoints
 from expertmesh.checkpoint.uploads import Shares, Uploads, open_shares
 from expertmesh.config import Config
+from expertmesh.experts.placement import LOAD_FILE
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import MAX_METRICS_BYTES, MAX_SMALL_BYTES, read_file
 from expertmesh.io.safetensors_writer import replace_synced
@@ -20,7 +21,7 @@ from expertmesh.io.storage import Storage
 log = logging.getLogger(__name__)
 # What a run that goes on elsewhere needs beside a checkpoint, or its reader wants to see.
 RECORDS = {
-    **dict.fromkeys(("config.yaml", "run.json", "data.json", "trackers.json"), MAX_SMALL_BYTES),
+    **dict.fromkeys(("config.yaml", "run.json", "data.json", "trackers.json", LOAD_FILE), MAX_SMALL_BYTES),
     "metrics.jsonl": MAX_METRICS_BYTES,
 }
 
