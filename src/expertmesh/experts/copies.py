@@ -33,13 +33,13 @@ class Copies:
     own_X: torch.Tensor
     """The own experts that are sent, by the rank that gets them, int64."""
     send: list[int]
-    """How many of them each rank gets."""
+    """The number of them that each rank gets."""
     receive: list[int]
-    """How many each rank sends to this one: its copies have the order of their owners."""
+    """The number that each rank sends to this one; its copies have the order of their owners."""
     slot_EM: torch.Tensor
     """The slots that this rank's tokens go to by turns, int64."""
     turns_E: torch.Tensor
-    """How many of them there are, int64."""
+    """The number of these slots, int64."""
     storages: dict[str, torch.Tensor] = field(default_factory=dict)
     """Frozen weights `[S, ...]` by the parameter's name in the experts module, which is a view of the first L."""
 
@@ -77,7 +77,7 @@ class Copies:
         return self.slot_EM[index_TK, token_T1 % self.turns_E[index_TK]]
 
     def fetch(self, experts: nn.Module, names: Sequence[str]) -> None:
-        """Fetch the frozen parameters `names` of the copies.
+        """Copy the frozen parameters `names` from their owners.
 
         Collectives: every rank of the group calls it; one all-to-all for each name.
         """

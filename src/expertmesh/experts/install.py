@@ -57,46 +57,36 @@ class Kernels:
     """Text of the plan."""
 
 
-def install(
-    model: nn.Module,
-    anatomy: Anatomy,
-    mesh: Mesh,
-    *,
-    dispatch: str,
-    compute: Mapping[str, str],
-    kernels: Kernels,
-    shared: Mapping[str, str],
-    placement: Placement,
-    dtype: torch.dtype,
-) -> None:
-    """Let every experts module of `model` run here, as the shard plan has decided.
+@dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """The decisions of a shard plan about expert layers."""
 
-    Args:
-        dispatch: The dispatcher's name.
-        compute: The backend of each experts module.
-        shared: The shared expert that computes while its rows are in flight.
-        placement: The places of experts that are not in the model's order, and of copies.
-        dtype: The compute dtype.
+    dispatch: str
+    """The dispatcher's name."""
+    compute: Mapping[str, str]
+    """The backend of each experts module."""
+    kernels: Kernels
+    shared: Mapping[str, str]
+    """By experts module, the shared expert that computes while its rows are in flight."""
+    placement: Placement
+    """The places of experts that are not in the model's order, and of copies."""
 
-    Collectives: none, unless `dispatch` names a library, whose buffers all ranks open here.
+
+def install(model: nn.Module, anatomy: Anatomy, mesh: Mesh, plan: ExpertsPlan, dtype: torch.dtype) -> None:
+    """Let every experts module of `model` run here, as the shard plan has decided; `dtype` is the compute dtype.
+
+    Collectives: none, unless the dispatcher is that of a library, whose buffers all ranks open here.
     """
     register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
-    dispatchers = open_dispatchers(dispatch, anatomy.experts, mesh, kernels.triton, placement.replicas)
+    kernels, shared = plan.kernels, plan.shared
+    dispatchers = open_dispatchers(plan.dispatch, anatomy.experts, mesh, kernels.triton, plan.placement.replicas)
     for spec in anatomy.experts:
         experts: Any = model.get_submodule(spec.name)
-        mlp = mlp_spec_of(experts, spec, per_expert=compute[spec.name] == "loop")
+        mlp = mlp_spec_of(experts, spec, per_expert=plan.compute[spec.name] == "loop")
         mlp = replace(mlp, triton=kernels.triton, gate=kernels.gates.get(spec.name))
-        held = spec.num_experts // mesh.layout.ep
-        order, copies = placement.orders.get(spec.name), None
-        order_E = torch.arange(spec.num_experts) if order is None else torch.tensor(order)
-        expert_L = order_E.split(held)[mesh.expert["ep"].get_local_rank()].to(mesh.device)
-        slot_E = None if order is None else torch.tensor(inverse(order)).to(mesh.device)
-        if order is not None and placement.copies:
-            copied = placement.copies[spec.name]
-            copies, slot_E = Copies.of(order, copied, mesh.ep_group, mesh.device), None
-            expert_L = torch.cat([expert_L, torch.tensor(copied[mesh.ep_group.rank()]).to(expert_L)])
         beside = SharedExpert(model.get_submodule(shared[spec.name])) if spec.name in shared else None
-        attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, expert_L, slot_E, copies, beside))
+        places = _places(spec, plan.placement, mesh)
+        attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, *places, shared=beside))
         if spec.call == "interface":
             set_experts(experts.config, IMPLEMENTATION)
         elif spec.call == "sorted":
@@ -104,6 +94,22 @@ def install(
         else:
             forward = _dense_forward if spec.call == "dense" else _experts_forward
             replace_forward(experts, partial(forward, experts))
+
+
+def _places(
+    spec: ExpertsSpec, placement: Placement, mesh: Mesh
+) -> tuple[torch.Tensor, torch.Tensor | None, Copies | None]:
+    """Return an expert layer's `expert_L`, `slot_E` and `copies`."""
+    order, rank = placement.orders.get(spec.name), mesh.expert["ep"].get_local_rank()
+    order_E = torch.arange(spec.num_experts) if order is None else torch.tensor(order)
+    expert_L = order_E.split(spec.num_experts // mesh.layout.ep)[rank]
+    if order is None:
+        return expert_L.to(mesh.device), None, None
+    if not placement.copies:
+        return expert_L.to(mesh.device), torch.tensor(inverse(order)).to(mesh.device), None
+    copied = placement.copies[spec.name]
+    expert_L = torch.cat([expert_L, torch.tensor(copied[rank])])
+    return expert_L.to(mesh.device), None, Copies.of(order, copied, mesh.ep_group, mesh.device)
 
 
 def _experts_forward(
@@ -328,7 +334,7 @@ def _dispatcher(name: str, num_experts: int, mesh: Mesh, triton: bool) -> Dispat
 
 
 def fetch_copies(model: nn.Module) -> None:
-    """Fetch the weights of the experts that this rank copies, once they are loaded.
+    """Copy the weights of the experts that this rank has copies of from their owners, once they are loaded.
 
     Collectives: every rank calls it; for each layer with copies one all-to-all over the EP group for each parameter.
     """

@@ -25,7 +25,7 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.install import install
+from expertmesh.experts.install import ExpertsPlan, install
 from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.checkpointing import recompute_blocks
 from expertmesh.parallel.compiling import compile_parts
@@ -110,17 +110,8 @@ def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
             meta_model.get_submodule(name).requires_grad_(False)
         anatomy = cut(model, plan, plan.cut, held.gone, mesh)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
-    install(
-        model,
-        anatomy,
-        mesh,
-        dispatch=plan.dispatch,
-        compute=plan.compute,
-        kernels=plan.kernels,
-        shared=plan.shared_beside,
-        placement=plan.placement,
-        dtype=compute,
-    )
+    layers = ExpertsPlan(plan.dispatch, plan.compute, plan.kernels, plan.shared_beside, plan.placement)
+    install(model, anatomy, mesh, layers, compute)
     packed = {name: kind for name, kind in plan.packed.items() if held.has(name)}
     _pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh, held)
