@@ -130,9 +130,20 @@ def test_rows_of_a_placement_are_counted_as_token_by_token() -> None:
     chosen = placement.choices(placement.Routing("tiny", 8, 3), draw)[:500]
     ranks = [{order.index(expert) // 2 for expert in token} for token in chosen.tolist()]
     assert {len(set(token)) for token in chosen.tolist()} == {3}
-    assert placement.rows_of_ranks(chosen, order, 4).tolist() == [
-        sum(rank in held for held in ranks) for rank in range(4)
-    ]
+    pairs, rows = placement.work_of_ranks(chosen, order, ((),) * 4).tolist()
+    assert rows == [sum(rank in held for held in ranks) for rank in range(4)]
+    assert pairs == [sum(order.index(expert) // 2 == rank for expert in chosen.ravel()) for rank in range(4)]
+    # With a copy on each rank: tokens come from all ranks by turns, go to their own, else by turns to all that hold it.
+    copies = ((0,), (5,), (5,), (5,))
+    homes = {expert: order.index(expert) // 2 for expert in range(8)}
+    held = {expert: sorted({home, *(r for r in range(4) if expert in copies[r])}) for expert, home in homes.items()}
+    ranks = []
+    for number, token in enumerate(chosen.tolist()):
+        at, turn = number % 4, number // 4
+        ranks.append([at if at in held[e] else held[e][turn % len(held[e])] for e in token])
+    pairs, rows = placement.work_of_ranks(chosen, order, copies).tolist()
+    assert rows == [sum(rank in of for of in ranks) for rank in range(4)]
+    assert pairs == [sum(of.count(rank) for of in ranks) for rank in range(4)]
     # Popular experts are chosen more often: the first of Zipf's by most tokens.
     counts = np.bincount(chosen.ravel(), minlength=8)
     assert counts.max() > 0.6 * len(chosen) > 2 * counts.min()
