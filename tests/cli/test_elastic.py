@@ -146,7 +146,7 @@ def test_a_start_that_could_not_be_made_again_is_refused(
 def test_a_layout_that_does_not_fit_the_ranks_is_planned_anew(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
     run_config(inputs, tmp_path / "run", "parallel.ep=4", "train.micro_batch_size=2")
-    config = load_config(tmp_path / "run.yaml", ["parallel.ep=4", "train.micro_batch_size=1"])
+    config = load_config(tmp_path / "run.yaml", ["parallel.ep=4", "train.micro_batch_size=1", "moe.placement=balanced"])
     kept = arrange(config, 4, preflight)
     assert (kept.parallel, kept.micro_batch_size) == (config.parallel, 1)
     planned = arrange(config, 2, preflight)

@@ -12,9 +12,11 @@ import pytest
 from expertmesh.experts.placement import (
     LOAD_FILE,
     Placement,
+    balanced_copies,
     balanced_order,
     busiest,
     check_fits,
+    copied_loads,
     least_busiest,
     rank_loads,
     read_loads,
@@ -58,6 +60,24 @@ def test_no_exchange_takes_tokens_off_the_busiest_rank(kind: str, experts: int, 
         )
         # Of equal counts no exchange is left only if the busiest and the least busy differ by one expert at most.
         assert most * ep <= sum(load_E) + max(load_E) * (ep - 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("experts", "ep"), [size for size in SIZES if size[1] < size[0]])
+def test_copies_take_tokens_off_the_busiest_rank(experts: int, ep: int, replicas: int) -> None:
+    for seed in range(8):
+        load_E = loads("zipf" if seed % 2 else "uniform", experts, seed)
+        order, copies = balanced_copies(load_E, ep, replicas)
+        assert sorted(order) == list(range(experts))
+        here = experts // ep
+        for rank, copied in enumerate(copies):
+            assert len({*copied, *order[rank * here : (rank + 1) * here]}) == here + replicas
+        found = copied_loads(load_E, order, copies)
+        assert sum(found) == pytest.approx(sum(load_E))
+        # Each rank has to hold some, which may be idle ones.
+        idle = sum(sorted(load_E)[: here + replicas])
+        assert max(found) <= max(rank_loads(load_E, balanced_order(load_E, ep), ep)) + idle
+        assert max(found) * ep / sum(load_E) <= (1.1 if experts >= 64 else 1.6)
 
 
 def test_loads_with_an_even_split_reach_it_and_even_ones_stay_in_order() -> None:

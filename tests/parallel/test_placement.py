@@ -112,6 +112,24 @@ def test_adapters_of_copied_experts_equal_stock_peft(
         distance.check(1e-5 if dtype == torch.float32 else 1e-10)
 
 
+def test_adapters_that_come_in_a_peft_model_may_be_on_copied_experts(tmp_path: Path) -> None:
+    run = tiny_peft_run("qwen3_moe", tmp_path / "adapter")
+    moe = _copied(tmp_path / "placement.json", run.initial, 2, 3)
+    for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(ep=2), moe=moe, as_peft_model=True), 2):
+        distance.check(1e-5)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_rows_travel_node_by_node_to_placed_experts(
+    replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    run = tiny_peft_run("qwen3_moe", tmp_path / "adapter")
+    moe = _copied(tmp_path / "placement.json", run.initial, 4, replicas).model_copy(update={"dispatch": "hierarchical"})
+    for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(ep=4), moe=moe), 4):
+        distance.check(1e-5)
+
+
 def _without_gradients(copies: Copies) -> None:
     copies.exchanged = torch.no_grad()(copies.exchanged)  # type: ignore[method-assign]
 
@@ -238,8 +256,11 @@ def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
             parallelized(1, moe)
         with refused("moe.placement-unsupported", naming="balanced"):
             parallelized(2, em.MoeConfig(placement="balanced"))
-        with refused("moe.replicas-unsupported", naming="experts train"):
+        with refused("moe.replicas-unsupported", naming="add lora"):
             parallelized(2, moe.model_copy(update={"replicas": 1}))
+        placed = em.parallelize(tiny_model("qwen3_moe"), em.init_mesh(em.ParallelConfig(ep=2)), moe=moe)
+        with refused("model.placed-state-dict"):
+            placed.state_dict()
         with refused("file.unreadable"):
             parallelized(2, em.MoeConfig(placement=str(tmp_path / "none.json")))
         with refused("placement.other-model"):

@@ -70,6 +70,17 @@ JOBS = {
         ("parallel.ep=2", "lora={r: 4, dropout: 0.1, targets: [attention, experts, router]}"),
         {"ep 2 = ep 4", "saved model in plain transformers"},
     ),
+    "adapters on placed and copied experts": ProvenJob(
+        "qwen3_moe",
+        2,
+        (
+            "parallel.ep=2",
+            "lora={r: 4, dropout: 0.1, targets: [attention, experts]}",
+            "moe={placement: balanced, replicas: 2}",
+        ),
+        {"ep 2 = ep 4", "saved model in plain transformers"},
+        self_test=True,
+    ),
     "adapters on experts in 4 bits": ProvenJob(
         "qwen3_moe",
         2,

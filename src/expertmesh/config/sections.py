@@ -418,6 +418,11 @@ class MoeConfig(Section):
             )
         return value
 
+    @property
+    def unplaced(self) -> Self:
+        """This section with the experts in the model's order, and no copies."""
+        return self.model_copy(update={"placement": "contiguous", "replicas": 0})
+
     @model_validator(mode="after")
     def _combine(self) -> Self:
         if self.replicas and self.placement == "contiguous":

@@ -1,4 +1,4 @@
-"""Hold copies of other ranks' experts beside a rank's own, so that their tokens need not travel (`moe.replicas`).
+"""Hold copies of other ranks' experts beside a rank's own, so that ranks share their tokens (`moe.replicas`).
 
 The experts are frozen: their weights are fetched once from the ranks that own them, and nothing has to be kept equal.
 Adapters on them train. So each forward exchanges those of copied experts, and its backward sends the gradients of the
@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.distributed.collectives import all_to_all
 from expertmesh.experts.mlp_spec import Adapter
+from expertmesh.experts.pairs import segment_sum, segments_of
 from expertmesh.experts.placement import Copied, slots_from
 from expertmesh.io.boxes import inverse
 from expertmesh.state.packed import PackedTensor, stored
-from expertmesh.state.shards import local_tensor
+from expertmesh.state.shards import local_tensor, placed_like
 
 
 @dataclass(eq=False)
@@ -51,9 +52,11 @@ class Copies:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> "Copies":
-        """Make those of this rank.
+        """Make the copies of this rank, whose weights `fetch` gets.
 
         Args:
+            group: The EP group.
+            device: The device of the indices.
             order: The expert in each slot of own experts, by EP rank.
             copies: The experts that each EP rank copies, in the order of their slots.
         """
@@ -77,7 +80,7 @@ class Copies:
         return self.slot_EM[index_TK, token_T1 % self.turns_E[index_TK]]
 
     def fetch(self, experts: nn.Module, names: Sequence[str]) -> None:
-        """Copy the frozen parameters `names` from their owners.
+        """Copy the frozen parameters `names` from their owners. Replaces them by views of one storage with the copies.
 
         Collectives: every rank of the group calls it; one all-to-all for each name.
         """
@@ -90,7 +93,8 @@ class Copies:
             self.storages[name] = storage
             view = DTensor.from_local(storage[: len(own)], parameter.device_mesh, parameter.placements, run_check=False)
             place, _, leaf = name.rpartition(".")
-            setattr(experts.get_submodule(place), leaf, nn.Parameter(view, requires_grad=False))
+            placed = placed_like(nn.Parameter(view, requires_grad=False), parameter)
+            setattr(experts.get_submodule(place), leaf, placed)
 
     def with_adapters(self, *own: Adapter | None) -> list[Adapter | None]:
         """Return adapters `[S, ...]` of own ones `[L, ...]`, differentiable.
@@ -110,6 +114,7 @@ class Copies:
 
     def exchanged(self, own: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the values `[C, ...]` of copies of each tensor of `own`, `[L, ...]`, differentiable."""
+        # Every rank of the group comes here, with tokens or without: two collectives in each forward and its backward.
         copied: Sequence[torch.Tensor] = _Exchanged.apply(self, *own)
         return copied
 
@@ -131,8 +136,7 @@ class _Exchanged(torch.autograd.Function):
         grad_CF = torch.cat([grad.flatten(1) for grad in grads], dim=1)
         grad_XF, _ = all_to_all(grad_CF, copies.receive, copies.send, copies.group)
         parts = grad_XF.split([shape[1:].numel() for shape in ctx.shapes], dim=1)
-        summed = (
-            part.new_zeros(shape).index_add_(0, copies.own_X, part.reshape(-1, *shape[1:]))
-            for part, shape in zip(parts, ctx.shapes, strict=True)
-        )
+        # Not by `index_add_`, which adds in any order on a GPU.
+        sent = segments_of(copies.own_X, ctx.shapes[0][0])
+        summed = (segment_sum(part, sent).view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))
         return None, *summed

@@ -85,8 +85,9 @@ def install(model: nn.Module, anatomy: Anatomy, mesh: Mesh, plan: ExpertsPlan, d
         mlp = mlp_spec_of(experts, spec, per_expert=plan.compute[spec.name] == "loop")
         mlp = replace(mlp, triton=kernels.triton, gate=kernels.gates.get(spec.name))
         beside = SharedExpert(model.get_submodule(shared[spec.name])) if spec.name in shared else None
-        places = _places(spec, plan.placement, mesh)
-        attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, *places, shared=beside))
+        expert_L, slot_E, copies = _places(spec, plan.placement, mesh)
+        layer = ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, expert_L, slot_E, copies, shared=beside)
+        attach_layer(experts, layer)
         if spec.call == "interface":
             set_experts(experts.config, IMPLEMENTATION)
         elif spec.call == "sorted":

@@ -66,6 +66,11 @@ class Placement:
         loads = copied_loads(load_E, self.orders[name], self.copies[name])
         return max(loads) * self.ep / sum(loads) if any(loads) else 1.0
 
+    def over(self, loads: Mapping[str, Sequence[int]]) -> tuple[float, float]:
+        """Return the tokens of the busiest rank over the mean: in the mean of all layers, and in the worst."""
+        layers = [self.busiest(name, load_E) for name, load_E in loads.items()]
+        return sum(layers) / len(layers), max(layers)
+
 
 Copied = tuple[tuple[int, ...], ...]
 
@@ -189,7 +194,8 @@ def balanced_copies(load_E: Sequence[int], ep: int, replicas: int) -> tuple[tupl
     """Return an order and the experts that each rank copies, `replicas` of them, with few tokens on the busiest rank.
 
     One copy after the other is of the expert with most tokens for each rank that holds it. Then own experts are placed
-    with the tokens that are left to them, and copies go to the least busy rank with room, the busiest first.
+    with the tokens that are left to them, and copies go to the least busy rank with room, the busiest first. Where
+    copies of the least busy experts leave fewer tokens on the busiest rank, it has those.
     """
     experts = range(len(load_E))
     here, holders = len(load_E) // ep, [1] * len(load_E)
@@ -213,10 +219,20 @@ def balanced_copies(load_E: Sequence[int], ep: int, replicas: int) -> tuple[tupl
             copies[rank].append(expert)
             held[rank].add(expert)
             loads[rank] += share_E[expert]
-    for rank in range(ep):  # the last ranks with room may hold all that is left
-        others = sorted((e for e in experts if e not in held[rank]), key=lambda e: (load_E[e], e))
-        copies[rank] += others[: replicas - len(copies[rank])]
-    slot = inverse(order)
+    idle = balanced_order(load_E, ep)
+    found = [_filled(load_E, order, copies, replicas), _filled(load_E, idle, [[] for _ in range(ep)], replicas)]
+    return min(found, key=lambda each: max(copied_loads(load_E, *each)))
+
+
+def _filled(
+    load_E: Sequence[int], order: tuple[int, ...], copies: list[list[int]], replicas: int
+) -> tuple[tuple[int, ...], Copied]:
+    """Return an order with `replicas` copies on each rank: those given, and others of the least busy experts."""
+    here, slot = len(order) // len(copies), inverse(order)
+    for rank, copied in enumerate(copies):
+        held = {*order[rank * here : (rank + 1) * here], *copied}
+        others = sorted((e for e in order if e not in held), key=lambda e: (load_E[e], e))
+        copied += others[: replicas - len(copied)]
     return order, tuple(tuple(sorted(each, key=slot.__getitem__)) for each in copies)
 
 

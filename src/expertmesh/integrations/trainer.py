@@ -270,5 +270,5 @@ def _reference(given: dict[str, Any], mesh: Any, options: dict[str, Any]) -> Pre
         source = model if isinstance(model, str | Path) else copy.deepcopy(model)
     elif not isinstance(source, str | Path):
         refusals.refuse_in_memory(source, args, None)
-    wanted = {"precision": options["precision"], "moe": options["moe"], "lora": None}
+    wanted = {"precision": options["precision"], "moe": options["moe"] and options["moe"].unplaced, "lora": None}
     return reference.freeze(_sharded(source, mesh, args, wanted))

@@ -17,6 +17,7 @@ from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
 from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance, balance_of
+from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.placement import Placement, check_fits, read_placement
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts, shared_behind_routed
@@ -75,6 +76,8 @@ def choose_placement(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: 
     """
     if moe.placement == "contiguous":
         return Placement(layout.ep, {})
+    if layout.ep == 1 and moe.placement == "balanced" and not moe.replicas:
+        return Placement(1, {})
     if layout.ep == 1:
         raise InputError(
             f"moe.placement: {moe.placement}: at ep 1 each rank holds all experts; set moe.placement to contiguous or "
@@ -99,8 +102,8 @@ def choose_placement(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: 
 def _replicas_refusal(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> str | None:
     """Return why experts cannot be copied here, or None."""
     experts = {f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters}
-    if any(model.get_parameter(name).requires_grad for name in experts):
-        return "experts train, and copies of them would have to be kept equal; add lora"
+    if adapter_state(model) is None or any(model.get_parameter(name).requires_grad for name in experts):
+        return "copies are of experts that lora has frozen; add lora, or set moe.replicas to 0"
     if layout.replicate * layout.efsdp > 1 or layout.offload != "none":
         sharded = f"replicate {layout.replicate} * efsdp {layout.efsdp} ranks share"
         where = sharded if layout.offload == "none" else f"parallel.offload: {layout.offload} keeps in host memory"
@@ -108,9 +111,9 @@ def _replicas_refusal(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy:
     if moe.dispatch == "deepep":
         return "deepep's kernels were not tried with it; set moe.dispatch to auto"
     if (flat := next((spec.name for spec in anatomy.experts if spec.flat_gate is not None), None)) is not None:
-        return f"{flat} keeps gate and up projections apart, in one matrix of all experts"
+        return f"{flat} keeps gate and up projections apart, in one matrix of all experts; set moe.replicas to 0"
     others = anatomy.num_experts - anatomy.num_experts // layout.ep
-    return None if moe.replicas <= others else f"{moe.replicas} is more than the {others} experts of other ranks"
+    return None if moe.replicas <= others else f"{moe.replicas}: other ranks have {others} experts; set it to fewer"
 
 
 def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:

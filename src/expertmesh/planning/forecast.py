@@ -51,7 +51,8 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
         if not error.key.startswith("layout.") and error.key != "config.combination":
             raise
         why = str(error).partition(";")[0]
-    alone = {"parallel": ParallelConfig(), "train": config.train.model_copy(update={"micro_batch_size": 1})}
+    one_row = config.train.model_copy(update={"micro_batch_size": 1})
+    alone = {"parallel": ParallelConfig(), "moe": config.moe.unplaced, "train": one_row}
     checked, devices = preflight(config.model_copy(update=alone), 1), devices_here(world_size)
     if devices is None:
         raise InputError(f"--elastic: the planner does not know this device, and {why}", key="plan.nothing-fits")

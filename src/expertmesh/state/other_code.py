@@ -370,7 +370,18 @@ def _refuse_pickling(model: nn.Module, state: dict[str, Any], prefix: str, metad
     """Make sharded values of a state dict refuse to be pickled: each holds only one rank's shard.
 
     `keep_vars=True` gives the parameters themselves, which nobody pickles.
+
+    Raises:
+        InputError: Experts are placed, so that another job would take them for others.
     """
+    plan = sharded(model).shard_plan
+    placed = plan is not None and bool(plan.expert_orders)
+    if placed and any(isinstance(value, DTensor) and not isinstance(value, nn.Parameter) for value in state.values()):
+        raise InputError(
+            "state_dict would have experts in the order of moe.placement, and whoever loads it would take them for "
+            "others; call em.save_checkpoint or em.iter_hf_weights, or set moe.placement to contiguous",
+            key="model.placed-state-dict",
+        )
     for value in state.values():
         if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
             value.__reduce_ex__ = _pickled  # type: ignore[method-assign]

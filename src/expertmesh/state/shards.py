@@ -57,17 +57,20 @@ def held_parts(tensor: Tensor, local: Tensor | None = None) -> list[tuple[Box, T
         local: Values with the shape of the rank's own, such as a gradient's, to view in their place.
     """
     box, local = stored_box(tensor), local_tensor(tensor) if local is None else local
-    if (order := expert_order(tensor)) is None or volume(box) == 0:
-        return [(box, local)]
-    return [(part, local[slices(stored[:1], box[:1])]) for stored, part in moved_parts(box, tensor.shape[0], order)]
+    parts = _parts(tensor, box)
+    return [(part, local if stored is box else local[slices(stored[:1], box[:1])]) for stored, part in parts]
 
 
 def held_boxes(tensor: Tensor) -> list[Box]:
     """Return the boxes of `held_parts`."""
-    box = stored_box(tensor)
+    return [part for _, part in _parts(tensor, stored_box(tensor))]
+
+
+def _parts(tensor: Tensor, box: Box) -> list[tuple[Box, Box]]:
+    """Return the stored `box` in parts that are boxes of the global tensor: (as stored, in the global tensor)."""
     if (order := expert_order(tensor)) is None or volume(box) == 0:
-        return [box]
-    return [part for _, part in moved_parts(box, tensor.shape[0], order)]
+        return [(box, box)]
+    return list(moved_parts(box, tensor.shape[0], order))
 
 
 def part_of(tensor: Tensor, whole: Tensor) -> Tensor:

@@ -63,14 +63,8 @@ class Teacher:
         options = replace(ModelOptions.of(config), precision=precision, lora=None, frozen=True)
         model = build_model(model_config, directory, options)
         # It is not balanced, and runs without gradients: nothing is counted or recomputed.
-        unbalanced = {
-            "aux_loss_coef": 0.0,
-            "z_loss_coef": 0.0,
-            "bias_update_rate": 0.0,
-            "placement": "contiguous",
-            "replicas": 0,
-        }
-        moe = config.moe.model_copy(update=unbalanced)
+        unbalanced = {"aux_loss_coef": 0.0, "z_loss_coef": 0.0, "bias_update_rate": 0.0}
+        moe = config.moe.unplaced.model_copy(update=unbalanced)
         return cls(model_config, directory, model, plan_model(model, layout, ShardOptions(precision, moe)))
 
     @property

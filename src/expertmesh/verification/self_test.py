@@ -70,7 +70,9 @@ def bugs(proof: Proof) -> list[Bug]:
     update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
     between = Bug("the gradient from one stage to the one before lost", "backward", Hooks(loaded=_lose_between_stages))
     swapped = Bug("codes of a frozen matrix with their halves exchanged", "bytes", Hooks(loaded=_swap_nibbles))
-    copied = Bug("the gradients of copied experts lost", "backward", Hooks(loaded=_lose_copies))
+    lora = setup.config.lora
+    none = None if lora is not None and "experts" in lora.targets else "no adapters on experts"
+    copied = Bug("the gradients of copied experts lost", "backward", Hooks(loaded=_lose_copies), refusal=none)
     placed = Bug("two experts of a placement exchanged", "forward", Hooks(loaded=_swap_slots))
     return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),

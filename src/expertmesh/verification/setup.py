@@ -120,6 +120,8 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         model_config = _first_layers(model_config, kept, every)
         # `checkpoint_layers` may name layers that are left out here.
         config = config.model_copy(update={"train": config.train.model_copy(update={"checkpoint_layers": "all"})})
+        if config.moe.placement != "contiguous":  # a file names all layers; any placement will do
+            config = config.model_copy(update={"moe": config.moe.model_copy(update={"placement": "balanced"})})
         checked = _checked_layers(config, model_config, directory, kept, world_size)
     if not options.random_data:
         refuse_disk(config, checked.model)

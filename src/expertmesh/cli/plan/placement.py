@@ -15,7 +15,6 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.placement import (
     Placement,
     balanced,
-    busiest,
     least_busiest,
     read_loads,
     write_placement,
@@ -38,11 +37,9 @@ class Load:
 
 def load_of(loads: Mapping[str, Sequence[int]], placement: Placement) -> Load:
     """Return what contiguous placement and `placement` make of the tokens of each layer's experts."""
-    ep, layers = placement.ep, list(loads.values())
-    contiguous = [busiest(load_E, range(len(load_E)), ep) for load_E in layers]
-    placed = [placement.busiest(name, load_E) for name, load_E in loads.items()]
-    at_least = [least_busiest(load_E, ep) for load_E in layers]
-    return Load(ep, *((sum(each) / len(layers), max(each)) for each in (contiguous, placed, at_least)))
+    at_least = [least_busiest(load_E, placement.ep) for load_E in loads.values()]
+    bound = sum(at_least) / len(at_least), max(at_least)
+    return Load(placement.ep, Placement(placement.ep, {}).over(loads), placement.over(loads), bound)
 
 
 def print_loads(

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -291,7 +290,7 @@ def placement_advice(loads: Mapping[str, Sequence[int]], placement: Placement) -
     if placement.ep == 1 or not loads:
         return []
     found = balanced(loads, placement.ep, placement.replicas)
-    ran, best = (fmean(each.busiest(name, load_E) for name, load_E in loads.items()) for each in (placement, found))
+    ran, best = (each.over(loads)[0] for each in (placement, found))
     if best >= _WORTH_PLACING * ran:
         return []
     where, new = (" under its placement", "a new one") if placement.orders else ("", "moe.placement: balanced")

@@ -6,9 +6,8 @@ the first rows through a frozen copy of the model, which is freed before the run
 
 import gc
 import itertools
-import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from expertmesh.distributed.all_ranks import object_from_rank_0, raise_on_all_ra
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import close_library
 from expertmesh.experts.layer import layer_of
-from expertmesh.experts.placement import LOAD_FILE, Placement, balanced, busiest, check_layers, read_loads
+from expertmesh.experts.placement import LOAD_FILE, Placement, balanced, check_layers, read_loads
 from expertmesh.state.model_view import stage_names
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objectives import objective_of
@@ -34,19 +33,27 @@ from expertmesh.weights.load import fill
 if TYPE_CHECKING:
     from expertmesh.training.startup.model_check import Checked
 
-log = logging.getLogger(__name__)
 Loads = Mapping[str, Sequence[int]]
 
 
 def place_experts(
-    config: Config, checked: "Checked", mesh: Mesh, batches: TrainingBatches | StreamBatches
+    config: Config,
+    checked: "Checked",
+    mesh: Mesh,
+    batches: TrainingBatches | StreamBatches,
+    say: Callable[[str], None],
 ) -> "Checked":
     """Return `checked` with its experts placed, if `moe.placement` is balanced, and with words of the plan about it.
+
+    Args:
+        say: Reports what this rank does now.
 
     Collectives: every rank calls it; a broadcast, and those of a calibration if there is no load of this run.
     """
     if config.moe.placement != "balanced":
         return checked
+    if mesh.layout.ep == 1:
+        return replace(checked, placement="as in the model: at ep 1 each rank holds all experts")
     loads: Loads | None = None
     with raise_on_all_ranks("reading the load of experts"):
         file = Path(config.output_dir, LOAD_FILE)
@@ -57,6 +64,7 @@ def place_experts(
     loads, said = object_from_rank_0(loads), f"the load in {file}"
     if loads is None:
         began = time.monotonic()
+        say(f"calibrating on {config.moe.calibration_batches} micro-batches of each data rank")
         loads = _calibrate(config, checked, mesh, batches)
         said = f"a calibration in {time.monotonic() - began:.3g} s"
     placement = balanced(loads, mesh.layout.ep, config.moe.replicas)
@@ -66,9 +74,8 @@ def place_experts(
 
 def _line(loads: Loads, placement: Placement, said: str) -> str:
     """Return the load of the busiest EP rank before and after, for the plan."""
-    contiguous = [busiest(load, range(len(load)), placement.ep) for load in loads.values()]
-    placed = [placement.busiest(name, load) for name, load in loads.items()]
-    before, after = (f"{sum(each) / len(each):.2f} (at most {max(each):.2f})" for each in (contiguous, placed))
+    both = (each.over(loads) for each in (Placement(placement.ep, {}), placement))
+    before, after = (f"{mean:.2f} (at most {worst:.2f})" for mean, worst in both)
     copies = f", {placement.replicas} copies on each" if placement.replicas else ""
     return f"balanced by {said}: the busiest EP rank has {after} times the mean load, contiguous {before}{copies}"
 
@@ -82,9 +89,10 @@ def _calibrate(
 
     Collectives: every rank calls it; those of loading a frozen model, of its forwards, and an all-reduce.
     """
-    if mesh.rank == 0:
-        log.info(f"starting   calibrating on {config.moe.calibration_batches} micro-batches of each data rank")
-    frozen = Teacher.planned(config, checked.model_config, checked.directory, mesh.layout)
+    if config.moe.dispatch == "deepep":  # whose buffers are for one model
+        config = config.model_copy(update={"moe": config.moe.model_copy(update={"dispatch": "auto"})})
+    with raise_on_all_ranks("planning a frozen copy of the model"):
+        frozen = Teacher.planned(config, checked.model_config, checked.directory, mesh.layout)
     frozen.shard(mesh)
     fill(frozen.model, frozen.directory, allocate_on=mesh.device, seed=checked.weights_seed)
     for name in stage_names(frozen.model, [spec.name for spec in checked.anatomy.experts]):

@@ -119,7 +119,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
             changes = check_start(start, identity, total_steps, config)
             refuse_no_more_steps(config, start, total_steps)
     shared, begun = from_rank_0(str(start or "")), from_rank_0(str(weights or ""))
-    checked = place_experts(config, checked, mesh, batches)
+    checked = place_experts(config, checked, mesh, batches, partial(say, control))
     say(control, "sharding the model")
     torch.manual_seed(train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)
