@@ -118,10 +118,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     if kept < every:
         dropped = _dropped(checked.anatomy, kept)
         model_config = _first_layers(model_config, kept, every)
-        # `checkpoint_layers` may name layers that are left out here.
-        config = config.model_copy(update={"train": config.train.model_copy(update={"checkpoint_layers": "all"})})
-        if config.moe.placement != "contiguous":  # a file names all layers; any placement will do
-            config = config.model_copy(update={"moe": config.moe.model_copy(update={"placement": "balanced"})})
+        config = _without_layers(config)
         checked = _checked_layers(config, model_config, directory, kept, world_size)
     if not options.random_data:
         refuse_disk(config, checked.model)
@@ -221,6 +218,14 @@ def _first_layers(config: PreTrainedConfig, kept: int, every: int) -> PreTrained
             vars(text)[key] = type(value)(value[:kept])
     vars(text)["num_hidden_layers"] = kept
     return cut
+
+
+def _without_layers(config: Config) -> Config:
+    """Return `config` without names of layers, which may be left out: any checkpointing and any placement will do."""
+    moe, train = config.moe, config.train.model_copy(update={"checkpoint_layers": "all"})
+    if moe.placement != "contiguous":
+        moe = moe.model_copy(update={"placement": "balanced"})
+    return config.model_copy(update={"train": train, "moe": moe})
 
 
 def _checked_layers(
