@@ -72,6 +72,7 @@ def test_a_balanced_run_is_placed_anew_by_its_load_when_it_goes_on(
     first, second = (next(line for line in each.printed if "placed balanced by" in line) for each in record.starts)
     assert re.search(r"balanced by a calibration in \d\S* s: the busiest EP rank has \d\.\d\d \(at most ", first)
     assert f"balanced by the load in {tmp_path / 'placed' / 'expert_load.json'}: the busiest EP rank has " in second
+    assert [each.plan is not None and each.plan.ranks_max_over_mean is not None for each in record.starts] == [True] * 2
     orders = [balanced_order(load_E, 2) for load_E in got[0]["expert_tokens"]]
     assert orders != [tuple(range(8))] * 2
     for rows, placement in ((expected, [range(8)] * 2), (got[1:], orders)):

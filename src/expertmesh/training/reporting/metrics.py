@@ -29,6 +29,8 @@ _SHOWN = 160
 _TIMES_TOKENS = 100
 # A new placement is advised if it leaves at most this share of the busiest EP rank's tokens.
 _WORTH_PLACING = 0.9
+# Tokens of an expert, in the mean, from which on a load is more than chance.
+_LEAST_TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +289,8 @@ def placement_advice(loads: Mapping[str, Sequence[int]], placement: Placement) -
         loads: Tokens of each expert, by the full name of the layer's experts module.
         placement: As they ran.
     """
-    if placement.ep == 1 or not loads:
+    # Of few tokens the busiest rank is one by chance.
+    if placement.ep == 1 or not all(sum(load_E) >= _LEAST_TOKENS * len(load_E) for load_E in loads.values()):
         return []
     found = balanced(loads, placement.ep, placement.replicas)
     ran, best = (each.over(loads)[0] for each in (placement, found))

@@ -84,6 +84,8 @@ class Prediction(_Strict):
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     peak_memory_bytes: float | None = None
+    ranks_max_over_mean: float | None = None
+    """Of the worst layer, by the load that experts were placed by; None if they were not."""
 
 
 @dataclass(frozen=True, slots=True)

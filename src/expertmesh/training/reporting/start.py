@@ -22,6 +22,7 @@ from expertmesh.training.reporting.record import (
     DataCounts,
     Forecast,
     MoeLayer,
+    Prediction,
     RunRecord,
     Share,
     Start,
@@ -54,6 +55,9 @@ def record_start(run: Prepared, forecast: Forecast | None, counters: "Counters",
     """
     config, checked, mesh = run.config, run.checked, run.mesh
     shares, parameters = _shares(run)
+    prediction = None if forecast is None else forecast.prediction
+    if checked.expected_load is not None:
+        prediction = (prediction or Prediction()).model_copy(update={"ranks_max_over_mean": checked.expected_load})
     with raise_on_all_ranks("writing run.json"):
         if mesh.rank == 0:
             start = Start(
@@ -74,7 +78,7 @@ def record_start(run: Prepared, forecast: Forecast | None, counters: "Counters",
                 activation_checkpointing=checked.plan.options.activation_checkpointing,
                 accumulate="by_layer" if checked.order.by_layer else "by_micro_batch",
                 printed=list(plan_lines(run, forecast)),
-                plan=None if forecast is None else forecast.prediction,
+                plan=prediction,
                 startup_seconds=spent.startup,
                 elapsed_seconds=counters.elapsed_seconds,
                 lost_seconds=spent.lost,

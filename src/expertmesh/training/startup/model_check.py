@@ -51,6 +51,8 @@ class Checked:
     """The seed of random first weights; None if they are read from files."""
     placement: str | None = None
     """Words of the plan about the places of experts; None for the model's order."""
+    expected_load: float | None = None
+    """The tokens of the busiest EP rank over the mean, of the worst layer, by the load that experts were placed by."""
     checkpoint_bytes: int = 0
     """Bytes of one checkpoint; 0 without any, or before they were requested."""
 

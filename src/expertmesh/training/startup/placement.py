@@ -68,8 +68,8 @@ def place_experts(
         loads = _calibrate(config, checked, mesh, batches)
         said = f"a calibration in {time.monotonic() - began:.3g} s"
     placement = balanced(loads, mesh.layout.ep, config.moe.replicas)
-    line = _line(loads, placement, said)
-    return replace(checked, plan=replace(checked.plan, placement=placement), placement=line)
+    plan, line = replace(checked.plan, placement=placement), _line(loads, placement, said)
+    return replace(checked, plan=plan, placement=line, expected_load=placement.over(loads)[1])
 
 
 def _line(loads: Loads, placement: Placement, said: str) -> str:
