@@ -85,7 +85,7 @@ class Prediction(_Strict):
     tokens_per_second: float | None = None
     peak_memory_bytes: float | None = None
     ranks_max_over_mean: float | None = None
-    """Of the worst layer, by the load that experts were placed by; None if they were not."""
+    """The value of the worst layer by the load that experts were placed by; None if they were not."""
 
 
 @dataclass(frozen=True, slots=True)
