@@ -76,7 +76,7 @@ def _line(loads: Loads, placement: Placement, said: str) -> str:
     """Return the load of the busiest EP rank before and after, for the plan."""
     both = (each.over(loads) for each in (Placement(placement.ep, {}), placement))
     before, after = (f"{mean:.2f} (at most {worst:.2f})" for mean, worst in both)
-    copies = f", {placement.replicas} copies on each" if placement.replicas else ""
+    copies = f", moe.replicas {placement.replicas}" if placement.replicas else ""
     return f"balanced by {said}: the busiest EP rank has {after} times the mean load, contiguous {before}{copies}"
 
 
