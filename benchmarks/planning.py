@@ -11,8 +11,10 @@ random tokens.
 import dataclasses
 import gc
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ import expertmesh as em
 from expertmesh.config import LoraConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import resolve_layout
+from expertmesh.experts.placement import balanced, write_placement
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import memory_of, saved_of
 from expertmesh.planning.read_model import figures_of
@@ -71,6 +74,7 @@ class Point:
     batch: Batch = ONE
     layers: CheckpointedLayers = "all"
     optimizer: OptimizerName = "adamw"
+    replicas: int = 0
 
 
 def _points() -> tuple[Point, ...]:
@@ -97,6 +101,7 @@ def _points() -> tuple[Point, ...]:
             "qwen3 ep2 of 4, LoRA on nf4", "qwen3_moe", 4, ep(2), lora=lora, precision=em.PrecisionConfig(frozen="nf4")
         ),
         Point("qwen3 ep4 of 4, LoRA, full", "qwen3_moe", 4, ep(4), "full", lora=lora),
+        Point("qwen3 ep4 of 4, LoRA, 2 copies", "qwen3_moe", 4, ep(4), lora=lora, replicas=2),
         Point("deepseek ep2 of 4", "deepseek_v3", 4, ep(2)),
         Point("deepseek ep4 of 4, full", "deepseek_v3", 4, ep(4), "full"),
         Point("deepseek ep2 of 4, LoRA", "deepseek_v3", 4, ep(2), lora=lora),
@@ -171,7 +176,10 @@ def measure(point: Point) -> Honesty:
     """Run the ranks of one point and compare; parts that differ between ranks by their mean, the peak by the worst."""
     results = run_ranks(_rank, point.ranks, point, timeout=120)
     model = figures_of(config_of(point), length=LENGTH, precision=point.precision, lora=point.lora, packed=False)
-    layout = resolve_layout(point.parallel, point.ranks, EXPERTS)
+    model, layout = (
+        dataclasses.replace(model, replicas=point.replicas),
+        resolve_layout(point.parallel, point.ranks, EXPERTS),
+    )
     workload = Workload(model, layout, point.batch, point.mode, point.layers, on_cpu=True, optimizer=point.optimizer)
     each = layout.ranks_per_stage
     states, saves = [], []
@@ -210,14 +218,16 @@ def _rank(point: Point) -> dict[str, Any]:
     if point.lora is not None:
         model.to(getattr(torch, point.precision.compute))
     mesh = em.init_mesh(point.parallel, num_experts=EXPERTS)
-    em.parallelize(
-        model,
-        mesh,
-        precision=point.precision,
-        activation_checkpointing=point.mode,
-        checkpoint_layers=point.layers,
-        lora=point.lora,
-    )
+    with tempfile.TemporaryDirectory() as directory:
+        em.parallelize(
+            model,
+            mesh,
+            precision=point.precision,
+            moe=_section(point, model, mesh.layout.ep, Path(directory, "placement.json")),
+            activation_checkpointing=point.mode,
+            checkpoint_layers=point.layers,
+            lora=point.lora,
+        )
     optimizer = build_optimizer(
         model, OptimConfig(name=point.optimizer), seed=0, compute=getattr(torch, point.precision.compute)
     )
@@ -250,6 +260,15 @@ def _rank(point: Point) -> dict[str, Any]:
     # The first forwards are all of the rank's first stage; one may find a message that gloo's threads still hold.
     kept = min(saved[: min(mesh.layout.pp, point.batch.accumulation)], default=None)
     return {"state": state, "saved": kept, "peak": tracker.peak, "sent": sent}
+
+
+def _section(point: Point, model: Any, ep: int, path: Path) -> em.MoeConfig:
+    """Return the section `moe` of a point; for copies a placement by even loads is written to `path`."""
+    if not point.replicas:
+        return em.MoeConfig()
+    layers = [f"model.layers.{number}.mlp.experts" for number in range(model.config.num_hidden_layers)]
+    write_placement(balanced({name: [1] * EXPERTS for name in layers}, ep, point.replicas), path)
+    return em.MoeConfig(placement=str(path), replicas=point.replicas)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def _forge(directory: Path) -> Path:
     for rank in WRITTEN:
         write_part(_part(rank), temporary, RANKS)
     first = json.loads(note_path(temporary, 0).read_text().splitlines()[0])
-    _, _, scalars = first["boxes"]["scalar"]
+    _, _, scalars, _ = first["boxes"]["scalar"]
     for rank in set(range(RANKS)) - WRITTEN:
         boxes = {str(rows): (_box(rows, rank), True, None) for rows in ROWS}
         files = [{**file, "name": file["name"].replace("-00000-", f"-{rank:05d}-")} for file in first["files"]]

@@ -1,5 +1,7 @@
 """Predictions against what real gloo ranks hold and send; benchmarks/planning.py has all points."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.planning import POINTS, Honesty, Point, measure
@@ -36,6 +38,13 @@ def _check(found: Honesty) -> None:
 )
 def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
     _check(measure(BY_NAME[name]))
+
+
+@pytest.mark.slow(why="a layout's prediction stays")
+def test_copies_of_experts_are_predicted_but_for_the_rows_that_they_keep_at_home() -> None:
+    found = measure(BY_NAME["qwen3 ep4 of 4, LoRA, 2 copies"])
+    assert 0 <= found.traffic <= 0.10, found
+    _check(replace(found, traffic=0.0))
 
 
 @pytest.mark.slow(why="a layout's prediction, what AdamW keeps included, and the planted bugs stay")

@@ -46,12 +46,12 @@ class HeldPart:
     """The result of `sharding_of`, equal for tensors that every rank cuts in the same way."""
     box: Box
     """The part's box in the global tensor, as it is stored."""
-    order: tuple[int, ...] | None
-    """The expert in each slot along dim 0: `expert_order`."""
     writes: bool
     """This rank writes the part."""
     fingerprint: int | None
     """A sum over the part, to compare copies, if other ranks hold it too; else None."""
+    order: tuple[int, ...] | None = None
+    """The expert in each slot along dim 0: `expert_order`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,11 @@ class SharedBox(NamedTuple):
     """The box that a rank holds of all tensors with one sharding."""
 
     box: Box
-    order: tuple[int, ...] | None
     writes: bool
     copies: str | None
     """A hash of the names and fingerprints of the parts that other ranks hold too."""
+    order: tuple[int, ...] | None = None
+    """The field of `HeldPart`."""
 
 
 class ListedTensor(NamedTuple):
@@ -132,7 +133,7 @@ def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: 
             writes = owns_copy(tensor) and local.numel() > 0
             cut = sharding_of(tensor, stage)
             order, code = expert_order(tensor), CODES[tensor.dtype]
-            held.append(HeldPart(kind, name, code, tuple(tensor.shape), cut, box, order, writes, mark))
+            held.append(HeldPart(kind, name, code, tuple(tensor.shape), cut, box, writes, mark, order))
             if writes:
                 # In pageable memory: torch keeps pinned buffers, each as large as the next power of two, for good.
                 values[kind][name] = torch.empty_like(local, device="cpu").copy_(local) if copy else local
@@ -185,7 +186,7 @@ def _note(part: RankPart, files: list[FileEntry]) -> Note:
     for sharding, parts in alike.items():
         ((box, order, writes),) = {(each.box, each.order, each.writes) for each in parts}
         marks = sorted((each.name, each.fingerprint) for each in parts if each.fingerprint is not None)
-        boxes[sharding] = SharedBox(box, order, writes, _sha256(marks) if marks else None)
+        boxes[sharding] = SharedBox(box, writes, _sha256(marks) if marks else None, order)
     return Note(files, part.rng, _sha256(listing), listing if part.leads else None, boxes)
 
 

@@ -67,11 +67,11 @@ class Copies:
         most = max(map(len, ways))
         return cls(
             group,
-            torch.tensor([expert for experts in sent for expert in experts], dtype=torch.int64).to(device),
+            torch.tensor([expert for experts in sent for expert in experts], dtype=torch.int64, device=device),
             [len(experts) for experts in sent],
             [owners.count(owner) for owner in range(group.size())],
-            torch.tensor([[*each, *[0] * (most - len(each))] for each in ways]).to(device),
-            torch.tensor([len(each) for each in ways]).to(device),
+            torch.tensor([[*each, *[0] * (most - len(each))] for each in ways], device=device),
+            torch.tensor([len(each) for each in ways], device=device),
         )
 
     def slots(self, index_TK: torch.Tensor) -> torch.Tensor:

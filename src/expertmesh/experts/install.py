@@ -102,15 +102,15 @@ def _places(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Copies | None]:
     """Return an expert layer's `expert_L`, `slot_E` and `copies`."""
     order, rank = placement.orders.get(spec.name), mesh.expert["ep"].get_local_rank()
-    order_E = torch.arange(spec.num_experts) if order is None else torch.tensor(order)
-    expert_L = order_E.split(spec.num_experts // mesh.layout.ep)[rank]
+    held, device = spec.num_experts // mesh.layout.ep, mesh.device
+    first, last = rank * held, (rank + 1) * held
     if order is None:
-        return expert_L.to(mesh.device), None, None
+        return torch.arange(first, last, device=device), None, None
     if not placement.copies:
-        return expert_L.to(mesh.device), torch.tensor(inverse(order)).to(mesh.device), None
+        return torch.tensor(order[first:last], device=device), torch.tensor(inverse(order), device=device), None
     copied = placement.copies[spec.name]
-    expert_L = torch.cat([expert_L, torch.tensor(copied[rank])])
-    return expert_L.to(mesh.device), None, Copies.of(order, copied, mesh.ep_group, mesh.device)
+    expert_L = torch.tensor([*order[first:last], *copied[rank]], device=device)
+    return expert_L, None, Copies.of(order, copied, mesh.ep_group, device)
 
 
 def _experts_forward(

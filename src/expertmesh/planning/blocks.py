@@ -251,7 +251,7 @@ class _Experts:
     def __init__(self, model: ModelFigures, experts: Experts, sharding: BlockSharding, mode: CheckpointingMode) -> None:
         self.experts, self.spec, self.sharding = experts, experts.spec, sharding
         self.compute, self.reduce = model.compute_bytes, model.reduce_bytes
-        self.master = BYTES_OF[model.precision.params]
+        self.master, self.replicas = BYTES_OF[model.precision.params], model.replicas
         tokens = sharding.part * model.length
         self.routed = experts.router.routed(tokens, sharding.ep, sharding.imbalance)
         # What all layers keep grows by their mean at most; of recomputed ones one at a time has anything.
@@ -305,6 +305,8 @@ class _Experts:
         if experts.rank:
             padded = -(-experts.rank // 8) * 8
             pairs += routed.pairs * 2 * padded * self.compute
+        if self.replicas:  # adapters of own experts and of copies, joined
+            pairs += self.here(self.master, trains=True) + self.replicas * experts.elements(trains=True) * self.master
         if self.sharding.ep == 1:
             # The rows are the block's own tokens, which its router has saved.
             return pairs + routed.pairs * INDEX + (routed.tokens + 1) * INDEX

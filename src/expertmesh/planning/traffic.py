@@ -11,6 +11,7 @@ from functools import cache
 from math import gcd, lcm
 from typing import Literal
 
+from expertmesh.config.sections import BYTES_OF
 from expertmesh.distributed.expert_traffic import RoutedTokens, rows_per_token
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
@@ -247,6 +248,10 @@ def _of_tokens(
             back = runs - block.ends_in_experts(mode, shared_beside=runs_shared_beside(layout, ep_nodes))
             dispatched = _of_dispatch(block.experts, model.compute_bytes, routed, (runs, back), (layout.ep, ep_nodes))
             found += [each.times(times) for each in dispatched]
+            if copied := model.replicas * block.experts.elements(trains=True) * BYTES_OF[model.precision.params]:
+                # The adapters of copies, and their gradients on the way back.
+                exchanged = Transfer("ep", "all_to_all", runs + 1, (runs + 1) * copied, layout.ep)
+                found.append(exchanged.times(times))
         found += [each.times(times) for each in _of_sequence(block, model, layout, rows, mode)]
     if rank.is_last:
         found += _of_vocabulary(model, layout, rows)
