@@ -67,6 +67,9 @@ def test_a_balanced_run_is_placed_anew_by_its_load_when_it_goes_on(
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert loads_of_experts(row) == loads_of_experts(other)
         assert row["expert_tokens"] == other["expert_tokens"]
+    # The file has the steps of the last start alone: all but the first.
+    for layer, load_E in enumerate(read_loads(tmp_path / "placed").values()):
+        assert load_E == [sum(each) for each in zip(*(row["expert_tokens"][layer] for row in got[1:]), strict=True)]
     record = read_record(tmp_path / "placed")
     assert record is not None
     first, second = (next(line for line in each.printed if "placed balanced by" in line) for each in record.starts)

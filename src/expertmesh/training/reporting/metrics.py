@@ -251,6 +251,8 @@ class ExpertLoad:
         reported. `first_step` is the next one.
         """
         self._steps = first_step, 0
+        if pending is not None:
+            self._total_LE -= torch.tensor(pending)  # of steps before this start
         if pending is not None and self._mesh.rank % self._mesh.layout.ranks_per_stage == 0:
             for layer, count_E in zip(self._layers, pending, strict=True):
                 if layer is not None:
