@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.distributed.collectives import all_to_all
 from expertmesh.experts.mlp_spec import Adapter
-from expertmesh.experts.pairs import segment_sum, segments_of
+from expertmesh.experts.pairs import Segments, segment_sum, segments_of
 from expertmesh.experts.placement import Copied, slots_from
 from expertmesh.io.boxes import inverse
 from expertmesh.state.packed import PackedTensor, stored
@@ -33,6 +33,8 @@ class Copies:
     group: dist.ProcessGroup
     own_X: torch.Tensor
     """The own experts that are sent, by the rank that gets them, int64."""
+    by_owner: Segments
+    """What is sent of each own expert, to sum what comes back."""
     send: list[int]
     """The number of them that each rank gets."""
     receive: list[int]
@@ -65,9 +67,11 @@ class Copies:
         owners = [slots[expert] // held for expert in copies[rank]]
         ways = slots_from(rank, order, copies)
         most = max(map(len, ways))
+        own_X = torch.tensor([expert for experts in sent for expert in experts], dtype=torch.int64, device=device)
         return cls(
             group,
-            torch.tensor([expert for experts in sent for expert in experts], dtype=torch.int64, device=device),
+            own_X,
+            segments_of(own_X, held),
             [len(experts) for experts in sent],
             [owners.count(owner) for owner in range(group.size())],
             torch.tensor([[*each, *[0] * (most - len(each))] for each in ways], device=device),
@@ -137,6 +141,5 @@ class _Exchanged(torch.autograd.Function):
         grad_XF, _ = all_to_all(grad_CF, copies.receive, copies.send, copies.group)
         parts = grad_XF.split([shape[1:].numel() for shape in ctx.shapes], dim=1)
         # Not by `index_add_`, which adds in any order on a GPU.
-        sent = segments_of(copies.own_X, ctx.shapes[0][0])
-        summed = (segment_sum(part, sent).view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))
+        summed = (segment_sum(part, copies.by_owner).view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))
         return None, *summed

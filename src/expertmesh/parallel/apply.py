@@ -37,7 +37,7 @@ from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import Group, ShardPlan, view_of
 from expertmesh.parallel.tensor import split_parts
 from expertmesh.state.codes import PackedFormat
-from expertmesh.state.model_view import ModelView, attach
+from expertmesh.state.model_view import attach, mark_expert_orders
 from expertmesh.state.other_code import guard
 from expertmesh.state.packed import HostCopies, PackedTensor
 from expertmesh.state.shards import rows_of_experts
@@ -84,7 +84,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         # A compiler may be absent on one node only; then all ranks must raise, or the others hang.
         with raise_on_all_ranks("trying torch.compile"):
             compile_parts(model, filter(held.has, plan.compiled), mesh.device)
-    ModelView(model)  # marks the parameters of placed experts
+    mark_expert_orders(model)
     # Last, because it guards the modules as they are after sharding.
     guard(model, plan.layout)
 

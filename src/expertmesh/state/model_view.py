@@ -137,6 +137,15 @@ def attach(model: nn.Module, **fields: Any) -> None:
     model._expertmesh = replace(sharded(model), **fields)  # type: ignore[assignment]
 
 
+def mark_expert_orders(model: nn.Module) -> None:
+    """Mark the parameters of placed experts with the expert in each slot, as the shard plan has it."""
+    plan = sharded(model).shard_plan
+    orders = {} if plan is None else plan.expert_orders
+    for name, parameter in model.named_parameters() if orders else ():
+        if name in orders:
+            mark_order(parameter, orders[name])
+
+
 def mesh_of(model: nn.Module) -> Mesh:
     """Return the mesh that `model` is sharded over. Raises `InputError` for a model that was never parallelized."""
     mesh = sharded(model).mesh
@@ -173,14 +182,9 @@ class ModelView:
     values."""
 
     def __post_init__(self) -> None:
-        attached = sharded(self.module)
-        stage = attached.stage_view
+        stage = sharded(self.module).stage_view
         self.full = self.module if stage is None else stage.meta_model
-        # Allocating replaces parameters, so each view marks those that it sees.
-        orders = attached.shard_plan.expert_orders if attached.shard_plan is not None else {}
-        for name, parameter in self.module.named_parameters() if orders else ():
-            if name in orders:
-                mark_order(parameter, orders[name])
+        mark_expert_orders(self.module)  # allocating has replaced parameters
 
     @property
     def is_stage(self) -> bool:
