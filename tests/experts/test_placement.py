@@ -119,6 +119,10 @@ def test_both_files_return_what_was_written(tmp_path: Path) -> None:
     content["layers"][LAYER] = [[3, 0], [2, 1]]  # a file by hand need not be sorted
     (tmp_path / "placement.json").write_text(json.dumps(content))
     assert read_placement(tmp_path / "placement.json") == placement
+    order, copies = balanced_copies([9, 1, 1, 9], 2, 1)
+    copied = Placement(2, {LAYER: order}, {LAYER: copies})
+    write_placement(copied, tmp_path / "placement.json")
+    assert read_placement(tmp_path / "placement.json") == copied
     with refused("output.unwritable"):
         write_placement(placement, tmp_path / "nowhere" / "placement.json")
 
@@ -146,6 +150,15 @@ PLACEMENTS: dict[str, tuple[Any, str]] = {
     "a word": (_changed(layers={LAYER: [[0, "1"], [2, 3]]}), "valid integer"),
     "a number beyond int64": (_changed(layers={LAYER: [[0, 2**63], [2, 3]]}), "less than"),
     "too many experts": (_changed(layers={LAYER: [list(range(5000)), list(range(5000, 10000))]}), "each expert once"),
+    "copies of another layer": (_changed(copies={"x": [[1], [0]]}), "copies are of other layers"),
+    "copies of no layer": (_changed(copies={}), "copies are of other layers"),
+    "no copies": (_changed(copies={LAYER: [[], []]}), "equally many copies"),
+    "copies for one rank": (_changed(copies={LAYER: [[1]]}), "equally many copies"),
+    "unequal copies": (_changed(copies={LAYER: [[1], [0, 3]]}), "equally many copies"),
+    "a copy of an own expert": (_changed(copies={LAYER: [[1], [2]]}), "copies an expert that it has"),
+    "a copy twice": (_changed(copies={LAYER: [[1, 1], [0, 3]]}), "copies an expert that it has"),
+    "a copy of no expert": (_changed(copies={LAYER: [[1], [4]]}), "or that is not there"),
+    "a copy that is a word": (_changed(copies={LAYER: [["1"], [0]]}), "valid integer"),
     "a long name": (_changed(layers={"x" * 10**6: [[0], [0]]}), "(1,000,000 characters) has not each expert once"),
 }
 LOADS: dict[str, tuple[Any, str]] = {

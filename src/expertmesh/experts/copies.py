@@ -34,7 +34,7 @@ class Copies:
     own_X: torch.Tensor
     """The own experts that are sent, by the rank that gets them, int64."""
     by_owner: Segments
-    """What is sent of each own expert, to sum what comes back."""
+    """The places of each own expert in `own_X`, to sum the gradients that come back."""
     send: list[int]
     """The number of them that each rank gets."""
     receive: list[int]

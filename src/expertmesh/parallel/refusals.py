@@ -76,12 +76,12 @@ def choose_placement(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: 
     """
     if moe.placement == "contiguous":
         return Placement(layout.ep, {})
-    if layout.ep == 1 and moe.placement == "balanced" and not moe.replicas:
-        return Placement(1, {})
     if layout.ep == 1:
+        if moe.placement == "balanced" and not moe.replicas:
+            return Placement(1, {})
+        what = f"moe.replicas: {moe.replicas}" if moe.replicas else f"moe.placement: {moe.placement}"
         raise InputError(
-            f"moe.placement: {moe.placement}: at ep 1 each rank holds all experts; set moe.placement to contiguous or "
-            "parallel.ep to more",
+            f"{what}: at ep 1 each rank holds all experts; leave it out, or set parallel.ep to more",
             key="moe.placement-unsupported",
         )
     if moe.replicas and (refusal := _replicas_refusal(model, moe, layout, anatomy)) is not None:
