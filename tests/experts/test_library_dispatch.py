@@ -36,6 +36,7 @@ from tests.families.tiny import random_model
 from tests.support import fake_deep_ep
 from tests.support.errors import refused
 from tests.support.models import tiny_model
+from tests.support.placements import drawn
 from tests.support.ranks import RankFailed, run_ranks, shared_ranks
 from tests.support.reference import padded, reference, rows_of_step, train_sharded
 from tests.training.tiny_run import run_config, write_inputs
@@ -145,6 +146,14 @@ def test_the_sharded_model_equals_the_unsharded(family: str, layout: tuple[int, 
     options: dict[str, Any] = {"moe": DEEPEP, "activation_checkpointing": mode}
     with _taken():
         for distance in run_ranks(lambda: train_sharded(expected, em.ParallelConfig(ep=ep), **options), world):
+            distance.check(1e-5)
+
+
+def test_rows_go_to_experts_wherever_they_are_placed(tmp_path: Path) -> None:
+    expected = reference("qwen3_moe")
+    moe = drawn(tmp_path / "placement.json", expected.model, 4).model_copy(update={"dispatch": "deepep"})
+    with _taken():
+        for distance in run_ranks(lambda: train_sharded(expected, em.ParallelConfig(ep=4), moe=moe), 4):
             distance.check(1e-5)
 
 

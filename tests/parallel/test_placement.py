@@ -15,27 +15,18 @@ from expertmesh.config import OptimConfig
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.copies import Copies
 from expertmesh.experts.layer import layer_of
-from expertmesh.experts.placement import Placement, balanced, copied_loads, slots_from, write_placement
+from expertmesh.experts.placement import balanced, copied_loads, slots_from, write_placement
 from expertmesh.weights.audit import audit_weights
 from tests.adapters.reference import tiny_peft_run, train_adapters
 from tests.checkpoint.tiny import load, save
 from tests.support.errors import refused
 from tests.support.models import tiny_model
+from tests.support.placements import drawn
 from tests.support.ranks import shared_ranks
 from tests.support.reference import Distance, reference, train_sharded
 from tests.training.given_gradients import Case, sharded_steps, whole_steps
 
 FAMILY = "deepseek_v3"  # shared experts, dense layers, a correction bias in the router
-
-
-def drawn(path: Path, model: nn.Module, ep: int, seed: int = 0) -> em.MoeConfig:
-    """Write a placement of random experts, equally many on each rank, and return the section that names it."""
-    random, orders = torch.Generator().manual_seed(seed), {}
-    for spec in describe(model).experts:
-        shares = torch.randperm(spec.num_experts, generator=random).chunk(ep)
-        orders[spec.name] = tuple(int(expert) for share in shares for expert in share.sort().values)
-    write_placement(Placement(ep, orders), path)
-    return em.MoeConfig(placement=str(path))
 
 
 def _train(

@@ -247,7 +247,8 @@ def test_a_model_too_large_for_one_process_is_read_back_block_by_block(
 
 
 @pytest.mark.slow(why="weights/test_resident.py has the codes, adapters/test_frozen.py the gradients")
-def test_a_job_whose_experts_stay_as_published_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placed", [(), ("moe={placement: balanced, replicas: 1}",)], ids=["as in the model", "copied"])
+def test_a_job_whose_experts_stay_as_published_passes(placed: tuple[str, ...], tmp_path: Path) -> None:
     """NVFP4, which transformers reads wrongly for experts: stock PEFT is on what the codes stand for."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
     inputs = write_inputs(tmp_path / "inputs", **sizes)
@@ -255,7 +256,7 @@ def test_a_job_whose_experts_stay_as_published_passes(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(tmp_path / "published/quantised" / name, inputs / "model" / name)
     overrides = ("lora={r: 4, targets: [attention, experts]}", "precision.frozen=as_published", "parallel.ep=2")
-    config = run_config(inputs, tmp_path / "run", *overrides)
+    config = run_config(inputs, tmp_path / "run", *overrides, *placed)
     options = VerifyOptions(tokens=64, only=("bytes", "forward", "artifacts"), report=str(tmp_path / "report.json"))
     report: Report = shared_ranks(verify, 2, config, Control(arguments=options.dump()))[0]
     assert report.status == "pass", report.failures
