@@ -19,7 +19,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.export.checkpoint import export
 from expertmesh.export.merge import merge
 from expertmesh.training.run import train
-from expertmesh.verification.checkpoint.verify import verify
+from expertmesh.verification.checkpoint import verify
 from tests.adapters.stock import adapted, base_model, logits, write_family
 from tests.checkpoint.damage import flip_a_bit, remove
 from tests.support.errors import refused

@@ -19,7 +19,7 @@ from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.experts.placement import Placement, write_placement
 from expertmesh.export.checkpoint import export
-from expertmesh.verification.checkpoint.verify import verify
+from expertmesh.verification.checkpoint import verify
 from tests.checkpoint.damage import change_manifest, flip_a_bit
 from tests.checkpoint.make_golden import GOLDEN, STEP, golden_job, sha256
 from tests.checkpoint.tiny import save

@@ -21,9 +21,8 @@ from expertmesh.export.checkpoint import export
 from expertmesh.io.boxes import full_box
 from expertmesh.io.safetensors_reader import WeightFiles, as_bytes
 from expertmesh.training.resume import read_counters
-from expertmesh.verification.checkpoint import experts as verify_experts
-from expertmesh.verification.checkpoint import verify as verify_files
-from expertmesh.verification.checkpoint.verify import Verification, verify
+from expertmesh.verification import checkpoint as verification
+from expertmesh.verification.checkpoint import Verification, verify
 from expertmesh.weights.audit import HashedSlice
 from tests.checkpoint.damage import (
     EXPERTS,
@@ -444,8 +443,8 @@ def test_memory_is_bounded_by_a_block(
         read(self, tensor, box, out)
 
     monkeypatch.setattr(WeightFiles, "read", watched)
-    monkeypatch.setattr(verify_files, "_BLOCK_BYTES", 1024)
-    monkeypatch.setattr(verify_experts, "_BLOCK_ELEMENTS", 256)
+    monkeypatch.setattr(verification, "_BLOCK_BYTES", 1024)
+    monkeypatch.setattr(verification, "_BLOCK_ELEMENTS", 256)
     verified = verify(good[0])
     assert verified.findings == ()
     assert 512 < largest <= 1024

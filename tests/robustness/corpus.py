@@ -28,7 +28,7 @@ from expertmesh.export.checkpoint import export
 from expertmesh.io.boxes import full_box
 from expertmesh.io.safetensors_reader import read_header
 from expertmesh.report.page import write as write_page
-from expertmesh.verification.checkpoint.verify import verify
+from expertmesh.verification.checkpoint import verify
 from tests.checkpoint.damage import change_manifest, replace_file
 from tests.data import test_hostile_templates as templates
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer

@@ -32,7 +32,7 @@ from expertmesh.export.checkpoint import export
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.report.run import read_run
 from expertmesh.training.lock import holder
-from expertmesh.verification.checkpoint.verify import verify
+from expertmesh.verification.checkpoint import verify
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 from tests.checkpoint.damage import replace_file
 from tests.config.minimal import write as write_config

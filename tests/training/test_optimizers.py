@@ -17,7 +17,7 @@ from expertmesh.training.optimizers.blocks import Blocks, Codebook, Noise
 from expertmesh.training.optimizers.build import build_optimizer, moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.run import train
-from expertmesh.verification.checkpoint.verify import verify
+from expertmesh.verification.checkpoint import verify
 from tests.checkpoint.damage import change_manifest
 from tests.checkpoint.forge import forge_tensors
 from tests.support.errors import refused

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from expertmesh.state.shards import local_tensor
-from expertmesh.verification.build import build
 from expertmesh.verification.compare import Distance, distances, figures, without_numbers
-from expertmesh.verification.layers.forward import _chance
+from expertmesh.verification.job import build
+from expertmesh.verification.layers.step import _chance
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, layer_lines, write_json
 from expertmesh.verification.setup import Setup, set_up

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from expertmesh.verification.build import build
+from expertmesh.verification.job import build
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected, Reference

@@ -13,11 +13,10 @@ from expertmesh.data import IGNORE, BatchLayout
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.parallel import compiling
 from expertmesh.training.startup.preflight import preflight
-from expertmesh.verification.build import build
 from expertmesh.verification.forward_record import record_forward
+from expertmesh.verification.job import build
 from expertmesh.verification.options import VerifyOptions
-from expertmesh.verification.samples import StepData, random_dataset
-from expertmesh.verification.setup import Setup, set_up
+from expertmesh.verification.setup import Setup, StepData, random_dataset, set_up
 from tests.support.errors import refused
 from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
@@ -73,7 +72,7 @@ def test_uneven_targets_differ_fourfold(inputs: Path) -> None:
 
 def test_long_samples_keep_the_part_that_ends_with_their_last_target(inputs: Path) -> None:
     from expertmesh.data import Sample
-    from expertmesh.verification.samples import _cut
+    from expertmesh.verification.setup import _cut
 
     ids = np.arange(20)
     labels = np.where((ids >= 9) & (ids < 12), ids, IGNORE)

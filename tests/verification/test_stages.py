@@ -11,9 +11,7 @@ from expertmesh.config import Config
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
 from expertmesh.verification.job import ProvenJob as ShardedJob
-from expertmesh.verification.layers.backward import check_backward
-from expertmesh.verification.layers.bytes import check_bytes
-from expertmesh.verification.layers.forward import check_forward
+from expertmesh.verification.layers.step import check_backward, check_bytes, check_forward
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check, Report

@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from expertmesh.state.shards import local_tensor, stored_box
 from expertmesh.verification.job import ProvenJob
-from expertmesh.verification.layers.backward import check_backward
-from expertmesh.verification.layers.forward import check_forward
+from expertmesh.verification.layers.step import check_backward, check_forward
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check

@@ -24,8 +24,7 @@ from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.verification.options import DEFAULT_TOKENS, LAYERS, VerifyOptions
 
 if TYPE_CHECKING:
-    from expertmesh.verification.checkpoint.experts import VerifiedExperts
-    from expertmesh.verification.checkpoint.verify import Verification
+    from expertmesh.verification.checkpoint import Verification, VerifiedExperts
 
 FORMAT, VERSION = "expertmesh-verification", 1
 VERIFY = "expertmesh.verification.run:verify"
@@ -119,7 +118,7 @@ def _check(path: str, report: str | None) -> int:
     """
     with lazy_imports():
         from expertmesh.checkpoint.remote import locate_local
-        from expertmesh.verification.checkpoint.verify import verify
+        from expertmesh.verification.checkpoint import verify
 
     checkpoint, found = locate_local(path, anew=True)
     tell(f"checkpoint  {located_text(checkpoint, found)}")

@@ -30,7 +30,7 @@ from expertmesh.step.loss import head_logits
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import ProvenJob
-from expertmesh.verification.samples import PlacedSample, StepData
+from expertmesh.verification.setup import PlacedSample, StepData
 
 # The number of elements to compare of a large tensor, in tokens chosen at random.
 _MOST_ELEMENTS = 1 << 24
@@ -75,34 +75,26 @@ def recording(
             router that sorts rows, by the router's name.
     """
 
-    def output_hook(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs[name] = (output if isinstance(output, Tensor) else output[0]).detach()
+    def keep_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs[name] = (output if isinstance(output, Tensor) else output[0]).detach()
 
-        return hook
+    def keep_choice(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        choices[name] = next(v for v in (*args, *kwargs.values()) if not v.is_floating_point()).detach()
 
-    def choice_hook(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            choices[name] = next(v for v in (*args, *kwargs.values()) if not v.is_floating_point()).detach()
-
-        return hook
-
-    def sort_hook(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            order_P, _, weight_P, counts, *_ = output
-            choices[name] = sorted_choice(order_P, weight_P.detach(), counts, len(args[0]))[0]
-
-        return hook
+    def keep_sorted(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        order_P, _, weight_P, counts, *_ = output
+        choices[name] = sorted_choice(order_P, weight_P.detach(), counts, len(args[0]))[0]
 
     with ExitStack() as stack:
         for name in modules.keys() & set(anatomy.sorting_routers):
-            stack.enter_context(modules[name].register_forward_hook(sort_hook(name)))
+            stack.enter_context(modules[name].register_forward_hook(partial(keep_sorted, name)))
         for name in modules.keys() & set(anatomy.blocks):
-            stack.enter_context(modules[name].register_forward_hook(output_hook(name)))
+            stack.enter_context(modules[name].register_forward_hook(partial(keep_output, name)))
         for spec in anatomy.experts:
             module = modules.get(spec.name)
             if module is not None and spec.call in ("interface", "pairs") and not isinstance(module, nn.ModuleList):
-                stack.enter_context(module.register_forward_pre_hook(choice_hook(spec.name), with_kwargs=True))
+                hook = partial(keep_choice, spec.name)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
@@ -120,7 +112,10 @@ def record_forward(job: ProvenJob, data: StepData) -> ForwardRecord:
     job.model.train(job.setup.config.train.compile)
     with recording(modules, job.setup.anatomy, recorder.last_outputs, recorder.last_choices):
         if pipeline_of(job.model) is None:
-            _run(job, step.micro_batches, recorder)
+            share = sequence_share(job.model)
+            for number, batch in enumerate(padded(each, share) for each in step.micro_batches):
+                recorder.last_outputs["logits"] = job.model(**model_inputs(batch), use_cache=False).logits
+                recorder.keep(number, batch)
         else:
             _run_stages(job, step.micro_batches, recorder)
     job.model.train()
@@ -172,14 +167,6 @@ class _JobRecorder:
                 self.choices.setdefault(name, []).append(_cut_out(index_BSK, mine))
         self.last_outputs.clear()
         self.last_choices.clear()
-
-
-def _run(job: ProvenJob, batches: Any, recorder: _JobRecorder) -> None:
-    """Run all micro-batches through a model without pipeline stages."""
-    share = sequence_share(job.model)
-    for number, batch in enumerate(padded(each, share) for each in batches):
-        recorder.last_outputs["logits"] = job.model(**model_inputs(batch), use_cache=False).logits
-        recorder.keep(number, batch)
 
 
 def _run_stages(job: ProvenJob, micro_batches: Any, recorder: _JobRecorder) -> None:

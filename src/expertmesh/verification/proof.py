@@ -18,7 +18,6 @@ from torch import Tensor
 from expertmesh.config import PrecisionConfig
 from expertmesh.distributed.all_ranks import from_rank_0
 from expertmesh.experts.install import close_library
-from expertmesh.verification.build import build
 from expertmesh.verification.compare import (
     TOLERANCE,
     Distance,
@@ -30,8 +29,9 @@ from expertmesh.verification.compare import (
     own_errors,
 )
 from expertmesh.verification.forward_record import ForwardRecord, record_forward
-from expertmesh.verification.job import Losses, ProvenJob
+from expertmesh.verification.job import Losses, ProvenJob, build
 from expertmesh.verification.reference.model import Expected, Reference
+from expertmesh.verification.reference.unsharded import UnshardedRun
 from expertmesh.verification.result import Figure
 from expertmesh.verification.setup import Setup, in_float32
 
@@ -110,8 +110,8 @@ class Expectations:
 
     found: dict[torch.dtype, Expected] = field(default_factory=dict)
     """The results of the first step by dtype, with the experts that the unsharded model chooses."""
-    trajectories: Any = None
-    """The runs over all steps, without and with noise (layers/trajectory.py); None until they are computed."""
+    trajectories: tuple[UnshardedRun, UnshardedRun] | None = None
+    """The runs over all steps, without and with noise (layers/update.py); None until they are computed."""
 
 
 @dataclass(slots=True)
@@ -187,7 +187,12 @@ class Proof:
         """
         meta_model = self.setup.meta_model(self.exact.judge)
         needed = copies * sum(parameter.nbytes for parameter in meta_model.parameters())
-        free = int(from_rank_0(str(_free_memory())))
+        try:
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        except (OSError, StopIteration):  # not Linux
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free = int(from_rank_0(str(free)))
         if needed <= _SHARE_OF_MEMORY * free:
             return None
         return f"the unsharded model takes {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
@@ -311,14 +316,6 @@ class PrecisionRun:
         for kind, error in own_errors(found.own or {}, found.least_rms).items():
             self.proof.own_error[kind] = max(self.proof.own_error.get(kind, 0.0), error)
         return found
-
-
-def _free_memory() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def label(precision: PrecisionConfig) -> str:

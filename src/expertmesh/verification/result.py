@@ -128,7 +128,8 @@ class Report:
     @property
     def failures(self) -> list[str]:
         """One line for each failed check and for each planted bug that was not caught."""
-        lines = [_failure(layer, check) for layer in self.layers for check in layer.checks if check.status == "fail"]
+        failed = ((layer, check) for layer in self.layers for check in layer.checks if check.status == "fail")
+        lines = [f"{layer.name}: {check.name}{_figures(check)}" for layer, check in failed]
         return lines + [f"self-test: {m.bug}: not caught by {m.expected}" for m in self.mutations if m.status == "fail"]
 
     @property
@@ -190,10 +191,6 @@ def _figures(check: Check) -> str:
     if check.note:
         parts.append(check.note)
     return f": {'; '.join(parts)}" if parts else ""
-
-
-def _failure(layer: Layer, check: Check) -> str:
-    return f"{layer.name}: {check.name}{_figures(check)}"
 
 
 def _jsonable(value: Any) -> Any:

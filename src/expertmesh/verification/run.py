@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,18 @@ def verify(config: Config, control: Control | None = None) -> Report:
     torch.manual_seed(config.train.seed + dist.get_rank())
     report = Report(_facts(setup, options))
     say(head_lines(report.facts))
-    with _scratch(config, options) as scratch, _short_collections():
+    with ExitStack() as stack:
+        scratch = stack.enter_context(_scratch(config, options))
+        # A built job is part of reference cycles, so it has to be collected before the next one is built. Freezing the
+        # million objects that exist already, most of them from imports, keeps these collections short.
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         proof = Proof(setup, scratch)
         for name in CHECKS:
             if name in options.only:
                 control.progress.at(0, f"verifying: {name}")
-                layer = _checked(proof, name)
+                began = time.monotonic()
+                layer = Layer(name, CHECKS[name](proof), round(time.monotonic() - began, 3))
                 report.layers.append(layer)
                 say(layer_lines(layer))
         if options.self_test:
@@ -73,12 +79,6 @@ def verify(config: Config, control: Control | None = None) -> Report:
     report.seconds = round(time.monotonic() - started, 3)
     _finish(report, config, options)
     return report
-
-
-def _checked(proof: Proof, name: str) -> Layer:
-    started = time.monotonic()
-    checks = CHECKS[name](proof)
-    return Layer(name, checks, round(time.monotonic() - started, 3))
 
 
 def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
@@ -111,14 +111,20 @@ def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
 
 def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
     config, layout = setup.config, setup.layout
-    first = setup.steps[0]
+    first, schedule = setup.steps[0], None
+    if layout.pp > 1 or setup.order.by_layer:
+        count = len(first.batches(layout, dist.get_rank()).micro_batches)
+        schedule = (
+            "by layer" if setup.order.by_layer else schedule_kind(layout, count).__name__.removeprefix("Schedule")
+        )
+        schedule += f" over {count} micro-batch{'es' if count > 1 else ''}"
     return {
         "model": config.model.name_or_path,
         "model_type": setup.model_config.model_type,
         "layers": setup.layers[0],
         "layers_of_the_model": setup.layers[1],
         "layout": {axis: layout.size(axis) for axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep", "efsdp")},
-        "schedule": _schedule(setup),
+        "schedule": schedule,
         "ranks": layout.world_size,
         "device": current_device().type,
         "precision": label(config.precision),
@@ -133,29 +139,6 @@ def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
         "notes": list(setup.notes),
         "versions": {"expertmesh": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
-
-
-def _schedule(setup: Setup) -> str | None:
-    """Return the order of the first step's micro-batches and their number, or None if they come one by one."""
-    if setup.layout.pp == 1 and not setup.order.by_layer:
-        return None
-    count = len(setup.steps[0].batches(setup.layout, dist.get_rank()).micro_batches)
-    name = "by layer" if setup.order.by_layer else schedule_kind(setup.layout, count).__name__.removeprefix("Schedule")
-    return f"{name} over {count} micro-batch{'es' if count > 1 else ''}"
-
-
-@contextmanager
-def _short_collections() -> Iterator[None]:
-    """Keep garbage collections short inside the block.
-
-    A built job is part of reference cycles, so it has to be collected before the next one is built. The objects that
-    exist already (a million, most of them from imports) are excluded from these collections.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

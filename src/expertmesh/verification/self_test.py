@@ -28,7 +28,7 @@ from expertmesh.verification.compare import gather
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers import CHECKS
 from expertmesh.verification.layers.artifacts import check_artifacts
-from expertmesh.verification.layers.resume import check_resume
+from expertmesh.verification.layers.metamorphic import check_resume
 from expertmesh.verification.layers.update import NOT_BY_ELEMENT
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check, Mutation
@@ -36,10 +36,6 @@ from expertmesh.verification.setup import Setup, in_float32
 from expertmesh.weights.load import expert_tensors
 
 Checks = Mapping[str, Callable[[Proof], list[Check]]]
-
-
-def _passes() -> Checks:
-    return {name: CHECKS[name] for name in ("bytes", "forward", "backward")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class Bug:
     """The layer that has to catch it."""
     hooks: Hooks
     """Plants the bug."""
-    checks: Checks = field(default_factory=_passes)
+    checks: Checks = field(default_factory=lambda: {name: CHECKS[name] for name in ("bytes", "forward", "backward")})
     """The checks to run on the job with the bug, by layer."""
     refusal: str | None = None
     """The reason why it cannot be planted in this run, or None."""
@@ -62,7 +58,11 @@ def bugs(proof: Proof) -> list[Bug]:
     """Return all bugs but the adapter's, which needs a job with adapters. The bug between stages needs pp > 1."""
     setup, layout = proof.setup, proof.setup.layout
     alone = "needs two data ranks" if layout.data_ranks == 1 else None
-    routers = alone or _why_no_router(proof)
+    routers = alone
+    if not setup.anatomy.routers:
+        routers = routers or "no router is recognised"
+    elif setup.config.lora is not None or setup.config.moe.router == "frozen":
+        routers = routers or "routers are not trained"
     shards = "needs two ranks that share a model" if layout.world_size == layout.replicate else None
     optimizer = setup.config.optim.name
     moments = "sgd keeps no moments" if optimizer == "sgd" else None
@@ -74,6 +74,12 @@ def bugs(proof: Proof) -> list[Bug]:
     none = None if lora is not None and "experts" in lora.targets else "no adapters on experts"
     copied = Bug("the gradients of copied experts lost", "backward", Hooks(loaded=_lose_copies), refusal=none)
     placed = Bug("two experts of a placement exchanged", "forward", Hooks(loaded=_swap_slots))
+    single = "needs two micro-batches" if len(setup.steps[0].batches(layout, 0).micro_batches) == 1 else None
+    exchanged, early = Hooks(loaded=_exchange_gradients), Hooks(loaded=_reduce_early)
+    by_layer = [
+        Bug("a micro-batch's gradient before the last block exchanged", "backward", exchanged, refusal=single),
+        Bug("the last block reduced before its last micro-batch", "backward", early, refusal=single),
+    ]
     return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
         *([placed] if setup.config.moe.placement != "contiguous" else []),
@@ -82,7 +88,7 @@ def bugs(proof: Proof) -> list[Bug]:
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
         *([between] if layout.pp > 1 else []),
-        *(_bugs_by_layer(setup) if setup.order.by_layer else []),
+        *(by_layer if setup.order.by_layer else []),
         Bug("expert gradients twice as large", "backward", Hooks(backward=_double)),
         Bug("clipped by each rank's own norm", "backward", Hooks(clip=_local_norm), refusal=shards),
         Bug("moments of the step before", "update", Hooks(updated=_stale_moments()), update, stale),
@@ -168,15 +174,6 @@ def _drop_router(job: ProvenJob) -> None:
         job.model.get_submodule(name).register_forward_hook(hook)
 
 
-def _why_no_router(proof: Proof) -> str | None:
-    config = proof.setup.config
-    if not proof.setup.anatomy.routers:
-        return "no router is recognised"
-    if config.lora is not None or config.moe.router == "frozen":
-        return "routers are not trained"
-    return None
-
-
 def _lose_between_stages(job: ProvenJob) -> None:
     """Zero the gradient that the last stage sends back, as if schedule and FSDP2 disagreed on who runs a backward."""
     pipeline = pipeline_of(job.model)
@@ -190,16 +187,6 @@ def _lose_between_stages(job: ProvenJob) -> None:
 
     first = pipeline.blocks[pipeline.stages[-1].start]
     job.model.get_submodule(first).register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _bugs_by_layer(setup: Setup) -> list[Bug]:
-    """Return the bugs of accumulation by layer."""
-    alone = "needs two micro-batches" if len(setup.steps[0].batches(setup.layout, 0).micro_batches) == 1 else None
-    exchanged, early = Hooks(loaded=_exchange_gradients), Hooks(loaded=_reduce_early)
-    return [
-        Bug("a micro-batch's gradient before the last block exchanged", "backward", exchanged, refusal=alone),
-        Bug("the last block reduced before its last micro-batch", "backward", early, refusal=alone),
-    ]
 
 
 def _exchange_gradients(job: ProvenJob) -> None:

@@ -1,4 +1,4 @@
-"""The layers of a proof, one file each, in the order in which they run.
+"""The layers of a proof, in the order in which they run.
 
 Every rank calls each of them with the same proof, in the same order, because their comparisons communicate.
 """
@@ -6,10 +6,8 @@ Every rank calls each of them with the same proof, in the same order, because th
 from collections.abc import Callable
 
 from expertmesh.verification.layers.artifacts import check_artifacts
-from expertmesh.verification.layers.backward import check_backward
-from expertmesh.verification.layers.bytes import check_bytes
-from expertmesh.verification.layers.forward import check_forward
 from expertmesh.verification.layers.metamorphic import check_metamorphic
+from expertmesh.verification.layers.step import check_backward, check_bytes, check_forward
 from expertmesh.verification.layers.update import check_update
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check

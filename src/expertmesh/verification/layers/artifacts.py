@@ -27,10 +27,9 @@ from transformers.utils import logging as transformers_logging
 from expertmesh.adapters.save import save_adapter
 from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.verification.build import build, dequantised_base
 from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, figures, gather, squares
 from expertmesh.verification.forward_record import kept_tokens, record_forward
-from expertmesh.verification.job import ProvenJob
+from expertmesh.verification.job import ProvenJob, build, dequantised_base
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Reference
@@ -69,7 +68,9 @@ def _model(proof: Proof, job: ProvenJob, logits: Tensor) -> Check:
     with _saved(proof, job, "model") as directory:
         if proof.no_memory_for(2) is None:
             return _compared(proof, SAVED, job, logits, lambda: _plain_model(proof, directory))
-        read = _logits_by_block(proof, job, directory)
+        # Only one block at a time is in memory.
+        saved = replace(job, setup=replace(proof.setup, directory=directory, dropped=None, weights_seed=None))
+        read = Reference(saved, proof.exact.judge).run(proof.setup.steps[0]).forward.tensors["logits"]
         distance = distances({"logits": logits}, {"logits": read}, job.answers_for_rows)
         return Check.of(SAVED, figures(distance, _limit(proof)), "read one block at a time: too large for one process")
 
@@ -147,15 +148,6 @@ def _logits_of(proof: Proof, model: Any) -> Tensor:
     samples = [(placed.input_ids, placed.labels) for placed in proof.setup.steps[0].placed(proof.setup.layout, 0)]
     batch = unsharded.PaddedSamples.of(samples)
     return kept_tokens(batch.real_tokens(unsharded.forward(model.eval(), batch)[0]))
-
-
-def _logits_by_block(proof: Proof, job: ProvenJob, directory: Path) -> Tensor:
-    """Return the logits of a saved model on this data rank's samples, with one block in memory at a time.
-
-    Collectives: every rank calls it; those of `Reference.run`.
-    """
-    saved = replace(job, setup=replace(proof.setup, directory=directory, dropped=None, weights_seed=None))
-    return Reference(saved, proof.exact.judge).run(proof.setup.steps[0]).forward.tensors["logits"]
 
 
 def _plain_model(proof: Proof, directory: Path, config: Any = None) -> Any:

@@ -1,30 +1,34 @@
 """Layer 5: check that ep, accumulation, packing, activation checkpointing and resuming do not change the result.
 
 Each relation runs the same step on the same data in two ways, in fp32, and compares the loss, the gradient norm and
-every gradient (for resuming see resume.py). A relation that is impossible on these ranks, or with this model or run, is
-reported as not run.
+every gradient. A relation that is impossible on these ranks, or with this model or run, is reported as not run. A run
+that is saved and resumed in a new job, in the configured precision, must end with the same bits as without that.
 """
 
 import gc
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import Tensor
 
+from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
+from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import InputError
 from expertmesh.data import Step
 from expertmesh.distributed.layout import resolve_layout
+from expertmesh.experts.install import close_library
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.checkpointing import checkpointed_blocks, recompute_blocks
 from expertmesh.parallel.layers import layers_of
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.state.model_view import ModelView, stage_names
+from expertmesh.state.shards import local_tensor
 from expertmesh.step.forward_backward import Order
-from expertmesh.verification.build import build
-from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
-from expertmesh.verification.job import Boxes, ProvenJob
-from expertmesh.verification.layers.resume import check_resume
-from expertmesh.verification.proof import Proof
+from expertmesh.verification.compare import OWN_ERRORS, distances, figures, gather, scalar, without_numbers
+from expertmesh.verification.job import Boxes, ProvenJob, build
+from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.result import Check
 
 EP_SIZES = (1, 2, 4)
@@ -160,3 +164,43 @@ def _expert_parallel(proof: Proof, base: _StepResult, boxes: Boxes) -> Iterator[
         yield _same(proof, name, base, _run(job, job.batches(setup.steps[0]), boxes))
         del job
         gc.collect()
+
+
+def check_resume(proof: Proof) -> list[Check]:
+    """Compare a resumed run with an uninterrupted one, bit for bit.
+
+    Collectives: every rank calls it; those of building the job twice, of its steps and of a checkpoint, and two
+    all-gathers of objects.
+    """
+    setup, precision, directory = proof.setup, proof.setup.config.precision, proof.scratch / "checkpoint"
+    name = f"{label(precision)}: resumed = uninterrupted, bit for bit"
+    *first, last = setup.steps
+    proof.free_jobs()
+    job = build(setup, precision=precision)
+    for data in first:
+        job.train_step(data)
+    save_checkpoint(job.model, job.optimizer, directory, step=len(first))
+    job.train_step(last)
+    expected = _fingerprints(job)
+    close_library(job.model)
+    del job
+    gc.collect()
+    resumed = build(setup, precision=precision)
+    load_checkpoint(resumed.model, resumed.optimizer, directory)
+    proof.hooks.resumed(resumed)
+    resumed.train_step(last)
+    got = _fingerprints(resumed)
+    close_library(resumed.model)
+    different = sorted(key for key in expected.keys() | got.keys() if expected.get(key) != got.get(key))
+    everyone = [key for part in gather(different) for key in part]
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+    note = "weights and moments" if not everyone else f"{everyone[0]} differs, and {len(everyone) - 1} more"
+    return [Check.that(name, not everyone, sum(gather(len(expected))), note)]
+
+
+def _fingerprints(job: ProvenJob) -> dict[str, int]:
+    """Return the fingerprint of each weight and each moment that this rank holds, by name."""
+    tensors = {**job.tensors(), **job.optimizer_tensors()}
+    held = {name: local_tensor(tensor) for name, tensor in tensors.items()}
+    return {name: fingerprint(local) for name, local in held.items() if local.numel()}

@@ -15,7 +15,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,8 +39,7 @@ from expertmesh.verification.forward_record import MISMATCHED, TEACHER, ForwardR
 from expertmesh.verification.job import Losses, ProvenJob
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.streaming import StreamedModel, Weights
-from expertmesh.verification.samples import PlacedSample, StepData
-from expertmesh.verification.setup import Setup
+from expertmesh.verification.setup import PlacedSample, Setup, StepData
 
 
 @dataclass(slots=True)
@@ -63,19 +62,17 @@ class Choices:
     margins: dict[str, Tensor] = field(default_factory=dict)
     """The margin of each token, `[T]` by module."""
 
-    def during(self, unit: str) -> AbstractContextManager[Any]:
-        """Return a context for one run of `unit`, which records and forces its experts."""
-        spec = next((spec for spec in self.experts if spec.name.startswith(f"{unit}.")), None)
-        return nullcontext() if spec is None else self._recorded(unit, spec)
-
     @contextmanager
-    def _recorded(self, unit: str, spec: ExpertsSpec) -> Iterator[None]:
-        recorder = _TopKRecorder(self, spec)
+    def during(self, unit: str) -> Iterator[None]:
+        """Record and force the experts of one run of `unit` inside the block."""
+        spec = next((spec for spec in self.experts if spec.name.startswith(f"{unit}.")), None)
         with ExitStack() as stack:
-            for name, router in self.routers.items():
-                if is_inside(name, unit):
-                    stack.enter_context(router.register_forward_pre_hook(partial(recorder.enter, name)))
-            stack.enter_context(recorder)
+            if spec is not None:
+                recorder = _TopKRecorder(self, spec)
+                for name, router in self.routers.items():
+                    if is_inside(name, unit):
+                        stack.enter_context(router.register_forward_pre_hook(partial(recorder.enter, name)))
+                stack.enter_context(recorder)
             yield
 
 
@@ -310,10 +307,11 @@ class Reference:
         prefix: str,
         weights: Weights | None = None,
     ) -> "tuple[_Recorder, Tensor]":
-        """Run a forward, of a teacher or of mismatched rows, and record it; also return the cross entropies.
+        """Run a forward without a backward and record it; also return the cross entropies.
 
         Args:
-            forced: Its experts, by names that begin with `prefix`.
+            forced: The experts that tokens must take, by names that begin with `prefix`.
+            weights: Weights to use instead of those of the files.
         """
         own = {name.removeprefix(prefix): index for name, index in forced.items() if name.startswith(prefix)}
         recorder = _Recorder(self, batch, samples, own)
@@ -332,7 +330,6 @@ class Reference:
         kl_tensor = torch.tensor(max(0.0, kl), dtype=torch.float64, device=rows.device, requires_grad=True)
         return _Measured(recorder, token_losses, kl_tensor, len(data.dataset))
 
-    @torch.no_grad()
     def row_log_probabilities(
         self, data: StepData, forced: Mapping[str, Tensor], *, adapters: bool
     ) -> dict[int, float]:
@@ -347,11 +344,8 @@ class Reference:
         samples = data.placed(job.mesh.layout, job.mesh.rank)
         batch = self._batch(samples)
         forced = self._spread(batch, samples, forced)
-        choices = self._choices(batch, forced)
         base = Weights(self.streamed.model, job.setup, job.model, job.mesh.device, adapted=False)
-        weights = self.weights if adapters else base
-        with self.streamed.fed_by(weights, choices.during):
-            token_losses = unsharded.forward(self.streamed.model, batch)[1]
+        _, token_losses = self._forward_alone(batch, samples, forced, "", self.weights if adapters else base)
         rows = unsharded.row_log_probabilities(token_losses, batch).tolist()
         return {sample.index: row for sample, row in zip(samples, rows, strict=False)}
 
@@ -361,7 +355,8 @@ class Reference:
         A rank without samples has to run the model as well: skipping an all-reduce would hang the others.
         """
         own = [(placed.input_ids, placed.labels) for placed in samples]
-        return unsharded.PaddedSamples.of(own or [_no_sample()], self.job.mesh.device)
+        without_targets = torch.zeros(2, dtype=torch.int64), torch.full((2,), IGNORE)
+        return unsharded.PaddedSamples.of(own or [without_targets], self.job.mesh.device)
 
     @staticmethod
     def _spread(
@@ -377,11 +372,6 @@ class Reference:
         if not samples:
             return {}
         return {n: batch.spread(value) for n, value in forced.items() if n.startswith(MISMATCHED) is mismatched}
-
-    def _choices(self, batch: unsharded.PaddedSamples, forced: Mapping[str, Tensor]) -> Choices:
-        anatomy = self.job.setup.anatomy
-        routers = {name: self.streamed.model.get_submodule(name) for name in anatomy.sorting_routers}
-        return Choices(anatomy.experts, routers, batch.ids_BS.numel(), forced)
 
     def _loss(
         self,
@@ -484,7 +474,9 @@ class _Recorder:
     """The experts that tokens took, by module."""
 
     def __post_init__(self) -> None:
-        self.choices = self.reference._choices(self.batch, self.forced)
+        model, anatomy = self.reference.streamed.model, self.reference.job.setup.anatomy
+        routers = {name: model.get_submodule(name) for name in anatomy.sorting_routers}
+        self.choices = Choices(anatomy.experts, routers, self.batch.ids_BS.numel(), self.forced)
 
     def recording(self) -> AbstractContextManager[None]:
         modules, anatomy = dict(self.reference.streamed.model.named_modules()), self.reference.job.setup.anatomy
@@ -541,7 +533,3 @@ def _of_rows(table: npt.NDArray[Any] | None, samples: Sequence[PlacedSample], de
     """Return the entries of a data set's `table` for `samples`."""
     assert table is not None
     return torch.from_numpy(table[[sample.index for sample in samples]]).to(device)
-
-
-def _no_sample() -> unsharded.Sample:
-    return torch.zeros(2, dtype=torch.int64), torch.full((2,), IGNORE)

@@ -146,7 +146,9 @@ class StreamedModel:
 
     def __post_init__(self) -> None:
         self.names = {name: names[0] for names in ModelView(self.model).ties for name in names}
-        apply_to_tensors(self.model, self._placeholder)
+        # One zero, expanded to the shape of a meta tensor: some models' code reads the device of a weight.
+        zero = partial(torch.zeros, (), device=self.device)
+        apply_to_tensors(self.model, lambda t: zero(dtype=t.dtype).expand(t.shape) if t.is_meta else t.to(self.device))
 
     @contextmanager
     def fed_by(self, weights: Weights, within: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -187,12 +189,6 @@ class StreamedModel:
         finally:
             self.sink = None
 
-    def _placeholder(self, tensor: Tensor) -> Tensor:
-        """Return one zero, expanded to the shape of a meta tensor; some models' code reads the device of a weight."""
-        if not tensor.is_meta:
-            return tensor.to(self.device)
-        return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
-
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         parent, _, leaf = name.rpartition(".")
         setattr(self.model.get_submodule(parent), leaf, parameter)
@@ -228,7 +224,13 @@ def _call_unit(
     firsts = {leaf: streamed.names[f"{name}.{leaf}"] for leaf in module.state_dict(keep_vars=True)}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves = _fresh_leaves(streamed, list(dict.fromkeys(firsts.values())))
+        read = map(streamed.weights.leaves, dict.fromkeys(firsts.values()))
+        leaves = {leaf: value for each in read for leaf, value in each.items()}
+        if trained := [leaf for leaf in leaves if leaf in streamed.trained]:
+            # The leaves need no gradient; the anchor does, so that autograd calls `_Leaves.backward`.
+            anchor = torch.zeros((), device=streamed.device, requires_grad=torch.is_grad_enabled())
+            values = _Leaves.apply(anchor, streamed, trained, *(leaves[leaf] for leaf in trained))
+            leaves.update(zip(trained, values, strict=True))
         state = {leaf: streamed.weights.value(first, leaves) for leaf, first in firsts.items()}
         wrapped, module.forward = module.forward, forward
         try:
@@ -238,18 +240,6 @@ def _call_unit(
             module.forward = wrapped
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-
-def _fresh_leaves(streamed: StreamedModel, firsts: list[str]) -> dict[str, Tensor]:
-    """Read all leaves of the tensors `firsts`; the gradients of trained leaves go to the sink."""
-    leaves = {leaf: value for first in firsts for leaf, value in streamed.weights.leaves(first).items()}
-    trained = [leaf for leaf in leaves if leaf in streamed.trained]
-    if trained:
-        # The leaves need no gradient; the anchor does, so that autograd calls `_Leaves.backward`.
-        anchor = torch.zeros((), device=streamed.device, requires_grad=torch.is_grad_enabled())
-        values = _Leaves.apply(anchor, streamed, trained, *(leaves[leaf] for leaf in trained))
-        leaves.update(zip(trained, values, strict=True))
-    return leaves
 
 
 class _Leaves(torch.autograd.Function):

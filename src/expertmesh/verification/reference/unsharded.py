@@ -190,21 +190,17 @@ def train(
         run.losses.append(backward(step))
         if keep_gradients and not run.gradients:
             run.gradients.update((name, p.grad.clone()) for name, p in trained.items() if p.grad is not None)
-        run.norms.append(_clip([p.grad for p in trained.values() if p.grad is not None], max_norm))
+        gradients = [p.grad for p in trained.values() if p.grad is not None]
+        # Sum in fp64: torch's norm in fp32 can have an error of 1e-4 on a CPU.
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        run.norms.append(norm)
+        if max_norm is not None:
+            for gradient in gradients:
+                gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
         optimizer.step()
         optimizer.zero_grad()
     run.moved.update((name, p.detach() - before[name]) for name, p in trained.items())
     return run
-
-
-def _clip(gradients: list[Tensor], max_norm: float | None) -> float:
-    """Clip the gradients in place to `max_norm`, and return their norm before that."""
-    # Sum in fp64: torch's norm in fp32 can have an error of 1e-4 on a CPU.
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-    if max_norm is not None:
-        for gradient in gradients:
-            gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
-    return norm
 
 
 @torch.no_grad()

@@ -5,24 +5,30 @@ block in memory at a time. It reads each byte once, never runs code that comes w
 opening them, and changes no file.
 
 Checks return problems as sentences: state, random generators and configuration against each other, kinds and shapes of
-the optimizer state; the layout file is read with the model.
+the optimizer state, and each expert: its hash, its norm, and whether it is dead or a copy of another expert.
+Byte-identical experts in one layer are the sign that one rank's experts have overwritten another's. The layout file is
+read with the model.
 """
 
 import hashlib
+import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from expertmesh.adapters.base import read_base
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from expertmesh.adapters.plan import plan_of
 from expertmesh.checkpoint.manifest import (
     MANIFEST,
     file_problems,
@@ -32,7 +38,7 @@ from expertmesh.checkpoint.manifest import (
     unsafe_content,
 )
 from expertmesh.checkpoint.read import Headers, SavedState, file_sha256, fingerprints_in, match_header
-from expertmesh.checkpoint.schema import FileEntry, Manifest, TensorEntry, is_tensor_file
+from expertmesh.checkpoint.schema import Manifest, TensorEntry, is_tensor_file
 from expertmesh.checkpoint.small_files import (
     ADAPTER,
     HUGGINGFACE,
@@ -46,13 +52,15 @@ from expertmesh.checkpoint.small_files import (
 from expertmesh.checkpoint.state import OPTIMIZER, fingerprint_share
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
 from expertmesh.export.checkpoint import stored_model
+from expertmesh.io.boxes import Box, blocks, full_box
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_json
-from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, as_bytes, read_header
 from expertmesh.io.terminal import tracked
-from expertmesh.state.model_view import is_adapter
+from expertmesh.state.model_view import ModelView, is_adapter
 from expertmesh.training.optimizers.blocks import scale_shape
 from expertmesh.training.resume import read_counters
-from expertmesh.verification.checkpoint.experts import VerifiedExperts, look_at_experts, what_is_odd
+from expertmesh.weights.audit import HashedSlice
+from expertmesh.weights.load import ExpertTensors, expert_tensors
 
 _BLOCK_BYTES = 1 << 24
 _SCALE, _MUON, _ADAMW = "_scale", "momentum_buffer", {"exp_avg", "exp_avg_sq"}
@@ -109,10 +117,16 @@ def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> File
     check.unreadable.update(file.name for file in manifest.files if is_tensor_file(file.name))
     for file in tracked(manifest.files, len(manifest.files), "reading", "files"):
         path = directory / file.name
-        if not _has_size(directory, file):
+        # `os.path.isfile` returns False for a name that no file can have, such as one with a null byte.
+        if not os.path.isfile(path) or path.stat().st_size != file.bytes:
             check.damaged.add(file.name)
             continue
-        header = _header(path, check) if is_tensor_file(file.name) else None
+        header = None
+        if is_tensor_file(file.name):
+            try:
+                header = read_header(path)
+            except ExpertmeshError as error:
+                check.findings.append(Finding(str(error), unsafe=isinstance(error, SecurityError)))
         if header is None:
             digest = file_sha256(path)
         else:
@@ -141,20 +155,6 @@ def _everything(directory: Path) -> Iterator[Path]:
     for root, directories, names in os.walk(directory):
         linked = [name for name in directories if os.path.islink(os.path.join(root, name))]
         yield from (Path(root, name) for name in sorted([*names, *linked]))
-
-
-def _has_size(directory: Path, file: FileEntry) -> bool:
-    path = directory / file.name
-    # `os.path.isfile` returns False for a name that no file can have, such as one with a null byte.
-    return os.path.isfile(path) and path.stat().st_size == file.bytes
-
-
-def _header(path: Path, check: FileCheck) -> dict[str, FileTensor] | None:
-    try:
-        return read_header(path)
-    except ExpertmeshError as error:
-        check.findings.append(Finding(str(error), unsafe=isinstance(error, SecurityError)))
-        return None
 
 
 def _parts(path: Path, header: Mapping[str, FileTensor], manifest: Manifest, check: FileCheck) -> dict[str, _Part]:
@@ -188,7 +188,9 @@ def _read_tensors(
         mark, odd = torch.zeros((), dtype=torch.int64), 0
         for block, at in _blocks(files, tensor):
             digest.update(block.numpy().data)
-            odd += _not_finite(block.view(tensor.dtype))
+            if tensor.dtype.is_floating_point:
+                values = block.view(tensor.dtype)  # torch has no `isfinite` of 8-bit formats
+                odd += int((values.float() if values.dtype.itemsize == 1 else values).isfinite().logical_not().sum())
             if part is not None and part.copies > 1:
                 mark += fingerprint_share(block, at)
         if odd:
@@ -211,13 +213,6 @@ def _blocks(files: WeightFiles, tensor: FileTensor) -> Iterator[tuple[Tensor, in
         yield block, at
 
 
-def _not_finite(values: Tensor) -> int:
-    if not values.is_floating_point():
-        return 0
-    wide = values.float() if values.dtype.itemsize == 1 else values
-    return int(wide.isfinite().logical_not().sum())
-
-
 def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
     """Return the problems of the optimizer state, the kinds of state, and the trained parameters without state.
 
@@ -235,7 +230,11 @@ def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], 
         if name not in trained:
             texts.append(f"{key}: is optimizer state of a parameter that is not trained")
     for name, slots in held.items():
-        for slot, wanted in _wanted_shapes(slots, model[name].shape if name in model else None).items():
+        shapes = {slot: model[name].shape for slot in slots if name in model and not slot.endswith(_SCALE)}
+        for slot, entry in slots.items():
+            if entry.dtype == "U8" and entry.shape:
+                shapes[f"{slot}{_SCALE}"] = scale_shape(entry.shape)
+        for slot, wanted in shapes.items():
             if slot in slots and slots[slot].shape not in ([], wanted):
                 texts.append(
                     f"{OPTIMIZER}{name}.{slot}: has the shape {slots[slot].shape}, not {wanted} as its parameter"
@@ -264,15 +263,6 @@ def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], 
     return texts, tuple(sorted(kinds)), tuple(without)
 
 
-def _wanted_shapes(slots: Mapping[str, TensorEntry], parameter: list[int] | None) -> dict[str, list[int]]:
-    """Return the required shapes of one parameter's state: that of the parameter (if known), and those of scales."""
-    wanted = {} if parameter is None else {slot: parameter for slot in slots if not slot.endswith(_SCALE)}
-    for slot, entry in slots.items():
-        if entry.dtype == "U8" and entry.shape:
-            wanted[f"{slot}{_SCALE}"] = scale_shape(entry.shape)
-    return wanted
-
-
 def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
@@ -283,25 +273,28 @@ def small_file_problems(directory: Path, manifest: Manifest, check: FileCheck) -
     Files that `check` has found damaged are not read again.
     """
     path = directory / MANIFEST
-    names = manifest.by_name
-    missing = sorted(needed_files(manifest) - names.keys())
+    names = manifest.by_name.keys()
+    missing = sorted(needed_files(manifest) - names)
     yield from (f"{path}: damaged: does not name {name}, which every such checkpoint has" for name in missing)
     readers: dict[str, Callable[[], object]] = {
-        STATE_FILE: lambda: _read_state(directory, manifest),
+        STATE_FILE: lambda: _read_counters(directory, manifest),
         RNG_FILE: lambda: read_generators(directory, manifest, range(manifest.world_size)),
         _BASE: lambda: read_base(directory / _BASE, read_small(directory, manifest, _BASE)),
     }
-    for name in (readers.keys() & names.keys()) - check.damaged:
+    for name in (readers.keys() & names) - check.damaged:
         try:
             readers[name]()
         except IntegrityError as error:
             yield str(error)
-    for name in sorted(name for name in names if name.startswith(f"{HUGGINGFACE}/") and name.endswith(".json")):
-        if name not in check.damaged and not _is_json(directory / name):
-            yield f"{directory / name}: is not JSON"
+    for name in sorted(names - check.damaged):
+        if name.startswith(f"{HUGGINGFACE}/") and name.endswith(".json"):
+            try:
+                read_json(directory / name, MAX_TOKENIZER_BYTES)
+            except ValueError:
+                yield f"{directory / name}: is not JSON"
 
 
-def _read_state(directory: Path, manifest: Manifest) -> None:
+def _read_counters(directory: Path, manifest: Manifest) -> None:
     state = read_state_file(directory, manifest).state
     if "counters" in state:  # only a training run has counters
         read_counters(directory, state["counters"], manifest.step)
@@ -313,12 +306,22 @@ def needed_files(manifest: Manifest) -> set[str]:
     return _NEEDED | {RNG_FILE} | of_adapters
 
 
-def _is_json(path: Path) -> bool:
-    try:
-        read_json(path, MAX_TOKENIZER_BYTES)
-    except ValueError:
-        return False
-    return True
+@dataclass(frozen=True, slots=True)
+class VerifiedExperts:
+    """The experts of one module; in a LoRA run, their adapters."""
+
+    module: str
+    """The name of the experts module."""
+    layer: str
+    """A short name for reports: the layer's number if that is unique, else the module."""
+    slices: tuple[HashedSlice, ...]
+    """The tensor slices of an expert, in the order in which they are hashed."""
+    sha256: tuple[str, ...]
+    """The hash of each expert over its `slices`, each row-major; independent of the layout."""
+    norm: tuple[float, ...]
+    """The norm of each expert over its `slices`."""
+    filled: tuple[float, ...] | None
+    """The share of nonzero elements in each expert's B in a LoRA run; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +368,7 @@ def verify(directory: Path) -> Verification:
     with WeightFiles(directory, {}) as files:
         check = check_files(directory, manifest, files)
         state = SavedState(directory, manifest, Headers(directory, manifest), files)
-        experts, left_out, odd = _experts(state, check)
+        experts, left_out, odd = _verified_experts(state, check)
     texts, slots, without = optimizer_problems(manifest)
     texts = [*small_file_problems(directory, manifest, check), *texts, *odd]
     return Verification(
@@ -381,7 +384,7 @@ def verify(directory: Path) -> Verification:
     )
 
 
-def _experts(state: SavedState, check: FileCheck) -> tuple[tuple[VerifiedExperts, ...], str | None, list[str]]:
+def _verified_experts(state: SavedState, check: FileCheck) -> tuple[tuple[VerifiedExperts, ...], str | None, list[str]]:
     """Return all experts, why they were left out (or None), and the problems of the model or the experts."""
     if reason := _why_no_model(state, check):
         return (), reason, []
@@ -402,3 +405,80 @@ def _why_no_model(state: SavedState, check: FileCheck) -> str | None:
         return f"{min(needed)} is damaged"
     unreadable = sorted(name for name in check.unreadable if state.manifest.kind_of(name) != "optimizer")
     return f"not all of {unreadable[0]} can be read" if unreadable else None
+
+
+_BLOCK_ELEMENTS = 1 << 22
+
+
+def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[VerifiedExperts]:
+    """Read all experts of `model` (on meta) from `stored`, or their adapters if the model has any.
+
+    Raises:
+        InputError: If the experts are not recognised.
+    """
+    plan = plan_of(model)
+    view = ModelView(model)
+    state = view.tensors if plan is None else view.adapters
+    if plan is None:
+        modules = expert_tensors(model)
+    else:  # A and B of each experts module
+        leaves: dict[tuple[str, int], list[str]] = {}
+        for target in plan.targets:
+            if target.experts is not None:
+                names = [f"{target.module}.{leaf}" for leaf in target.leaves]
+                leaves.setdefault((target.module, target.experts), []).extend(names)
+        modules = [ExpertTensors(module, count, tuple(names)) for (module, count), names in leaves.items()]
+    numbers = Counter(_number(tensors.module) for tensors in modules)
+    for tensors in modules:
+        number = _number(tensors.module)
+        boxes = {
+            name: [
+                (tensors.rows(state[name], expert), *full_box(state[name].shape)[1:]) for expert in range(tensors.count)
+            ]
+            for name in tensors.names
+        }
+        looked = (_look_at(tensors, boxes, expert, stored) for expert in range(tensors.count))
+        sha256, norm, filled = zip(*looked, strict=True)
+        yield VerifiedExperts(
+            module=tensors.module,
+            layer=f"layer {number}" if number is not None and numbers[number] == 1 else tensors.module,
+            slices=tuple(HashedSlice.of(tensors, name, state[name]) for name in tensors.names),
+            sha256=sha256,
+            norm=norm,
+            filled=None if plan is None else filled,
+        )
+
+
+def what_is_odd(modules: Sequence[VerifiedExperts]) -> Iterator[str]:
+    """Yield a sentence for each dead expert and for each group of byte-identical experts."""
+    for experts in modules:
+        same: dict[str, list[int]] = {}
+        for expert, (digest, norm) in enumerate(zip(experts.sha256, experts.norm, strict=True)):
+            if norm == 0:
+                yield f"expert {expert} of {experts.layer} is dead: all its weights are 0 ({experts.module})"
+            else:
+                same.setdefault(digest, []).append(expert)
+        for equal in same.values():
+            if len(equal) > 1:
+                listed = " and ".join(f"expert {expert}" for expert in equal)
+                yield f"{listed} of {experts.layer} are byte-identical ({experts.module})"
+
+
+def _look_at(
+    tensors: ExpertTensors, boxes: dict[str, list[Box]], expert: int, stored: SavedState
+) -> tuple[str, float, float]:
+    """Return the hash and the norm of an expert's tensors, and the share of nonzero elements in its B (0 without)."""
+    digest, square, filled, places = hashlib.sha256(), 0.0, 0, 0
+    for name in tensors.names:
+        for part in blocks(boxes[name][expert], _BLOCK_ELEMENTS):
+            values = stored.read(name, part)
+            digest.update(as_bytes(values).numpy().data)
+            square += float(values.double().square().sum())
+            if name.endswith("lora_B"):
+                filled, places = filled + int(values.count_nonzero()), places + values.numel()
+    return digest.hexdigest(), math.sqrt(square), filled / max(places, 1)
+
+
+def _number(module: str) -> str | None:
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
+    return found[1] if found else None
