@@ -25,7 +25,7 @@ from benchmarks.probes import alternating, median, seconds_of
 from benchmarks.result import markdown
 from benchmarks.systems import SETTINGS
 from expertmesh.distributed.mesh import Mesh, current_device, start_process_group
-from expertmesh.planning.trackers import UsageTracker
+from expertmesh.planning.probe import UsageTracker
 from expertmesh.state.packed import stored
 
 FORMATS = (None, "float8", "nvfp4", "nf4", "mxfp4")

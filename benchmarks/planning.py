@@ -28,9 +28,9 @@ from expertmesh.distributed.layout import resolve_layout
 from expertmesh.experts.placement import balanced, write_placement
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import memory_of, saved_of
+from expertmesh.planning.probe import UsageTracker
 from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, resident_state
-from expertmesh.planning.trackers import UsageTracker
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.run import planned_by_axis, sent_by_axis
 from expertmesh.state.packed import stored

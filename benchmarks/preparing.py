@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.result import markdown
-from expertmesh.cli.data.prepare import prepare, processors
+from expertmesh.cli.data import prepare, processors
 from expertmesh.config import DataConfig
 from expertmesh.data import BatchLayout, Preparation, Recipe, TrainingBatches, build_dataset
 

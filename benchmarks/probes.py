@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from expertmesh.planning.trackers import CollectiveCount, UsageTracker
+from expertmesh.planning.probe import CollectiveCount, UsageTracker
 
 
 def count_collectives(step: Callable[[], object]) -> dict[str, CollectiveCount]:

@@ -15,7 +15,7 @@ from benchmarks import accumulation, layer, load, lora, placement, result, step,
 from benchmarks.case import Case, LayerCase, Shape
 from benchmarks.probes import count_collectives
 from expertmesh.compat import all_gather_into, reduce_scatter_into
-from expertmesh.planning.trackers import CollectiveCount, UsageTracker
+from expertmesh.planning.probe import CollectiveCount, UsageTracker
 from tests.support.ranks import run_ranks, shared_ranks
 
 TINY = dataclasses.replace(Case(tokens=32, sequence=32, compute="float32").tiny(), ranks=2)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import expertmesh.cli.verbs as command_line
+import expertmesh.cli.main as command_line
 from expertmesh.cli.main import main
 from expertmesh.config import Config, load_config
 from expertmesh.launcher.launch import RunOptions, launch

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from expertmesh.cli.data import check, prepare
+from expertmesh.cli.data import Terminal, run_check, run_prepare
 from expertmesh.config import Config, ObjectiveConfig, ParallelConfig, dump_config
 from expertmesh.config.errors import DistributedFailure
 from expertmesh.data.encoding.encode import Encoder
@@ -65,7 +65,7 @@ def test_both_responses_of_a_pair_are_shown_with_their_targets(
     data = write(tmp_path / "pairs.jsonl", [{"prompt": [ask], "chosen": answers[0], "rejected": answers[1]}] * 3)
     config = config_of(model, data, packing=False)
     config = config.model_copy(update={"objective": ObjectiveConfig(name="dpo")})
-    assert check.run(config, samples=1) == 0
+    assert run_check(config, samples=1) == 0
     out = capsys.readouterr().out
     assert f"chosen {data}:1: " in out
     assert f"rejected {data}:1: " in out
@@ -84,10 +84,10 @@ def test_prepared_data_is_shown_alike_and_not_tokenized_again(
     config = config.model_copy(
         update={"data": config.data.model_copy(update={"eval": config_of(model, tmp_path / "a.jsonl").data.train})}
     )
-    assert check.run(config) == 0
+    assert run_check(config) == 0
     before = capsys.readouterr().out
     assert not (tmp_path / "run").exists()
-    assert prepare.run(config, workers=2) == 0
+    assert run_prepare(config, workers=2) == 0
     said = capsys.readouterr().out
     assert "train data: 1,201 rows in " in said
     assert "rows/s, 2 processes" in said
@@ -98,16 +98,16 @@ def test_prepared_data_is_shown_alike_and_not_tokenized_again(
         raise AssertionError("a row is tokenized")
 
     monkeypatch.setattr(Encoder, "encode", tokenizing)
-    assert prepare.run(config) == 0
+    assert run_prepare(config) == 0
     assert "train data: is prepared already" in capsys.readouterr().out
-    assert check.run(config) == 0
+    assert run_check(config) == 0
     assert capsys.readouterr().out == before
 
 
 def test_error_of_a_worker_is_that_of_the_row(model: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", [*(chat() for _ in range(600)), "{"])
     with refused("data.malformed-row", naming="a.jsonl:601: "):
-        prepare.run(config_of(model, data), workers=2)
+        run_prepare(config_of(model, data), workers=2)
     assert list((tmp_path / "run" / "prepared").iterdir()) == []
 
 
@@ -119,7 +119,7 @@ def test_a_worker_that_is_killed_ends_the_preparation(
 
     monkeypatch.setattr(Encoder, "encode", killed)
     with refused("data.worker-ended", DistributedFailure, naming="ended with -9"):
-        prepare.run(config_of(model, write(tmp_path / "a.jsonl", [chat()])), workers=2)
+        run_prepare(config_of(model, write(tmp_path / "a.jsonl", [chat()])), workers=2)
     assert list((tmp_path / "run" / "prepared").iterdir()) == []
 
 
@@ -128,7 +128,7 @@ def test_report_shows_samples_targets_and_every_row_that_is_lost(
 ) -> None:
     silent = {"messages": [{"role": "user", "content": "anyone?"}]}
     data = write(tmp_path / "a.jsonl", [chat(), silent, "{", chat("word " * 80), chat()])
-    assert check.run(config_of(model, data, on_error="skip"), samples=2) == 0
+    assert run_check(config_of(model, data, on_error="skip"), samples=2) == 0
     out = capsys.readouterr().out
     assert "<|im_start|>assistant\n[[Nothing\\x1b[31m special.<|im_end|>]]\n" in out
     assert out.count("[[") == 2
@@ -151,13 +151,13 @@ def test_a_finished_run_and_a_small_disk_are_notes_beside_the_data(
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**12, used=10**12, free=1000))
-    assert check.run(config, samples=1) == 0
+    assert run_check(config, samples=1) == 0
     out = capsys.readouterr().out
     assert f"sample {tmp_path / 'a.jsonl'}:1: " in out
     assert f"note: train would stop here: output_dir {tmp_path / 'run'} holds this run, finished" in out
     assert "the disk has 1,000 bytes free" in out
     assert "teach little" not in out
-    assert prepare.run(config, workers=1) == 0
+    assert run_prepare(config, workers=1) == 0
     assert "note: train would stop here: output_dir" in capsys.readouterr().out
 
 
@@ -167,13 +167,13 @@ def test_a_wrong_layout_is_refused_after_the_data_are_shown(
     config = config_of(model, write(tmp_path / "a.jsonl", [chat(), "{"]), on_error="skip")
     config = config.model_copy(update={"parallel": ParallelConfig(ep=3)})
     with refused("layout.ep-divides-experts", naming="parallel.ep 3 does not divide"):
-        check.run(config, samples=1)
+        run_check(config, samples=1)
     out = capsys.readouterr().out
     assert "refused    parallel.ep 3 does not divide" in out
     assert f"{tmp_path / 'a.jsonl'}:2: the line is not JSON" in out
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "stop"})})
     with refused("layout.ep-divides-experts", naming="parallel.ep 3 does not divide"):
-        check.run(config)
+        run_check(config)
 
 
 @pytest.mark.parametrize(("nproc", "predicted"), [(None, True), (1, True), (2, True), (4, False)])
@@ -188,7 +188,7 @@ def test_it_predicts_for_the_ranks_that_this_machine_can_start(
     monkeypatch.setattr(launch, "processors", lambda: 2)
     config = config_of(model, write(tmp_path / "a.jsonl", [chat()]))
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 4})})
-    assert check.run(config, nproc=nproc) == 0
+    assert run_check(config, nproc=nproc) == 0
     out = capsys.readouterr().out
     assert f"layout of {nproc or 2} rank" in out
     assert (" s a step" in out) is predicted
@@ -198,9 +198,9 @@ def test_it_predicts_for_the_ranks_that_this_machine_can_start(
 def test_targets_are_coloured_on_a_terminal(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    terminal = functools.partial(check.Terminal, force_terminal=True, color_system="standard")
-    monkeypatch.setattr(check, "Terminal", terminal)
-    check.run(config_of(model, write(tmp_path / "a.jsonl", [chat("Nothing.")])))
+    terminal = functools.partial(Terminal, force_terminal=True, color_system="standard")
+    monkeypatch.setattr("expertmesh.cli.data.Terminal", terminal)
+    run_check(config_of(model, write(tmp_path / "a.jsonl", [chat("Nothing.")])))
     out = capsys.readouterr().out
     assert "assistant\n\x1b[1;32mNothing.<|im_end|>\x1b[0m\n" in out
     assert "[[" not in out
@@ -209,7 +209,7 @@ def test_targets_are_coloured_on_a_terminal(
 def test_evaluation_data_is_reported_as_well(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(tmp_path / "a.jsonl", [chat()])
     held_out = write(tmp_path / "b.jsonl", [{"text": "some text"}])
-    check.run(config_of(model, data, eval=[{"path": str(held_out)}], packing=False))
+    run_check(config_of(model, data, eval=[{"path": str(held_out)}], packing=False))
     out = capsys.readouterr().out
     assert f"eval data\n{held_out}: format text" in out
     assert "packing" not in out
@@ -219,32 +219,32 @@ def test_adapters_are_told_and_wrong_targets_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write(tmp_path / "a.jsonl", [chat()])
-    assert check.run(config_of(model, data, lora={"r": 4, "targets": ["attention", "experts"]})) == 0
+    assert run_check(config_of(model, data, lora={"r": 4, "targets": ["attention", "experts"]})) == 0
     said = capsys.readouterr().out
     assert "lora attention: " in said
     assert "lora experts covered: all " in said
     with refused("lora.targets-nothing", naming="expert"):
-        check.run(config_of(model, data, lora={"targets": ["expert"]}))
+        run_check(config_of(model, data, lora={"targets": ["expert"]}))
 
 
 def test_suspicious_target_share_is_a_warning(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long_question = {"prompt": "why " * 2000, "completion": "so"}
-    check.run(config_of(model, write(tmp_path / "a.jsonl", [long_question]), max_length=8192))
+    run_check(config_of(model, write(tmp_path / "a.jsonl", [long_question]), max_length=8192))
     assert "warning: 0% of all tokens are targets" in capsys.readouterr().out
     all_answer = {"prompt": "", "completion": "so " * 500}
-    check.run(config_of(model, write(tmp_path / "b.jsonl", [all_answer]), max_length=8192))
+    run_check(config_of(model, write(tmp_path / "b.jsonl", [all_answer]), max_length=8192))
     assert "warning: 100% of all tokens are targets" in capsys.readouterr().out
-    check.run(config_of(model, write(tmp_path / "c.jsonl", [{"text": "so " * 500}]), max_length=8192))
+    run_check(config_of(model, write(tmp_path / "c.jsonl", [{"text": "so " * 500}]), max_length=8192))
     assert "of all tokens are targets" not in capsys.readouterr().out
 
 
 def test_hopeless_input_is_refused(model: Path, tmp_path: Path) -> None:
     with refused("data.malformed-row", naming="a.jsonl:2: "):
-        check.run(config_of(model, write(tmp_path / "a.jsonl", [chat(), "{"])))
+        run_check(config_of(model, write(tmp_path / "a.jsonl", [chat(), "{"])))
     good = write(tmp_path / "b.jsonl", [chat()])
     (model / "tokenizer.json").write_text("{}")
     with refused("tokenizer.not-loaded"):
-        check.run(config_of(model, good))
+        run_check(config_of(model, good))
 
 
 def test_of_two_that_need_the_same_tokens_one_makes_them(
@@ -268,12 +268,12 @@ def test_of_two_that_need_the_same_tokens_one_makes_them(
 
     sleep = time.sleep
     monkeypatch.setattr(Encoder, "encode", slow)
-    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=time.monotonic, sleep=let_go_on))
-    first = context.Process(target=prepare.run, args=(config, 1))
+    monkeypatch.setattr("expertmesh.cli.data.time", SimpleNamespace(monotonic=time.monotonic, sleep=let_go_on))
+    first = context.Process(target=run_prepare, args=(config, 1))
     first.start()
     while not counter.exists():
         time.sleep(0.01)
-    assert prepare.run(config, 1) == 0
+    assert run_prepare(config, 1) == 0
     first.join()
     assert first.exitcode == 0
     assert counter.read_text() == "50\n"
@@ -286,11 +286,11 @@ def test_of_two_that_need_the_same_tokens_one_makes_them(
     other = config.model_copy(update={"output_dir": str(tmp_path / "other")})
     counter.unlink()
     go_on.unlink()
-    dying = context.Process(target=prepare.run, args=(other, 1))
+    dying = context.Process(target=run_prepare, args=(other, 1))
     dying.start()
     while not counter.exists():
         time.sleep(0.01)
     os.kill(dying.pid or 0, signal.SIGKILL)
     dying.join()
     go_on.touch()
-    assert prepare.run(other, 1) == 0
+    assert run_prepare(other, 1) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.shapes import qwen3_30b_a3b
-from expertmesh.cli.data import check
+from expertmesh.cli.data import run_check
 from expertmesh.cli.main import main
 from expertmesh.config import Config, LoraConfig, ObjectiveConfig, load_config
 from expertmesh.planning.forecast import devices_here, forecast
@@ -58,7 +58,7 @@ def test_what_it_writes_for_this_machine_passes_check_and_fits(
     assert "messages; " in text
     assert "found by " in text
     assert (config.lora, config.precision.compute, config.data.max_length) == (None, "float32", 64)
-    assert check.run(config, nproc=2) == 0
+    assert run_check(config, nproc=2) == 0
     prediction = forecast(config, preflight(config, 2))
     assert prediction.warning is None
     assert prediction.prediction is not None
@@ -108,7 +108,7 @@ def test_quantised_experts_stay_as_they_are_published(tmp_path: Path, data: str)
 def optimizer_steps(config: Config, capsys: pytest.CaptureFixture[str]) -> int:
     """In all, as `check` counts them; it must find nothing to warn of."""
     capsys.readouterr()
-    assert check.run(config, nproc=2) == 0
+    assert run_check(config, nproc=2) == 0
     said = capsys.readouterr().out
     assert "warning" not in said
     found = re.search(r" in the first epoch, (\d+) in ", said)
@@ -165,7 +165,7 @@ def test_labelled_responses_are_trained_by_kto(tmp_path: Path, data: str, capsys
     config = written("model", "--data", rows(tmp_path, labelled))
     assert (config.objective.name, config.data.packing, config.optim.learning_rate) == ("kto", False, 1e-6)
     capsys.readouterr()
-    assert check.run(config, nproc=2, samples=2) == 0
+    assert run_check(config, nproc=2, samples=2) == 0
     said = capsys.readouterr().out
     assert re.search(r"^undesirable .*:1: .*\n(.*\n)+desirable .*:2: ", said, re.MULTILINE)
     assert "100 of 200 responses are desirable" in said

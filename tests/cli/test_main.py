@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import expertmesh.cli.main as command_line
-import expertmesh.cli.verbs as verbs
+import expertmesh.cli.main as verbs
 from expertmesh.cli.main import entry_point, main
 from expertmesh.cli.options import PlanOptions
 from expertmesh.config import IntegrityError, SecurityError
@@ -49,8 +49,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Every verb replaced by one that records its arguments and returns 0."""
     seen: list[tuple[Any, ...]] = []
-    fake = SimpleNamespace(run=lambda *arguments: seen.append(arguments) or 0)
-    for name in ("inspect", "data.check", "data.prepare", "plan.run", "export", "report"):
+    functions = ("run", "run_check", "run_prepare", "run_export")
+    fake = SimpleNamespace(**dict.fromkeys(functions, lambda *arguments: seen.append(arguments) or 0))
+    for name in ("inspect", "data", "plan", "weights", "report"):
         monkeypatch.setitem(sys.modules, f"expertmesh.cli.{name}", fake)
     monkeypatch.setattr(verbs, "run_ranks", fake.run)
     return seen
@@ -246,7 +247,7 @@ def test_a_terminal_is_told_that_a_verb_takes_seconds_to_start(
 
     def imported(module: str) -> SimpleNamespace:
         told.append(capsys.readouterr().err)
-        return SimpleNamespace(run=lambda *arguments: 0)
+        return SimpleNamespace(run_check=lambda *arguments: 0)
 
     monkeypatch.setattr(verbs.importlib, "import_module", imported)
     assert main(["check", config]) == 0

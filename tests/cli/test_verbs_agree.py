@@ -16,11 +16,10 @@ import yaml
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers.models.inkling2 import modeling_inkling2
 
-from expertmesh.cli import inspect
-from expertmesh.cli.data import check
+from expertmesh.cli import inspect, plan
+from expertmesh.cli.data import run_check
 from expertmesh.cli.main import main
 from expertmesh.cli.options import PlanOptions
-from expertmesh.cli.plan import run as plan
 from expertmesh.config import Config, ModelConfig, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
@@ -139,7 +138,7 @@ def _verbs(config: Config, root: Path, ranks: int = 1) -> dict[str, Callable[[],
     options = PlanOptions(model=str(root / "model"), devices="1 h200", seq_len=length, global_batch_size=4, yaml=True)
     return {
         "train": lambda: preflight(config, ranks),
-        "check": lambda: check.run(config, nproc=ranks),
+        "check": lambda: run_check(config, nproc=ranks),
         "verify": lambda: set_up(config, VerifyOptions(), ranks),
         "inspect": lambda: inspect.run(str(root / "model")),
         "plan": lambda: plan.run(options),
@@ -174,7 +173,7 @@ def test_every_verb_gives_the_same_answer(
     assert len({said[verb] for verb in ("train", "check", "verify") if verb in said}) == 1, said
     if case.here:  # nor does it hide what is wrong with the configuration
         with refused("layout.ep-divides-ranks", naming="parallel.ep 3"):
-            check.run(run_config(tmp_path, tmp_path / "run", *case.overrides, "parallel.ep=3"), nproc=2)
+            run_check(run_config(tmp_path, tmp_path / "run", *case.overrides, "parallel.ep=3"), nproc=2)
         assert "\nsample " in capsys.readouterr().out
 
 
@@ -206,8 +205,8 @@ def test_memory_that_may_run_out_is_said_in_the_same_words(
     in_train = planner.forecast(config, preflight(config, 1))
     assert in_train.warning is not None
     assert in_train.warning.endswith("so this may run out of memory")
-    monkeypatch.setattr(check, "job_size", lambda: (1, 1))
-    check.run(config)
+    monkeypatch.setattr("expertmesh.cli.data.job_size", lambda: (1, 1))
+    run_check(config)
     assert f"predicted  {in_train.line}\n" in capsys.readouterr().out
     assert in_train.warning in set_up(config, VerifyOptions(), 1).notes
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
 
-from expertmesh.cli.data import check
+from expertmesh.cli.data import run_check
 from expertmesh.config import Config
 from expertmesh.config.errors import SecurityError
 from expertmesh.data.encoding import sandbox
@@ -208,4 +208,4 @@ def test_check_refuses_as_training_does_even_when_bad_rows_are_skipped(template:
         }
     )
     with refused("tokenizer.unsafe-chat-template", SecurityError, naming=str(model)):
-        check.run(config)
+        run_check(config)

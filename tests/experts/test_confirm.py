@@ -12,7 +12,7 @@ from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
 from expertmesh.experts.layer import ExpertLayer
 from expertmesh.experts.pairs import sorted_choice
-from expertmesh.introspection.experts_proof import confirm_experts
+from expertmesh.introspection.small_copies import confirm_experts
 from tests.families.tiny import random_model
 from tests.support.errors import refused
 

@@ -30,8 +30,8 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import known_families
 from expertmesh.introspection.attention import attributes_read, packing_refusal, registry_call
 from expertmesh.introspection.compute_dtype import plan_compute, with_wide_routers
-from expertmesh.introspection.experts_proof import confirm_experts
 from expertmesh.introspection.known_families import Answers, recording
+from expertmesh.introspection.small_copies import confirm_experts
 from expertmesh.introspection.stage_probe import without_gradient
 from expertmesh.parallel.context import context_plan
 from expertmesh.parallel.stages import plan_cut

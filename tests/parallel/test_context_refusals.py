@@ -10,7 +10,7 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection import attention, heads_proof
+from expertmesh.introspection import attention, small_copies
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.known_families import class_key, recording
 from expertmesh.parallel.context import ContextPlan, context_plan
@@ -93,11 +93,11 @@ def test_heads_that_ranks_cannot_share_are_computed_whole() -> None:
 def test_heads_in_other_sections_than_thought_are_not_shared() -> None:
     model: Any = build_meta_model(family_config(CLASSES["qwen3_next"], "qwen3_next"), torch.float32)
     mixer = model.model.layers[0].linear_attn
-    assert not isinstance(heads_proof.state_heads(mixer, 2), str)
-    with mock.patch.object(heads_proof.TensorCut, "of", lambda self, x, rank, ranks: x.chunk(ranks, self.dim)[rank]):
-        found = heads_proof._by_names(mixer)
+    assert not isinstance(small_copies.state_heads(mixer, 2), str)
+    with mock.patch.object(small_copies.TensorCut, "of", lambda self, x, rank, ranks: x.chunk(ranks, self.dim)[rank]):
+        found = small_copies._by_names(mixer)
         assert found is not None
-        assert "its heads see each other" in str(heads_proof._why_not(mixer, found, 2))
+        assert "its heads see each other" in str(small_copies._why_not_shared(mixer, found, 2))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "ernie4_5_moe"])

@@ -17,12 +17,12 @@ import expertmesh as em
 from benchmarks.probes import count_collectives
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection.heads_proof import TensorCut
+from expertmesh.introspection.small_copies import TensorCut
 from expertmesh.parallel import sequence, tensor
 from expertmesh.planning import traffic
 from expertmesh.planning.model_figures import ModelFigures
+from expertmesh.planning.probe import UsageTracker
 from expertmesh.planning.read_model import figures_of
-from expertmesh.planning.trackers import UsageTracker
 from tests.adapters.reference import trainables, worst
 from tests.families.packing import check_packing
 from tests.families.proof import Run, Subject, computing_in, measure

@@ -13,7 +13,7 @@ from transformers import Qwen3NextConfig
 
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.cli.main import main
-from expertmesh.cli.plan.tables import print_candidates
+from expertmesh.cli.plan import print_candidates
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_config
 from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
 from expertmesh.distributed.layout import Layout

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.cli.main import main
-from expertmesh.cli.verbs import app
+from expertmesh.cli.main import app, main
 from expertmesh.io import terminal
 from expertmesh.io.terminal import lasting_output, prepare_output, printable
 from expertmesh.training.lock import NAME, Owner

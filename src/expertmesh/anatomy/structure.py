@@ -4,7 +4,7 @@ transformers 5 exposes the routed experts of some 64 families through one interf
 `use_experts_implementation`, called as `experts(hidden_states, top_k_index, top_k_weights)`, that holds 3-D parameters
 and flags (gated, transposed, biased, ...). Experts of the same maths without that interface are recognised by their
 shapes and the arguments of their forward. So are mixtures without any such module, whose router sorts rows for two
-stacks of matrices. introspection/experts_proof.py proves that the maths is the same. Everything here works on models on
+stacks of matrices. introspection/small_copies.py proves that the maths is the same. Everything here works on models on
 meta, and refuses by name what it does not recognise: nothing is sharded on a guess.
 
 Blocks are also grouped by kind (`alike`, `settings`), so that one of each can be run for its group.

@@ -189,7 +189,7 @@ def disk(directory: Path) -> ReportLine:
         faults.append(f"{directory} has {bytes_text(free)} free, less than any checkpoint; free space")
     try:
         with tempfile.TemporaryDirectory(prefix=".expertmesh-doctor-", dir=directory) as scratch:
-            for name, attempt in (("rename", _publish), ("locks", _lock), ("clock", _written_now)):
+            for name, attempt in (("rename", _publish), ("locks", _lock), ("clock", _compare_clocks)):
                 if problem := attempt(Path(scratch)):
                     faults.append(f"{directory}: {problem}")
                 else:
@@ -248,7 +248,8 @@ def _lock(scratch: Path) -> str | None:
         return str(error)
 
 
-def _written_now(scratch: Path) -> str | None:
+def _compare_clocks(scratch: Path) -> str | None:
+    """Compare the clock of a file system with this machine's, by a file that is written now."""
     (scratch / "now").touch()
     apart = time.time() - (scratch / "now").stat().st_mtime
     if abs(apart) < CLOCK_SECONDS:

@@ -23,7 +23,7 @@ from expertmesh.compat import TorchDispatchMode
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, divisors, resolve_layout
-from expertmesh.introspection.stage_probe import EvenCounts
+from expertmesh.introspection.meta_run import EvenCounts
 from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weight_files, read_index
 from expertmesh.io.terminal import plural
 from expertmesh.model import ModelOptions, build_model, plan_model
@@ -157,8 +157,10 @@ def examine(model: nn.Module) -> ModelFacts:
     anatomy = describe(model)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     expert = {name: size for name, size in sizes.items() if anatomy.is_expert_parameter(name)}
-    in_block = [_inside(sizes, block) for block in anatomy.blocks]
-    experts_in_block = [_inside(expert, block) for block in anatomy.blocks]
+    in_block, experts_in_block = (
+        [sum(size for name, size in found.items() if is_inside(name, block)) for block in anatomy.blocks]
+        for found in (sizes, expert)
+    )
     return ModelFacts(
         blocks=len(decoder_blocks(anatomy)),
         other_blocks=len(anatomy.blocks) - len(decoder_blocks(anatomy)),
@@ -171,10 +173,6 @@ def examine(model: nn.Module) -> ModelFacts:
         largest_block_dense=max(a - b for a, b in zip(in_block, experts_in_block, strict=True)),
         largest_block_expert=max(experts_in_block),
     )
-
-
-def _inside(sizes: dict[str, int], module: str) -> int:
-    return sum(size for name, size in sizes.items() if is_inside(name, module))
 
 
 def describe_router(model: nn.Module, anatomy: Anatomy) -> str:

@@ -78,10 +78,7 @@ WrittenDtype = Literal["auto", "bfloat16", "float16", "float32", "as_loaded", "f
 Frozen = Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"]
 DTYPE = Option(help="of the weights; auto: as in the model's files, bfloat16 if quantised")
 SHARD_SIZE = Option(
-    metavar="SIZE",
-    parser=size,
-    show_default=False,
-    help="of a weights file: 5GB (default), 500MB, 4GiB or bytes",
+    metavar="SIZE", parser=size, show_default=False, help="of a weights file: 5GB (default), 500MB, 4GiB or bytes"
 )
 DEFAULT_SHARD_SIZE = size("5GB")
 TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="run the model's own code")]
@@ -94,8 +91,7 @@ class TrainArguments:
     config: ConfigFile
     overrides: Overrides = None
     nproc: Annotated[
-        int | None,
-        N(help="ranks to start on this machine (default: one per accelerator, 2 on a CPU)"),
+        int | None, N(help="ranks to start on this machine (default: one per accelerator, 2 on a CPU)")
     ] = None
     max_time: Annotated[
         float | None,
@@ -160,8 +156,7 @@ class PlanOptions:
     simulate: Annotated[bool, Option("--simulate", help="run one rank of the best layout on fake tensors")] = False
     data: Annotated[str, Option(metavar="PATH", help="data.train of --yaml")] = "train.jsonl"
     placement: Annotated[
-        str | None,
-        Option(metavar="RUN_OR_FILE", help="write moe.placement by that load, without MODEL"),
+        str | None, Option(metavar="RUN_OR_FILE", help="write moe.placement by that load, without MODEL")
     ] = None
     ep: Annotated[int | None, N(help="of --placement")] = None
     replicas: Annotated[int | None, N(help="copies on each EP rank, of --placement")] = None

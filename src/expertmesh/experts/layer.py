@@ -100,7 +100,7 @@ class ExpertLayer:
         """Compute blocks that pass every token to every expert, `[E * T, H]`, with zeros where the token did not choose
         it.
 
-        Only rows that are not zero are sent: experts return zeros for zeros, with zero gradients (experts_proof.py
+        Only rows that are not zero are sent: experts return zeros for zeros, with zero gradients (small_copies.py
         checks it).
 
         Collectives: as `forward`. Waits for the host once more, to learn the number of these rows.

@@ -6,10 +6,8 @@ outside of the registry, positions numbered by the module itself) is found here,
 refuse it by name. transformers does not declare how a class calls attention and what looks along the sequence: for
 classes that the table of families does not have it is read from their Python source, which is parsed, never run.
 
-Some code multiplies matrices over experts or residual streams, or slices a dim, and no token sees another. `TokenProof`
-finds it out: one forward of the model on meta shows the arguments of such a module, and a small copy with the family's
-code is called with all of several random tokens and with each of them alone; the results must be equal. A module that
-cannot run so, or whose results differ, may look along the sequence. Nothing here reads weights or communicates.
+Some code multiplies matrices over experts or residual streams, or slices a dim, and no token sees another: `TokenProof`
+finds it out. Nothing here reads weights or communicates.
 """
 
 import ast
@@ -19,25 +17,16 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import HIDDEN_OF_KEYS, Anatomy, carries_state, decoder_blocks, describe, is_inside
-from expertmesh.anatomy.expert_module import relative_error, small_copy
-from expertmesh.compat import attention_of, tree_leaves, tree_map_only
-from expertmesh.introspection.heads_proof import TOLERANCE
-from expertmesh.introspection.known_families import known_by_class, own_class, proof_key, refusal_by_proof
-from expertmesh.introspection.stage_probe import LENGTH, ROWS, WithoutValues, forward_of_text, stand_ins_for_experts
-from expertmesh.state.model_view import meta_copy
-
-_HIDDEN, _TOKENS = 8, ROWS * LENGTH
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+from expertmesh.compat import attention_of
+from expertmesh.introspection.known_families import known_by_class, own_class
+from expertmesh.introspection.small_copies import TokenProof
 
 # Kinds of layers (config.layer_types) that mix positions without attention over all of them.
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
@@ -58,92 +47,6 @@ _COUNTS_HEADS = re.compile(r"self\.(config\.)?(num_(attention_|key_value_|kv_)?h
 _TAKES_MASKS = re.compile(r"isinstance\((\w+ := )?attention_mask, dict\)")
 _TEXT_POSITIONS = re.compile(r"position_ids\.shape\[0\] == 4\b")
 _CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
-
-
-class TokenProof:
-    """The proofs for the modules of one model; the model runs on meta once, if the table of families lacks a proof."""
-
-    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
-        self._model: Any = model
-        self._anatomy = anatomy
-        self._calls: dict[str, _Call] | None = None
-
-    def holds(self, name: str) -> bool:
-        """Return whether the module `name` of a block computes each token separately; one with experts never is."""
-        module, caller = self._model.get_submodule(name), self._model.get_submodule(name.rpartition(".")[0])
-        key = proof_key(module, own_class(type(caller)).__qualname__)
-        return refusal_by_proof("tokens", key, partial(self._why_not, name)) is None
-
-    def _why_not(self, name: str) -> str | None:
-        if any(spec.name == name or is_inside(spec.name, name) for spec in self._anatomy.experts):
-            return "it holds experts"
-        try:
-            if self._calls is None:
-                self._calls = _recorded_calls(meta_copy(self._model), self._anatomy)
-            module = self._model.get_submodule(name)
-            error = _error(module, self._calls[name], self._model.config.get_text_config().hidden_size)
-        # The family's code may fail in any way without values, or at another size; nothing is proven then.
-        except Exception as cause:
-            return f"it cannot be run on a small copy ({type(cause).__name__}: {cause})"
-        return None if error <= TOLERANCE else f"its tokens see each other (off by {error:.1e} on a small copy)"
-
-
-def _recorded_calls(meta_model: nn.Module, anatomy: Anatomy) -> dict[str, _Call]:
-    """Record the arguments of each module in a forward of text on meta."""
-    calls: dict[str, _Call] = {}
-
-    def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[name] = (args, kwargs)
-
-    with ExitStack() as stack:
-        for name, module in meta_model.named_modules():
-            stack.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))
-        stack.enter_context(stand_ins_for_experts(meta_model, anatomy.experts))
-        stack.enter_context(WithoutValues())
-        forward_of_text(meta_model)
-    return calls
-
-
-@torch.no_grad()
-def _error(module: nn.Module, call: _Call, hidden: int) -> float:
-    """Return the relative error between the outputs of a small copy for all tokens at once and for each token alone."""
-    generator = torch.Generator().manual_seed(0)
-    copy = small_copy(module, {hidden: _HIDDEN}, generator).eval()
-    args, kwargs = tree_map_only(torch.Tensor, partial(_random, hidden, generator), call)
-    whole = _by_token(copy(*args, **kwargs), _TOKENS)
-    alone = []
-    for token in range(_TOKENS):
-        one_args, one_kwargs = tree_map_only(torch.Tensor, partial(_of_token, token), (args, kwargs))
-        alone.append(_by_token(copy(*one_args, **one_kwargs), 1))
-    return relative_error(whole, [torch.cat(parts) for parts in zip(*alone, strict=True)])
-
-
-def _random(hidden: int, generator: torch.Generator, x: torch.Tensor) -> torch.Tensor:
-    dims = _token_dims(x)
-    shape = [*x.shape[:dims], *(_HIDDEN if size == hidden else size for size in x.shape[dims:])]
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-
-def _of_token(token: int, x: torch.Tensor) -> torch.Tensor:
-    dims = _token_dims(x)
-    return x.flatten(0, dims - 1)[token].view(*[1] * dims, *x.shape[dims:])
-
-
-def _token_dims(x: torch.Tensor) -> int:
-    """Return how many dims number the tokens: two for `[B, S, ...]`, one for `[B * S, ...]`.
-
-    Raises:
-        ValueError: a tensor of another shape, or of integers.
-    """
-    if x.is_floating_point() and x.shape[:2] == (ROWS, LENGTH):
-        return 2
-    if x.is_floating_point() and x.shape[:1] == (_TOKENS,):
-        return 1
-    raise ValueError(f"it gets {x.dtype} {tuple(x.shape)}")
-
-
-def _by_token(output: Any, tokens: int) -> list[torch.Tensor]:
-    return [leaf.reshape(tokens, -1) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None:
@@ -266,24 +169,32 @@ def _looking_along(model: nn.Module, anatomy: Anatomy) -> _Looking | None:
         The modules; None if a module carries a state that cannot be separated by samples.
     """
     blocks, experts = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts]
-    if any(carries_state(module) for name, module in _of_text(model, blocks) if not _in_any(name, blocks)):
+    named = dict(model.named_modules())
+    inner = [name for name, module in named.items() if isinstance(module, PreTrainedModel)]
+    # Models inside the model that hold no block of the decoder: text does not come to them.
+    towers = [name for name in inner if name and not any(is_inside(block, name) for block in blocks)]
+    if any(carries_state(module) for name, module in named.items() if not _in_any(name, [*towers, *blocks])):
         return None
     has_state = carried_state(model) is not None
+    # The masks of attention are tensors, which can be cut into samples, or causal without a tensor.
+    config: Any = model.config
+    masks_can_be_cut = (attention_of(config.get_text_config()) or "eager") in ("eager", "sdpa")
     looking = _Looking([], [])
     for block in blocks:
         if along_the_sequence(model.get_submodule(block)) is not None and not mixes_streams(model, block):
             return None
         for name, module in model.get_submodule(block).named_children():
             name = f"{block}.{name}"
-            named = module.named_modules(prefix=name)
-            parts = {inner: part for inner, part in named if not _in_any(inner, experts)}
-            suspects = [inner for inner, part in parts.items() if along_the_sequence(part) is not None]
+            taken = set(inspect.signature(own_class(type(module)).forward).parameters) - {"self"}
+            parts = {p: part for p, part in module.named_modules(prefix=name) if not _in_any(p, experts)}
+            suspects = [p for p, part in parts.items() if along_the_sequence(part) is not None]
             has_own_state = any(map(carries_state, parts.values()))
-            if not suspects and not has_own_state and not (has_state and _takes_chosen_positions(module)):
+            # Positions that an earlier block selected count within a sample if that block ran by samples.
+            if not suspects and not has_own_state and not (has_state and "prev_topk_indices" in taken):
                 continue
-            separable = _masks_can_be_cut(model) and has_state if _attends(module) else True
+            separable = masks_can_be_cut and has_state if _attends(module) else True
             holds_experts = any(_in_any(expert, [name]) for expert in experts)
-            if separable and not holds_experts and _takes_rows_alone(module):
+            if separable and not holds_experts and taken <= _OF_ROWS | HIDDEN_OF_KEYS:
                 looking.mixers.append(name)
             elif has_own_state or _attends(module):
                 return None
@@ -301,43 +212,12 @@ def mixes_streams(model: Any, block: str) -> bool:
     return bool(streams) and only_multiplies(type(model.get_submodule(block)))
 
 
-def _of_text(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules except those of towers: models inside the model that hold no block of the decoder."""
-    named = list(model.named_modules())
-    inner = [name for name, module in named if isinstance(module, PreTrainedModel)]
-    towers = [name for name in inner if name and not any(is_inside(block, name) for block in blocks)]
-    yield from ((name, module) for name, module in named if not _in_any(name, towers))
-
-
 def _in_any(name: str, parents: Sequence[str]) -> bool:
     return any(name == parent or is_inside(name, parent) for parent in parents)
 
 
 def _attends(module: nn.Module) -> bool:
     return any(registry_call(part) is not None for part in module.modules())
-
-
-def _masks_can_be_cut(model: Any) -> bool:
-    """Return whether the masks of attention are tensors, which can be cut into samples, or causal without a tensor."""
-    return (attention_of(model.config.get_text_config()) or "eager") in ("eager", "sdpa")
-
-
-def _takes_chosen_positions(module: nn.Module) -> bool:
-    """Return whether a module attends to positions that an earlier block selected.
-
-    Their indices count within a sample if that block ran by samples, so this module must run so too.
-    """
-    return "prev_topk_indices" in _taken(module)
-
-
-def _takes_rows_alone(module: nn.Module) -> bool:
-    """Return whether all arguments of a module's forward can be cut into samples."""
-    return _taken(module) <= _OF_ROWS | HIDDEN_OF_KEYS
-
-
-def _taken(module: nn.Module) -> set[str]:
-    """Return the arguments of a module's own forward."""
-    return set(inspect.signature(own_class(type(module)).forward).parameters) - {"self"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_inside, settings
+from expertmesh.anatomy import Anatomy, alike, decoder_blocks, is_inside, settings
 from expertmesh.compat import buffer_slots, tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
-from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, handed_on, stand_ins_for_experts
+from expertmesh.introspection.meta_run import WithoutValues, run_text
 from expertmesh.state.model_view import is_adapter
 from expertmesh.state.patching import exchanged, replace_forward
 
@@ -110,8 +110,17 @@ def plan_compute(
         reader, module = refused.reader, refused.module
         if reader and reader not in casts.kept and not _has_group(reader, anatomy):
             for each in _in_blocks_alike(reader, _alike(meta_model, anatomy, casts)):
-                casts = replace(casts, kept=_gathered_with(each, casts.kept))
-        elif reader is None and module not in casts.buffers and _can_cast(meta_model, module, kept_in_fp32):
+                kept: dict[str, tuple[str, ...]] = {}
+                for name, leaves in casts.kept.items():  # those inside `each` are gathered by its call
+                    holder = each if is_inside(name, each) else name
+                    kept[holder] = (*kept.get(holder, ()), *leaves)
+                casts = replace(casts, kept=kept)
+        elif (
+            reader is None
+            and module
+            and module not in casts.buffers
+            and not all(map(kept_in_fp32, floating_buffers(meta_model, module)))
+        ):
             casts = replace(
                 casts, buffers=(*casts.buffers, *_in_blocks_alike(module, _alike(meta_model, anatomy, casts)))
             )
@@ -190,19 +199,6 @@ def _has_group(name: str, anatomy: Anatomy) -> bool:
     return any(part == name or is_inside(part, name) for part in (*anatomy.blocks, *(s.name for s in anatomy.experts)))
 
 
-def _gathered_with(wider: str, kept: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return `kept` with the parameters inside `wider` gathered by the call of `wider`."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name, leaves in kept.items():
-        holder = wider if is_inside(name, wider) else name
-        found[holder] = (*found.get(holder, ()), *leaves)
-    return found
-
-
-def _can_cast(model: nn.Module, module: str, kept_in_fp32: Callable[[str], bool]) -> bool:
-    return bool(module) and any(not kept_in_fp32(name) for name in floating_buffers(model, module))
-
-
 def floating_buffers(model: nn.Module, module: str) -> dict[str, torch.Tensor]:
     """Return the floating-point buffers directly in a module, by their names in the model."""
     buffers = model.get_submodule(module).named_buffers(prefix=module, recurse=False)
@@ -227,21 +223,17 @@ def _run(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: C
     ]
     try:
         with ExitStack() as stack:
-            for context in (
-                stand_ins_for_experts(meta_model, anatomy.experts),
-                handed_on(meta_model, decoder_blocks(anatomy), repeated),
-                cast_on_meta(cast, compute),
-                cast_on_meta(wide, torch.float32),
-                watch.modules,
-                watch,
-            ):
+            for context in (cast_on_meta(cast, compute), cast_on_meta(wide, torch.float32), watch.modules):
                 stack.enter_context(context)
-            forward_of_text(meta_model)
+            run_text(meta_model, anatomy.experts, watch, blocks=decoder_blocks(anatomy), repeated=repeated)
     except _Apart as apart:
         return _Refused(f"{apart}; set precision.compute to float32", watch.innermost, apart.reader)
     except Exception as cause:
-        if not _runs_in_one_dtype(meta_model, anatomy.experts):
-            return None
+        try:  # only where the model runs in a single dtype can dtypes have caused the failure
+            with cast_on_meta((*meta_model.parameters(), *meta_model.buffers()), torch.float32):
+                run_text(meta_model, anatomy.experts)
+        except Exception:
+            return None  # the family's code on tensors without values: nothing is known
         first, dtype = str(cause).partition("\n")[0], str(compute).removeprefix("torch.")
         return _Refused(
             f"does not run with its parameters in {dtype} and its buffers as precision.params has them "
@@ -265,17 +257,6 @@ def cast_on_meta(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterato
     finally:
         for tensor, own in before:
             tensor.data = tensor.data.to(own)
-
-
-def _runs_in_one_dtype(meta_model: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
-    """Return whether the model runs on meta in a single dtype, so that only dtypes can have caused a failure."""
-    tensors = (*meta_model.parameters(), *meta_model.buffers())
-    try:
-        with stand_ins_for_experts(meta_model, experts), cast_on_meta(tensors, torch.float32), WithoutValues():
-            forward_of_text(meta_model)
-    except Exception:
-        return False  # the family's code on tensors without values: nothing is known
-    return True
 
 
 class _Apart(Exception):
@@ -335,18 +316,16 @@ def cast_in_forward(model: nn.Module, buffers: Sequence[str], routers: Sequence[
         buffers: the modules whose direct buffers are in `dtype` while they run; files keep the buffers' dtype.
         routers: the modules whose inputs are cast to fp32.
     """
+
+    def cast_buffers(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        own = buffer_slots(module)
+        cast = {name: buffer.to(dtype) for name, buffer in own.items() if buffer.is_floating_point()}
+        with exchanged(own, cast):
+            return forward(*args, **kwargs)
+
     for name in buffers:
         module = model.get_submodule(name)
-        forward = partial(_with_cast_buffers, module, module.forward, dtype)
+        forward = partial(cast_buffers, module, module.forward)
         replace_forward(module, functools.wraps(module.forward)(forward))
     for name in routers:
         model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
-
-
-def _with_cast_buffers(
-    module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
-) -> Any:
-    buffers = buffer_slots(module)
-    cast = {name: buffer.to(dtype) for name, buffer in buffers.items() if buffer.is_floating_point()}
-    with exchanged(buffers, cast):
-        return forward(*args, **kwargs)

@@ -116,8 +116,10 @@ def proof_key(module: nn.Module, *others: object) -> str | None:
     """
     name = class_key(type(module))
     kinds = {own_class(type(part)) for part in module.modules()}
-    hooks = [hook for part in module.modules() for hook in hooks_of(part)]
-    replaced = any("forward" in vars(part) for part in module.modules()) or not all(map(_is_of_adapters, hooks))
+    hooks = {str(getattr(hook, "__module__", "")) for part in module.modules() for hook in hooks_of(part)}
+    # Hooks by which adapters number the rows of a model change nothing that is proven.
+    replaced = any("forward" in vars(part) for part in module.modules())
+    replaced = replaced or not all(hook.startswith("expertmesh.adapters.") for hook in hooks)
     if name is None or replaced or not all(map(_runs_published_code, kinds)):
         return None
     config: Any = getattr(module, "config", None)
@@ -131,11 +133,6 @@ def own_class(kind: Any) -> Any:
     """Return a class without those that FSDP2 and expertmesh put in front of it."""
     in_front = ("torch.distributed.", "expertmesh.")
     return next((each for each in getattr(kind, "__mro__", ()) if not each.__module__.startswith(in_front)), kind)
-
-
-def _is_of_adapters(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is one by which adapters number the rows of a model: it changes nothing that is proven."""
-    return str(getattr(hook, "__module__", "")).startswith("expertmesh.adapters.")
 
 
 def _runs_published_code(kind: Any) -> bool:

@@ -11,7 +11,7 @@ select (the indexer of sparse attention, a router of image tokens) get no gradie
 reported as trained and stay zero. Nothing here needs weights or communicates.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,18 +19,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_inside, settings
-from expertmesh.compat import READS_A_VALUE, TorchDispatchMode, tree_leaves
+from expertmesh.compat import READS_A_VALUE, tree_leaves
 from expertmesh.config.errors import InputError
-from expertmesh.experts.layer import sorted_forward
 from expertmesh.introspection.known_families import look_up, proof_key
+from expertmesh.introspection.meta_run import LENGTH, ROWS, WithoutValues, run_text
 from expertmesh.state.model_view import meta_copy
-from expertmesh.state.patching import forwards_replaced
 
-ROWS, LENGTH = 2, 8  # of a forward of text
 _BEFORE = -1  # the origin of a value is before the blocks (-1), block number n, or after the last (number of blocks)
 # Operations that read the shape and dtype of a tensor and none of its values.
 _LIKE = frozenset(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full")) | frozenset(
@@ -92,8 +89,8 @@ def probe(meta_model: nn.Module, blocks: Sequence[str], experts: Sequence[Expert
     family = meta_model.config.model_type  # type: ignore[union-attr]
     watch = _Watch(meta_model, blocks)
     try:
-        with stand_ins_for_experts(meta_model, experts), watch.hooks(), watch:
-            forward_of_text(meta_model)
+        with watch.hooks():
+            run_text(meta_model, experts, watch)
         if watch.joined and len(watch.joined) == len(blocks) - 1:
             raise _Carried(next(iter(watch.joined.values())))
     except _Carried as carried:
@@ -122,8 +119,7 @@ def rehearse(meta_model: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None
     """
     family = meta_model.config.model_type  # type: ignore[union-attr]
     try:
-        with stand_ins_for_experts(meta_model, experts), WithoutValues():
-            forward_of_text(meta_model)
+        run_text(meta_model, experts)
     except Exception as cause:
         # The family's forward uses more of a module than its call, which a placeholder does not have.
         raise CannotCut(
@@ -131,116 +127,6 @@ def rehearse(meta_model: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None
             f"({type(cause).__name__}: {str(cause)[:160]})",
             key="layout.pp-needs-other-stage",
         ) from cause
-
-
-@contextmanager
-def stand_ins_for_experts(meta_model: nn.Module, experts: Sequence[ExpertsSpec]) -> Iterator[None]:
-    """Replace the forwards of experts on meta while the context is open."""
-    # Tokens cannot be sorted without values, and the result of experts does not matter on meta.
-    with forwards_replaced(forwards_of_experts(meta_model, experts, lambda module: _weighted, _one_row)):
-        yield
-
-
-@contextmanager
-def handed_on(meta_model: nn.Module, blocks: Sequence[str], repeated: Collection[str]) -> Iterator[None]:
-    """Make the `repeated` blocks return their hidden state unchanged while the context is open.
-
-    They run if a block before them returned more than a hidden state.
-    """
-    returns_more = False
-
-    def run(forward: Callable[..., Any], is_repeated: bool, *args: Any, **kwargs: Any) -> Any:
-        nonlocal returns_more
-        if is_repeated and not returns_more:
-            return args[0] if args else kwargs["hidden_states"]
-        output = forward(*args, **kwargs)
-        returns_more = not isinstance(output, torch.Tensor)
-        return output
-
-    modules = {name: meta_model.get_submodule(name) for name in blocks}
-    with forwards_replaced({block: partial(run, block.forward, name in repeated) for name, block in modules.items()}):
-        yield
-
-
-def forwards_of_experts(
-    model: nn.Module,
-    experts: Sequence[ExpertsSpec],
-    pairs: Callable[[nn.Module], Callable[..., Any]],
-    dense: Callable[..., Any] | None = None,
-) -> dict[nn.Module, Callable[..., Any]]:
-    """Return a replacement forward by experts module.
-
-    Args:
-        pairs: returns the forward of a module, which is called with tokens, expert ids and weights. For a mixture that
-            contains its router, the router still runs.
-        dense: the forward of modules that are called with one row per (expert, token); None uses `pairs` for them.
-    """
-    found: dict[nn.Module, Callable[..., Any]] = {}
-    for spec in experts:
-        module = model.get_submodule(spec.name)
-        forward = pairs(module) if dense is None or spec.call != "dense" else dense
-        found[module] = partial(sorted_forward, module, spec, forward) if spec.call == "sorted" else forward
-    return found
-
-
-def forward_of_text(meta_model: nn.Module) -> None:
-    """Run a few rows through a model on meta; call it within `WithoutValues`."""
-    training = meta_model.training
-    meta_model.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
-    try:
-        with torch.no_grad(), EvenCounts():
-            meta_model(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
-    finally:
-        meta_model.train(training)
-
-
-def _weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-    return hidden_states * (index_TK * weight_TK).sum().to(hidden_states.dtype)
-
-
-def _one_row(hidden_states: torch.Tensor) -> torch.Tensor:
-    return hidden_states * 1
-
-
-class EvenCounts(TorchFunctionMode):
-    """Mode that gives a router on meta the number of pairs of its last `topk` for each expert, as even as possible."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.pairs = 0, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.tolist and args[0].is_meta and self.pairs and args[0].shape == (self.experts,):
-            each, left = divmod(self.pairs, self.experts)
-            return [each + (expert < left) for expert in range(self.experts)]
-        result = func(*args, **kwargs)
-        if func in (torch.topk, torch.Tensor.topk):
-            scores, dim = args[0] if args else kwargs["input"], kwargs.get("dim", args[2] if len(args) > 2 else -1)
-            self.experts, self.pairs = scores.shape[dim], result.indices.numel()
-        return result
-
-
-class WithoutValues(TorchDispatchMode):
-    """Mode that answers the few operations on meta that read values: those for masks, and for indexing by a mask."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READS_A_VALUE:
-            return args[0].dtype == torch.bool or 1  # such as "all rows are one sample"
-        if func is torch.ops.aten.nonzero.default:
-            return _all_places(args[0])
-        if func is torch.ops.aten.index.Tensor:
-            args = (args[0], [place for index in args[1] for place in _places(index)])
-        return func(*args, **(kwargs or {}))
-
-
-def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """Return an index in a list; a mask becomes the indices of all its places, as its values are unknown."""
-    return _all_places(index).unbind(1) if index is not None and index.dtype == torch.bool else [index]
-
-
-def _all_places(mask: torch.Tensor) -> torch.Tensor:
-    return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
 
 
 class _Watch(WithoutValues):
@@ -393,35 +279,22 @@ def without_gradient(model: nn.Module, anatomy: Anatomy) -> frozenset[str]:
     blocks = decoder_blocks(anatomy)
 
     def find() -> list[str]:
+        """Return the untrained parameters by their names in a block, from one block of each kind."""
+        meta_model = meta_copy(model)
+        kinds = alike(meta_model, blocks, lambda name: settings(meta_model.get_submodule(name)))
+        firsts = [names[0] for names in kinds]
+        for parameter in meta_model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
         try:
-            return _found(meta_copy(model), anatomy)
+            run_text(meta_model, anatomy.experts, blocks=blocks, repeated=set(blocks) - set(firsts), backward=True)
         except Exception:  # the family's code may fail in any way on tensors without values: nothing is known then
             return []
+        trained: dict[str, bool] = {}
+        for block in firsts:
+            for name, parameter in meta_model.get_submodule(block).named_parameters(remove_duplicate=False):
+                if not any(is_inside(f"{block}.{name}", spec.name) for spec in anatomy.experts):
+                    trained[name] = trained.get(name, False) or parameter.grad is not None
+        return sorted(name for name, is_trained in trained.items() if not is_trained)
 
     names = look_up("gradients", proof_key(model), find)
     return frozenset(f"{block}.{name}" for block in blocks for name in names)
-
-
-def _found(meta_model: nn.Module, anatomy: Anatomy) -> list[str]:
-    """Return the untrained parameters by their names in a block, from one block of each kind."""
-    blocks = decoder_blocks(anatomy)
-    firsts = [names[0] for names in alike(meta_model, blocks, lambda name: settings(meta_model.get_submodule(name)))]
-    meta_model.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
-    for parameter in meta_model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
-    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
-    with (
-        torch.enable_grad(),
-        stand_ins_for_experts(meta_model, anatomy.experts),
-        handed_on(meta_model, blocks, set(blocks) - set(firsts)),
-        EvenCounts(),
-        WithoutValues(),
-    ):
-        logits = meta_model(input_ids=ids, use_cache=False).logits
-        logits.backward(torch.empty_like(logits))
-    trained: dict[str, bool] = {}
-    for block in firsts:
-        for name, parameter in meta_model.get_submodule(block).named_parameters(remove_duplicate=False):
-            if not any(is_inside(f"{block}.{name}", spec.name) for spec in anatomy.experts):
-                trained[name] = trained.get(name, False) or parameter.grad is not None
-    return sorted(name for name, is_trained in trained.items() if not is_trained)

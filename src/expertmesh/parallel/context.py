@@ -38,13 +38,12 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.attention import (
     RegistryCall,
-    TokenProof,
     along_the_sequence,
     attributes_read,
     mixes_streams,
     registry_call,
 )
-from expertmesh.introspection.heads_proof import StateHeads, TensorCut, state_heads
+from expertmesh.introspection.small_copies import StateHeads, TensorCut, TokenProof, state_heads
 from expertmesh.parallel.tensor_plan import TensorPart, mixers, part_by_heads, said_of
 from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.patching import register_function

@@ -20,7 +20,7 @@ from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.placement import Placement, check_fits, read_placement
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
-from expertmesh.introspection.experts_proof import confirm_experts, shared_behind_routed
+from expertmesh.introspection.small_copies import confirm_experts, shared_behind_routed
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.state.model_view import ModelView, is_adapter
 

@@ -26,7 +26,8 @@ from expertmesh.compat import parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.known_families import look_up, proof_key
-from expertmesh.introspection.stage_probe import LENGTH, ROWS, CannotCut, Decoder, probe, rehearse
+from expertmesh.introspection.meta_run import LENGTH, ROWS
+from expertmesh.introspection.stage_probe import CannotCut, Decoder, probe, rehearse
 
 
 def plan_stages(

@@ -24,7 +24,7 @@ from expertmesh.compat import buffer_slots, parameter_slots
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
 from expertmesh.experts.lora_state import adapter_state, adapter_state_of
-from expertmesh.introspection.heads_proof import TensorCut
+from expertmesh.introspection.small_copies import TensorCut
 from expertmesh.parallel.packing import BySamples
 from expertmesh.parallel.tensor_plan import TensorPart
 from expertmesh.state.model_view import attach_to_module, module_state

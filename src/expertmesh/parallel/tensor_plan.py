@@ -23,8 +23,8 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.compat import child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.attention import counts_heads
-from expertmesh.introspection.heads_proof import TensorCut, why_not_split
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
+from expertmesh.introspection.small_copies import TensorCut, why_not_split
 from expertmesh.state.model_view import is_adapter, sharded
 
 # A module of a block whose forward takes one of these arguments mixes positions.
@@ -71,7 +71,7 @@ class TensorPart:
     why_whole: str = ""
     """The reason why every rank computes the full module, for the printed plan."""
     shares: Mapping[str, TensorCut] = field(default_factory=dict)
-    """Under cp, the tensors that are cut while the module runs (introspection/heads_proof.py)."""
+    """Under cp, the tensors that are cut while the module runs (introspection/small_copies.py)."""
     counts: tuple[str, ...] = ()
     """Under cp, the attributes with a number of heads, divided while the module runs."""
 
@@ -265,7 +265,7 @@ def _proven_by_structure(module: nn.Module, name: str, tp: int, confirmed: dict[
 
 
 def _why_not_split(part: TensorPart, module: nn.Module, tp: int, confirmed: dict[Any, str | None]) -> str | None:
-    """Return the reason not to split an attention, from heads_proof.py, or None; one proof for each kind."""
+    """Return the reason not to split an attention, from small_copies.py, or None; one proof for each kind."""
     kind = (type(module), tuple((leaf, parameter.shape) for leaf, parameter in module.named_parameters()))
     if kind not in confirmed:
         heads, dims = dict(_heads(part, module)), part.parameter_dims(module)

@@ -164,7 +164,18 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
     experts = (
         _Experts(model, block.experts, sharding, mode).memory(ends) if block.experts is not None else ExpertsMemory()
     )
-    reads = _read_by_backward(model, block, sharding) + experts.saved
+    figures, parts, hidden = block.figures, block.parts, hidden_bytes(model, sharding)
+    # What backward reads when nothing is recomputed: each rank of tp gathers hidden states, and computes latents of all
+    # heads; under cp what attention gives stays as it was before and after the exchange.
+    gathered = (parts.split + parts.whole) * hidden * (sharding.tp - 1)
+    gathered += figures.latents * sharding.rows / sharding.cp * (1 - 1 / sharding.tp)
+    here = (figures.saved - figures.mask) * sharding.part + (figures.attended * sharding.part if sharding.cp > 1 else 0)
+    reads = here + figures.mask * sharding.rows + gathered + experts.saved
+    # The largest packed linear layer's values (`_Linear` of state/packed.py), and what a few rows become on the way.
+    packed: list[float] = [size for group in (block.own, block.uncast) if group is not None for size in group.packed]
+    packed += [] if block.split is None else [size / sharding.tp for size in block.split.packed]
+    largest, width = max(packed, default=0), model.compute_bytes
+    dequantised = largest * width + min(largest, sharding.together) * (_LOOKED_UP + width)
     return BlockMemory(
         reads=reads,
         saved=reads if mode == "none" else _checkpointed(model, block, mode, sharding, experts.saved),
@@ -173,22 +184,10 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
         reducing=reducing,
         gradients=own.gradients + split.gradients,
         copied=reducing if sharding.gloo else 0.0,
-        working=block.figures.backward * sharding.part
-        + hidden_bytes(model, sharding)
-        + _dequantised(block, model.compute_bytes, sharding),
-        growing=block.figures.gradients / sharding.tp,
+        working=figures.backward * sharding.part + hidden + dequantised,
+        growing=figures.gradients / sharding.tp,
         experts=experts,
     )
-
-
-def _dequantised(block: Block, width: int, sharding: BlockSharding) -> float:
-    """Return the largest packed linear layer's values (`_Linear` of state/packed.py), and what a few rows of it become
-    on the way.
-    """
-    own = [size for group in (block.own, block.uncast) if group is not None for size in group.packed]
-    split = [] if block.split is None else [size / sharding.tp for size in block.split.packed]
-    largest = max([*own, *split], default=0)
-    return largest * width + min(largest, sharding.together) * (_LOOKED_UP + width)
 
 
 def saved_by_kind(workload: Workload, modes: Sequence[CheckpointingMode]) -> list[SavedActivations]:
@@ -213,19 +212,6 @@ def hidden_bytes(model: ModelFigures, sharding: BlockSharding) -> float:
 def reduced_bytes(model: ModelFigures, sizes: GroupBytes) -> float:
     """Return the bytes of the buffer that a dense group's gradients are reduced from."""
     return sizes.reduced * model.reduce_bytes
-
-
-def _read_by_backward(model: ModelFigures, block: Block, sharding: BlockSharding) -> float:
-    """Return what backward of the block reads, routed experts left out, when nothing is recomputed."""
-    figures, parts = block.figures, block.parts
-    gathered = (parts.split + parts.whole) * hidden_bytes(model, sharding) * (sharding.tp - 1)
-    mask = figures.mask * sharding.rows
-    # What each rank of tp computes for all heads: latents.
-    gathered += figures.latents * sharding.rows / sharding.cp * (1 - 1 / sharding.tp)
-    own = (figures.saved - figures.mask) * sharding.part
-    # cp: what attention gives stays as it was before and after the exchange.
-    own += figures.attended * sharding.part if sharding.cp > 1 else 0
-    return own + mask + gathered
 
 
 def _checkpointed(

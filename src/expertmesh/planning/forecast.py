@@ -62,8 +62,7 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     if (best := next(fitting, None)) is None:
         reason = found.rejected[0].reason if found.rejected else why
         raise InputError(
-            f"--elastic: no layout of {plural(world_size, 'rank')} fits: {reason}",
-            key="plan.nothing-fits",
+            f"--elastic: no layout of {plural(world_size, 'rank')} fits: {reason}", key="plan.nothing-fits"
         )
     rows = 1 if config.objective.pairs else best.workload.batch.rows
     axes = ", ".join(f"{axis} {best.layout.size(axis)}" for axis in CONFIGURED_AXES if best.layout.size(axis) > 1)
@@ -85,7 +84,11 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
     except NotProbed as error:
         return Forecast(f"nothing: there is no plan for {error}")
     found = _candidate(config, job, checked.layout)
-    warning = _memory_warning(job, found)
+    warning = None
+    if not found.fits(job):  # a prediction refuses nothing
+        has, ranks = f"has {job.budget / GIB:.1f} GiB for", devices.per_node
+        where = f"this machine {has} each of its {ranks} ranks" if devices.name == "cpu" else f"the device {has} them"
+        warning = f"{where}, so this may run out of memory"
     memory, timed = found.memory.total, not checked.objective.runs_another
     prediction = Prediction(peak_memory_bytes=memory)
     notes = [f"{gib(round(memory))} of tensors a rank"]
@@ -96,7 +99,13 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
         notes = [_figures(found)]
     notes += [warning] if warning else []
     if config.parallel.ep == "auto" and not found.fits(job):
-        notes += _fitting_ep(config, job, found.layout)
+        # `ep: auto` does not depend on the device's memory (distributed/layout.py): name another ep that fits.
+        free, node = explicit(found.layout).model_copy(update={"ep": "auto"}), devices.per_node
+        even = (each for each in layouts(job, free) if node % each.ep == 0 or each.ep % node == 0)
+        others = [_candidate(config, job, each) for each in even if job.model.traffic.can_have(each)]
+        if fitting := [other for other in others if other.fits(job)]:
+            best = min(fitting, key=lambda other: other.memory.total)
+            notes.append(f"parallel.ep={best.layout.ep} would fit ({gib(round(best.memory.total))})")
     cures, peak = partial(_cures, config, checked, devices), None
     if timed and devices.name != "cpu":  # of a processor the table has no peak, but what one reached
         peak = found.speed.peak_flops * found.speed.tokens / found.speed.model_flops
@@ -155,27 +164,6 @@ def host_memory() -> float:
 
 def _figures(found: Candidate) -> str:
     return f"{gib(round(found.memory.total))} of tensors a rank, {found.speed.seconds:.3g} s a step"
-
-
-def _memory_warning(job: Job, found: Candidate) -> str | None:
-    """Return a warning where a rank needs more than it has. A prediction refuses nothing."""
-    if found.fits(job):
-        return None
-    has, ranks = f"has {job.budget / GIB:.1f} GiB for", job.devices.per_node
-    where = f"this machine {has} each of its {ranks} ranks" if job.devices.name == "cpu" else f"the device {has} them"
-    return f"{where}, so this may run out of memory"
-
-
-def _fitting_ep(config: Config, job: Job, auto: Layout) -> list[str]:
-    """Return another ep that is predicted to fit if that of `ep: auto` is not.
-
-    `ep: auto` does not depend on the device's memory (distributed/layout.py).
-    """
-    free, node = explicit(auto).model_copy(update={"ep": "auto"}), job.devices.per_node
-    others = (layout for layout in layouts(job, free) if node % layout.ep == 0 or layout.ep % node == 0)
-    found = (_candidate(config, job, layout) for layout in others if job.model.traffic.can_have(layout))
-    best = min((other for other in found if other.fits(job)), key=lambda other: other.memory.total, default=None)
-    return [] if best is None else [f"parallel.ep={best.layout.ep} would fit ({gib(round(best.memory.total))})"]
 
 
 def _job(config: Config, checked: Checked, devices: Devices) -> Job:

@@ -1,20 +1,110 @@
 """What the planner knows of a model: its parameters as FSDP2 groups them, its experts, and what its blocks save.
 
 Plain data, read from config.json by read_model.py; all that follows (stages, blocks, memory, traffic, speed) is
-arithmetic on it.
+arithmetic on it. `Feasibility` is a cached view of the shard plan for thousands of layouts: which are refused, what tp
+splits, where stages are cut. The answers are those of `plan_axes`, which decides for `train` as well, each computed
+once: tp for every size; cp and pp with the smallest size that could do, because the remaining conditions are arithmetic
+(heads, blocks).
 """
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec
+from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks
 from expertmesh.config import PrecisionConfig
+from expertmesh.config.errors import InputError
 from expertmesh.config.sections import BYTES_OF, OptimizerName
 from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
-from expertmesh.planning.feasibility import Feasibility
+from expertmesh.distributed.layout import Layout
+from expertmesh.parallel.context import ContextPlan
+from expertmesh.parallel.layers import refuse_by_layer
+from expertmesh.parallel.shard_plan import KeptInFp32, ShardPlan, plan_axes
+from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
+from expertmesh.parallel.tensor_plan import TensorPlan
+from expertmesh.state.model_view import ModelView
 from expertmesh.training.optimizers.build import moment_bytes
+
+_SMALL = (2, 3, 5, 7)
+
+
+class Feasibility:
+    """The layouts that one model on meta can have. Nothing communicates, the model stays as it is."""
+
+    def __init__(self, model: Any, plan: ShardPlan, heads: int, kept_in_fp32: KeptInFp32) -> None:
+        """Keep the model on meta and its shard plan, of any layout."""
+        anatomy = plan.anatomy
+        self._shards, self._cut = plan, plan.cut
+        self._model, self._anatomy, self._heads, self._kept = model, anatomy, heads, kept_in_fp32
+        self._blocks = decoder_blocks(anatomy)
+        self._view = ModelView(model)
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why `train` would not split this model so, or None."""
+        one_axis = [Layout(tp=layout.tp)] if layout.tp > 1 else []
+        if layout.cp > 1:
+            one_axis.append(Layout(cp=next((size for size in _SMALL if self._heads % size == 0), layout.cp)))
+        if layout.pp > 1:
+            one_axis.append(Layout(pp=2))
+            try:
+                self.stages(layout.pp, layout.pp_virtual_stages)
+            except InputError as error:
+                return str(error)
+        return next((str(found) for found in map(self._plan, one_axis) if isinstance(found, InputError)), None)
+
+    def refuse_by_layer(self, layout: Layout) -> None:
+        """Raise `InputError` if the model cannot be trained layer by layer in `layout`."""
+        if (refusal := self._by_layer_refusal(layout.pp)) is not None:
+            raise refusal
+
+    @cache  # noqa: B019
+    def _by_layer_refusal(self, pp: int) -> InputError | None:
+        try:
+            refuse_by_layer(self._shards, pp)
+        except InputError as error:
+            return error
+        return None
+
+    def smallest(self, *, tp: bool = False) -> tuple[TensorPlan, ContextPlan]:
+        """Return the plans of the fewest ranks that can share this model, by tp or cp; of one rank where none can."""
+        layouts = (Layout(tp=size) if tp else Layout(cp=size) for size in (*_SMALL, 1))
+        return next(plan for plan in map(self._plan, layouts) if not isinstance(plan, InputError))
+
+    @cache  # noqa: B019
+    def stages(self, pp: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
+        """Return the numbers, among all of the model's blocks, of those of each stage; `virtual` stages on each of `pp`
+        ranks. Raises `InputError` if there are too few blocks, or places to cut.
+        """
+        layout = Layout(pp=pp, pp_virtual_stages=virtual)
+        refuse_few_blocks(len(self._blocks), layout)
+        ranges = plan_stages(self._model, self._anatomy, self._blocks, layout, self._joined)
+        place = {name: number for number, name in enumerate(self._anatomy.blocks)}
+        return tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers, among all of the model's blocks, of those of each layer of accumulation by layer."""
+        place = {name: number for number, name in enumerate(self._anatomy.blocks)}
+        starts = [number for number in range(len(self._blocks)) if number not in self._joined]
+        bounds = itertools.pairwise([*starts, len(self._blocks)])
+        return tuple(tuple(place[self._blocks[n]] for n in range(*each)) for each in bounds)
+
+    @cached_property
+    def _joined(self) -> Mapping[int, str]:
+        if self._cut is not None:
+            return self._cut.joined
+        return self._shards.decoder.joined
+
+    @cache  # noqa: B019
+    def _plan(self, layout: Layout) -> tuple[TensorPlan, ContextPlan] | InputError:
+        """Return what tp and cp split, or why the axes of `layout` are refused."""
+        try:
+            return plan_axes(self._view, self._anatomy, layout, kept_in_fp32=self._kept)[:2]
+        except InputError as error:
+            return error
 
 
 @dataclass(slots=True)
@@ -42,7 +132,6 @@ class BlockFigures:
     keys: int = 0
     """Bytes of keys and values of one key-value head."""
     heads: int = 0
-    """Query heads."""
     products: int = 0
     """FLOPs of matrix products in forward, attention left out."""
     attention: int = 0
@@ -67,7 +156,6 @@ class Weight:
     """One parameter that is not a routed expert's."""
 
     shape: tuple[int, ...]
-    """Shape of the full parameter."""
     trains: bool
     """True if it requires a gradient."""
     bytes: float
@@ -291,12 +379,9 @@ class ModelFigures:
     vocabulary: int
     """Columns of the logits."""
     hidden: int
-    """Hidden size."""
     heads: int
-    """Query heads."""
     key_value_heads: int
     length: int
-    """Tokens of a sequence."""
     packed: bool
     """True if the figures include masks, or attention by samples, of packed rows."""
     outside: int

@@ -19,12 +19,12 @@ from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import KeptInFp32, ShardOptions, ShardPlan, expert_traffic, top_k_router
 from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
-from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.model_figures import (
     Block,
     BlockFigures,
     Experts,
     ExpertWeight,
+    Feasibility,
     ModelFigures,
     ParamGroup,
     TensorParallelParts,
@@ -102,8 +102,7 @@ def _figures(
     sizes = text.to_dict()  # not by attributes: reading one that differs between layers raises
     attention_heads = int(sizes.get("num_attention_heads") or 1)
     feasibility = Feasibility(model, plan, attention_heads, fp32)
-    tensor_plan = feasibility.any_tensor_plan()
-    context_plan = feasibility.any_context_plan()
+    tensor_plan, context_plan = feasibility.smallest(tp=True)[0], feasibility.smallest()[1]
     reader = _FiguresReader(model, plan, fp32, lora, tensor_plan, context_plan)
     kinds = alike(model, anatomy.blocks)
     firsts = [names[0] for names in kinds]
@@ -213,15 +212,16 @@ class _FiguresReader:
         last = bool(split) and not split[-1].mixes_positions
         rows = self.context_plan.within([block]).whole
         by_heads = sum(part.is_split for part in rows)
+
+        def hidden_states(mixer: str) -> int:
+            """Return how many hidden states a module that mixes positions is called with; it gathers each of them."""
+            taken = inspect.signature(self.model.get_submodule(mixer).forward).parameters
+            return 1 + len(HIDDEN_OF_KEYS & taken.keys())
+
         whole, rows_whole = (
-            sum(self._hidden_states(part.name) for part in found if not part.is_split) for found in (parts, rows)
+            sum(hidden_states(part.name) for part in found if not part.is_split) for found in (parts, rows)
         )
         return TensorParallelParts(len(split), last, whole, features, by_heads, rows_whole)
-
-    def _hidden_states(self, mixer: str) -> int:
-        """Return how many hidden states a module that mixes positions is called with; it gathers each of them."""
-        taken = inspect.signature(self.model.get_submodule(mixer).forward).parameters
-        return 1 + len(HIDDEN_OF_KEYS & taken.keys())
 
     def _experts(self, spec: ExpertsSpec) -> Experts:
         module = self.model.get_submodule(spec.name)

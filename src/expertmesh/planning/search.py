@@ -4,7 +4,7 @@ All arithmetic; 16,384 devices take seconds. The code that trains decides what i
 `train` refuses.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -123,7 +123,11 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
             memory every ep is a candidate.
         fixed: Axes that the user has set; those that are `auto` are free. None leaves all free.
     """
-    order = _order(goal)
+
+    def order(each: Candidate) -> tuple[float, float]:
+        both = each.speed.seconds, each.memory.total
+        return both if goal == "speed" else both[::-1]
+
     rejected: list[Rejected] = []
     frugal: dict[Hashable, list[Candidate]] = {}  # of layouts that differ in ep, or in nothing
     for layout in layouts(job, fixed):
@@ -166,13 +170,19 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
     chosen = "auto" if fixed is None else fixed.ep
     offload = job.offload if fixed is None else fixed.offload
     expert_ranks = divisors(model.anatomy.num_experts) if chosen == "auto" else [chosen]
+    # What a user has set stays; more than one stage a rank is never proposed.
+    schedule: tuple[str, int] = ("1f1b", 1)
+    if fixed is not None:
+        auto = "1f1b" if fixed.pp_virtual_stages == 1 else "interleaved_1f1b"
+        schedule = (auto if fixed.pp_schedule == "auto" else fixed.pp_schedule, fixed.pp_virtual_stages)
     for pp, tp, cp, replicate in product(*sizes):
         rest, shares = pp * tp * cp * replicate, cp * tp
         if world % rest or model.heads % shares or model.length % shares:
             continue
         for ep in expert_ranks:
             if world // (pp * replicate) % ep == 0:
-                yield Layout(pp, replicate, world // rest, cp, tp, ep, *_schedule(pp, fixed), offload)
+                schedule_of_pp = schedule if pp > 1 else ("1f1b", 1)
+                yield Layout(pp, replicate, world // rest, cp, tp, ep, *schedule_of_pp, offload)
 
 
 def measured_imbalance(loads: Mapping[str, Sequence[int]], anatomy: Anatomy) -> dict[int, tuple[float, ...]]:
@@ -290,23 +300,6 @@ def run_costs(
     return RunCosts(size, save, between / 3600, interval, lost, hours, device_hours, cost)
 
 
-def _order(goal: Goal) -> Callable[[Candidate], tuple[float, float]]:
-    if goal == "memory":
-        return lambda candidate: (candidate.memory.total, candidate.speed.seconds)
-    return lambda candidate: (candidate.speed.seconds, candidate.memory.total)
-
-
-def _schedule(pp: int, fixed: ParallelConfig | None) -> tuple[str, int]:
-    """Return the schedule and the stages of a rank; what a user has set stays, and more than one stage are never
-    proposed.
-    """
-    if fixed is None or pp == 1:
-        return "1f1b", 1
-    virtual = fixed.pp_virtual_stages
-    auto = "1f1b" if virtual == 1 else "interleaved_1f1b"
-    return auto if fixed.pp_schedule == "auto" else fixed.pp_schedule, virtual
-
-
 def _refusal(job: Job, layout: Layout) -> str | None:
     """Return why `train` would refuse a layout, or None."""
     model, data_ranks = job.model, layout.data_ranks
@@ -348,13 +341,6 @@ def variants(job: Job, layouts: Sequence[Layout]) -> Iterator[Candidate]:
 
 def _too_large(job: Job, least: Candidate) -> str:
     """Describe by how much the most frugal form does not fit, its largest part, and what to try."""
-    memory, mode = least.memory, least.workload.mode
-    state, held = memory.state / GIB, memory.activations / GIB
-    text = f"does not fit: {memory.total / GIB:.0f} GiB of {job.budget / GIB:.0f}; state {state:.0f}"
-    return f"{text}, activations {held:.0f} ({mode} checkpointing); try {' or '.join(_advice(job, least))}"
-
-
-def _advice(job: Job, least: Candidate) -> list[str]:
     memory, layout, per_node = least.memory, least.layout, job.devices.per_node
     advice = []
     if memory.state > job.budget / 2:
@@ -370,4 +356,6 @@ def _advice(job: Job, least: Candidate) -> list[str]:
         advice.append(f"cp={2 * layout.cp}")
     else:
         advice.append(f"--seq-len {job.model.length // 2}")
-    return advice or ["more devices"]
+    text = f"does not fit: {memory.total / GIB:.0f} GiB of {job.budget / GIB:.0f}; state {memory.state / GIB:.0f}"
+    held = f"activations {memory.activations / GIB:.0f} ({least.workload.mode} checkpointing)"
+    return f"{text}, {held}; try {' or '.join(advice or ['more devices'])}"

@@ -30,7 +30,6 @@ class Link:
 
     transfer: Transfer
     seconds: float
-    """Its duration."""
     exposed: float
     """Seconds of it that compute does not hide."""
 
@@ -40,17 +39,13 @@ class Speed:
     """Seconds of one optimizer step on the slowest pp rank, and what they are spent on."""
 
     products: float
-    """Dense matrix products."""
     experts: float
-    """Grouped products."""
     attention: float
-    """Attention's products."""
     memory: float
     """Reads and writes of device memory by all else."""
     host: float
     """Waits for the host's launches."""
     head: float
-    """Head and loss."""
     optimizer: float
     """Gradient norm and optimizer."""
     links: tuple[Link, ...]
@@ -93,7 +88,17 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
     # All others wait for the pp rank whose micro-batch takes longest.
     stage = max(each, key=lambda stage: each[stage].seconds)
     slowest, state = each[stage], resident_state(model, layout, stage, workload.optimizer)
-    muon = _orthogonalising(workload.rank(stage), layout) if workload.optimizer == "muon" else 0.0
+    muon = 0.0
+    if workload.optimizer == "muon":
+        # Each of five Newton-Schulz steps computes the gram matrix of s rows and l columns, its square, and its product
+        # with the matrix; ranks share all matrices.
+        rank = workload.rank(stage)
+        shapes = [(weight.shape, times) for group, times in rank.groups for weight in group.weights if weight.is_muons]
+        for block, times in rank.blocks:
+            if (experts := block.experts) is not None:
+                shapes += [(m.one, times * experts.spec.num_experts) for m in experts.matrices if m.is_muons]
+        flops = sum(5 * times * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s, times in shapes)
+        muon = flops / (layout.fsdp * layout.cp * layout.tp)
     tokens = batch.rows * times * model.length * layout.data_ranks
     return Speed(
         products=times * slowest.products,
@@ -146,19 +151,6 @@ def _copied(workload: Workload, stage: int) -> float:
             uses = 4 if workload.mode == "full" else 3
             total += batch.accumulation * times * trained * uses * cast
     return total
-
-
-def _orthogonalising(rank: PipelineRank, layout: Layout) -> float:
-    """Return the FLOPs of Muon's five Newton-Schulz steps on a rank's share of all matrices.
-
-    A step computes the gram matrix of s rows and l columns, its square, and its product with the matrix.
-    """
-    ranks = layout.fsdp * layout.cp * layout.tp
-    found = [(weight.shape, times) for group, times in rank.groups for weight in group.weights if weight.is_muons]
-    for block, times in rank.blocks:
-        if (experts := block.experts) is not None:
-            found += [(each.one, times * experts.spec.num_experts) for each in experts.matrices if each.is_muons]
-    return sum(5 * times * (4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3) for shape, times in found) / ranks
 
 
 @cache
@@ -243,7 +235,10 @@ def _micro_batch(
     """
     (ep, imbalance, beside), (cp, tp) = routing, shares
     share, tokens = rows / (cp * tp), rows * model.length / (cp * tp)
-    found = _MicroBatch(_head_seconds(model, tokens, rates) if rank.is_last else 0.0)
+    found = _MicroBatch(head=0.0)
+    if rank.is_last:  # the head's products, forward and backward, and the softmax's memory traffic
+        found.head = tokens * 2 * model.head * (3 if model.head_trains else 2) / rates.products
+        found.head += tokens * model.vocabulary * 30 / rates.bandwidth
     grows = 1 if model.adapted else 2
     for (block, mode), count in rank.pieces:
         figures, again, full = block.figures, mode != "none", mode == "full"
@@ -275,13 +270,7 @@ def _micro_batch(
 
 
 def _expert_seconds(
-    model: ModelFigures,
-    block: Block,
-    tokens: float,
-    routing: tuple[int, float],
-    rates: _Rates,
-    *,
-    last: bool = False,
+    model: ModelFigures, block: Block, tokens: float, routing: tuple[int, float], rates: _Rates, *, last: bool = False
 ) -> tuple[float, float]:
     """Return the forward's seconds of a block's grouped products, and of the memory traffic of its routed experts.
 
@@ -309,12 +298,6 @@ def _expert_seconds(
     dequantising = packed * spec.num_experts / ep * DEQUANTISING / rates.bandwidth
     products = max(2 * elements * routed.pairs / rates.experts, reading) + dequantising
     return products, (travelling + pairs) / rates.bandwidth
-
-
-def _head_seconds(model: ModelFigures, tokens: float, rates: _Rates) -> float:
-    """Return the seconds of the head's products, forward and backward, and of the softmax's memory traffic."""
-    products = tokens * 2 * model.head * (3 if model.head_trains else 2)
-    return products / rates.products + tokens * model.vocabulary * 30 / rates.bandwidth
 
 
 def _links(workload: Workload, stage: int, devices: Devices, compute: float) -> Iterator[Link]:

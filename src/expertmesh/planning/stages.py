@@ -15,14 +15,7 @@ from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode, checkpointed_layers
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.planning.model_figures import (
-    Block,
-    Experts,
-    ExpertWeight,
-    ModelFigures,
-    ParamGroup,
-    group_bytes,
-)
+from expertmesh.planning.model_figures import Block, Experts, ExpertWeight, ModelFigures, ParamGroup, group_bytes
 from expertmesh.step.forward_backward import Order
 from expertmesh.training.optimizers.build import moment_bytes
 
@@ -59,7 +52,6 @@ class PipelineRank:
     """The blocks and dense FSDP2 groups of one pp rank."""
 
     stage: int
-    """The pp rank."""
     is_last: bool
     chunks: tuple[tuple[Piece, ...], ...]
     """Blocks and checkpointing modes of each of its stages, in order."""
@@ -187,7 +179,6 @@ class ResidentState:
     master: float
     """Parameters that train; their gradients take as many."""
     moments: float
-    """Optimizer state."""
 
 
 def resident_state(

@@ -40,11 +40,9 @@ class Transfer:
     """Name of the axis; `EP_NODES`, or "host" for copies from host memory."""
     kind: CollectiveKind
     calls: float
-    """Number of collectives."""
     bytes: float
     """Bytes of all calls together, as the module docstring counts them."""
     ranks: int
-    """Ranks of the group."""
     prefetched: bool = False
     """True if it is issued before its result is needed, so that compute can hide it."""
 
@@ -103,7 +101,14 @@ def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> fl
     world, ranks = layout.world_size, transfer.ranks
     if world <= per_node or ranks == 1:
         return 0.0
-    stride = _stride(transfer, layout)
+    # The distance in ranks between neighbours of the group.
+    if transfer.axis == EP_NODES:
+        stride = layout.ep // ranks
+    elif transfer.axis == "fsdp":
+        stride = layout.tp if ranks == layout.fsdp * layout.cp else 1
+    else:
+        first, second, *_ = layout.groups(transfer.axis)[0]
+        stride = second - first
     if world % lcm(stride * ranks, per_node) == 0:
         world = lcm(stride * ranks, per_node)  # from there on all repeats
     crossing = 0.0  # of all ranks, the shares of what leaves them
@@ -114,16 +119,6 @@ def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> fl
         else:
             crossing += sum(node != after for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
     return crossing / world * (transfer.bytes if transfer.kind == "all_to_all" else transfer.wire)
-
-
-def _stride(transfer: Transfer, layout: Layout) -> int:
-    """Return the distance in ranks between neighbours of a transfer's group."""
-    if transfer.axis == EP_NODES:
-        return layout.ep // transfer.ranks
-    if transfer.axis == "fsdp":
-        return layout.tp if transfer.ranks == layout.fsdp * layout.cp else 1
-    first, second, *_ = layout.groups(transfer.axis)[0]
-    return second - first
 
 
 def host_copies(workload: Workload, stage: int) -> Transfer:

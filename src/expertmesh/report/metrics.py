@@ -107,9 +107,12 @@ class _Rows:
     cut_short: bool = False
 
     def add(self, number: int, line: bytes) -> None:
-        row = _parse(line)
-        step = row.get("step") if row is not None else None
-        if row is None or type(step) is not int or not 0 < step < 2**53:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is not int or not 0 < step < 2**53:
             self.strange.append(number)
         elif "eval_loss" in row:
             self.evaluations[step] = {key[5:]: _number(row[key]) for key in row if key.startswith("eval_")}
@@ -159,6 +162,8 @@ def read_metrics(path: Path) -> Metrics:
 
 def _columns(rows: _Rows) -> Metrics:
     steps, evaluated = sorted(rows.steps), sorted(rows.evaluations)
+    keys = dict.fromkeys(key for evaluation in rows.evaluations.values() for key in evaluation)
+    names = dict.fromkeys(key[: -len(end) - 1] for key in keys for end in EVALUATED if key.endswith(f"_{end}"))
     table = np.array([rows.steps[step] for step in steps], dtype=np.float64).reshape(len(steps), len(NUMBERS))
     layers = max((len(load) for load in rows.loads.values()), default=0)
     load_SLK = np.full((len(steps), layers, len(WORST)), np.nan, dtype=np.float32)
@@ -174,7 +179,7 @@ def _columns(rows: _Rows) -> Metrics:
         eval_step=np.array(evaluated, dtype=np.int64),
         eval_seconds=np.array([rows.evaluations[step].get("runtime", math.nan) for step in evaluated], np.float64),
         evaluated=_evaluated(rows, ""),
-        sets={name: _evaluated(rows, f"{name}_") for name in _set_names(rows)},
+        sets={name: _evaluated(rows, f"{name}_") for name in list(names)[:MAX_SETS]},
         answered=tuple(_answered(rows.samples)),
         notes=tuple(rows.notes()),
     )
@@ -184,17 +189,6 @@ def _evaluated(rows: _Rows, prefix: str) -> dict[str, Column]:
     """Return the columns of one set; NaN where an evaluation lacked it."""
     found = [rows.evaluations[step] for step in sorted(rows.evaluations)]
     return {key: np.array([each.get(f"{prefix}{key}", math.nan) for each in found], np.float64) for key in EVALUATED}
-
-
-def _set_names(rows: _Rows) -> list[str]:
-    named = dict.fromkeys(
-        key[: -len(figure) - 1]
-        for evaluation in rows.evaluations.values()
-        for key in evaluation
-        for figure in EVALUATED
-        if key.endswith(f"_{figure}")
-    )
-    return list(named)[:MAX_SETS]
 
 
 def _samples(value: Any) -> list[dict[str, str]]:
@@ -217,14 +211,6 @@ def _answered(samples: dict[int, list[dict[str, str]]]) -> Iterator[Answered]:
             key = (source, each["prompt"], each["expected"])
             found.setdefault(key, Answered(*key)).answers[step] = each["answer"]
     yield from found.values()
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _number(value: Any) -> float:

@@ -45,7 +45,7 @@ from expertmesh.training.resume import flat
 Column = npt.NDArray[np.floating[Any]]
 # Shorter runs show too little.
 _ROWS = 20
-# "First" and "last" are this share of the rows at either end.
+# "First" and "last" (or "lately") are one in so many of the rows, at either end.
 _END = 10
 
 
@@ -128,17 +128,18 @@ def _ends(values: Column) -> tuple[float, float]:
 
 
 NOTHING = "–"
-# "Lately" is this share of the rows, at the end.
-_LATELY = 10
 
 
 def render(run: Run) -> str:
     """Return the page as HTML text. The same run gives the same page except for the time in its footer."""
-    metrics = run.metrics
+    metrics, title = run.metrics, run.directory.resolve().name or str(run.directory)
+    if run.config is not None:
+        model = run.config.model.name_or_path
+        title = (Path(model).name or model) + (f", {run.record.starts[0].started[:10]}" if run.record else "")
     return _filled(
         "page.html.j2",
         run=run,
-        title=_title(run),
+        title=title,
         config_file=shlex.quote(str(run.directory / CONFIG_FILE)),
         start=run.record.starts[-1] if run.record is not None else None,
         loss_line=thin_line(metrics.step, metrics["loss"]),
@@ -149,30 +150,19 @@ def render(run: Run) -> str:
     )
 
 
-def _title(run: Run) -> str:
-    """Return the model's name and the day of the first start; the run's directory where these are unknown."""
-    if run.config is None:
-        return run.directory.resolve().name or str(run.directory)
-    model = Path(run.config.model.name_or_path).name or run.config.model.name_or_path
-    return model if run.record is None else f"{model}, {run.record.starts[0].started[:10]}"
-
-
 def render_together(runs: Sequence[Run]) -> str:
     """Return one page that compares several runs, each named by a letter."""
     configs = [flat(run.config.model_dump(mode="json")) if run.config is not None else {} for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config if key != "output_dir")
-    values = {key: [_text(config.get(key)) if config else NOTHING for config in configs] for key in keys}
+    values = {key: [config.get(key) if config else NOTHING for config in configs] for key in keys}
+    texts = {key: [each if isinstance(each, str) else json.dumps(each) for each in row] for key, row in values.items()}
     return _filled(
         "together.html.j2",
         title=plural(len(runs), "run"),
         runs=list(zip(LETTERS, runs, strict=False)),
         figures=draw_together(runs),
-        differing={key: shown for key, shown in values.items() if len(set(shown)) > 1},
+        differing={key: shown for key, shown in texts.items() if len(set(shown)) > 1},
     )
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 @cache
@@ -185,7 +175,16 @@ def _environment() -> Environment:
     words = {"number": number, "whole": whole, "size": size, "duration": _duration, "plural": plural, "short": short}
     environment.filters |= words
     environment.tests["finite"] = lambda column: bool(np.isfinite(column).any())
-    environment.globals |= words | {"summarize": summarize, "ratio": _ratio, "earlier": _earlier, "NOTHING": NOTHING}
+
+    def ratio(measured: float, planned: float | None) -> str:
+        return f"{measured / planned:.2f}×" if planned and math.isfinite(measured) else ""
+
+    def earlier(starts: Sequence[Start], name: str) -> list[str]:
+        """Return other versions of `name` than the last start's, in the order of their starts."""
+        versions = dict.fromkeys(start.versions.get(name, "none") for start in starts)
+        return [each for each in versions if each != starts[-1].versions[name]]
+
+    environment.globals |= words | {"summarize": summarize, "ratio": ratio, "earlier": earlier, "NOTHING": NOTHING}
     return environment
 
 
@@ -230,10 +229,16 @@ def _experts(run: Run) -> dict[str, Any] | None:
     load_SL = metrics.load_SL
     if not metrics.layers or not np.isfinite(load_SL["max_over_mean"]).any():
         return None
-    rows = max(1, len(metrics.step) // _LATELY)
+    rows = max(1, len(metrics.step) // _END)
     lately = {key: ignoring_nan(np.nanmedian, values_SL[-rows:], axis=0) for key, values_SL in load_SL.items()}
     layers = run.record.moe_layers if run.record is not None else []
     sizes = [layer.experts for layer in layers]
+    worst: dict[str, tuple[float, int, int]] = {}  # the worst value of all, with its block and step
+    for key, values_SL in load_SL.items():
+        if np.isfinite(values_SL).any():
+            value = WORST[key](values_SL)
+            row, layer = np.argwhere(values_SL == value)[0]
+            worst[key] = float(value), run.moe_blocks[layer], int(metrics.step[row])
     return {
         "rows_per_column": thin_grid(metrics.step, load_SL["max_over_mean"], np.nanmax).rows_per_column,
         "rows": rows,
@@ -242,27 +247,9 @@ def _experts(run: Run) -> dict[str, Any] | None:
         "most_load": max((layer.most_load for layer in layers), default=None),
         "every": sum(sizes),
         "extreme": {key: ignoring_nan(WORST[key], values_SL, axis=0) for key, values_SL in load_SL.items()},
-        "worst": {key: _worst(run, key) for key, values_SL in load_SL.items() if np.isfinite(values_SL).any()},
+        "worst": worst,
         "sizes": sizes if len(sizes) == metrics.layers else [NOTHING] * metrics.layers,
     }
-
-
-def _worst(run: Run, key: str) -> tuple[float, int, int]:
-    """Return the worst value of all, with its block and step."""
-    values_SL = run.metrics.load_SL[key]
-    value = WORST[key](values_SL)
-    row, layer = np.argwhere(values_SL == value)[0]
-    return float(value), run.moe_blocks[layer], int(run.metrics.step[row])
-
-
-def _earlier(starts: Sequence[Start], name: str) -> list[str]:
-    """Return other versions of `name` than the last start's, in the order of their starts."""
-    versions = dict.fromkeys(start.versions.get(name, "none") for start in starts)
-    return [each for each in versions if each != starts[-1].versions[name]]
-
-
-def _ratio(measured: float, planned: float | None) -> str:
-    return f"{measured / planned:.2f}×" if planned and math.isfinite(measured) else ""
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -161,7 +161,6 @@ class Curve:
     from_zero: bool = False
     """True if its axis begins at zero."""
     unit: float = 1.0
-    """Unit of its axis."""
     beside: tuple[str, str] | None = None
     """Key and label of another value that is drawn with it."""
 
@@ -208,9 +207,7 @@ class HoverGrid:
     """A heat map."""
 
     rows: list[str]
-    """Their names."""
     columns: list[str]
-    """Their names."""
     extent: tuple[float, float, float, float]
     """Left, right, top and bottom in the axis."""
     values: npt.NDArray[Any]
@@ -222,6 +219,10 @@ class HoverGrid:
         return {"box": [x0, y0, x1, y1], "rows": self.rows, "columns": self.columns, "values": values}
 
 
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.4g}") if np.isfinite(value) else None
+
+
 def _to_svg(axes: Axes, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[list[float], list[float]]:
     """Return places in the drawn picture, in points; y counts from the top."""
     figure = axes.get_figure(root=True)
@@ -229,10 +230,6 @@ def _to_svg(axes: Axes, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[list[
     places = axes.transData.transform(np.column_stack([x, y])) * 72 / figure.dpi
     height = figure.get_figheight() * 72
     return [round(float(each), 1) for each in places[:, 0]], [round(height - float(each), 1) for each in places[:, 1]]
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.4g}") if np.isfinite(value) else None
 
 
 def draw(run: Run) -> dict[str, Markup]:
@@ -261,19 +258,16 @@ def draw_together(runs: Sequence[Run]) -> dict[str, Markup]:
     for key in ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second"):
         lines = {}
         for letter, run in zip(LETTERS, runs, strict=False):
-            step, value = _tendency(run, key)
+            step: npt.NDArray[Any] = run.metrics.eval_step
+            value = run.metrics.evaluated["loss"]
+            if key != "eval_loss":
+                thin = thin_line(run.metrics.step, run.metrics[key])
+                step, value = thin.step, thin.middle if thin.smooth is None else thin.smooth
             if np.isfinite(value).any():
                 lines[letter] = step, value
         if lines:
             figures[key] = _svg(key, partial(_draw_lines, lines))
     return figures
-
-
-def _tendency(run: Run, key: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    if key == "eval_loss":
-        return run.metrics.eval_step, run.metrics.evaluated["loss"]
-    thin = thin_line(run.metrics.step, run.metrics[key])
-    return thin.step, thin.middle if thin.smooth is None else thin.smooth
 
 
 def _draw_lines(lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]], figure: Figure, axes: Axes) -> Hover:

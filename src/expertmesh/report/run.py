@@ -64,8 +64,11 @@ class Goodput:
 
 def goodput(starts: Sequence[Start], metrics: Metrics) -> Goodput | None:
     """Return where the time of a run went, or None if the records lack times."""
-    times = [_time(each.started) for each in starts]
-    if None in times or not (metrics.has("step_seconds") and metrics.has("elapsed_seconds")):
+    try:
+        times = [datetime.fromisoformat(each.started).timestamp() for each in starts]
+    except (ValueError, OverflowError):  # text that is no time
+        return None
+    if not (metrics.has("step_seconds") and metrics.has("elapsed_seconds")):
         return None
     steps = np.diff(metrics.step, prepend=0)
     training = float(np.nansum(metrics["step_seconds"] * steps))
@@ -75,20 +78,9 @@ def goodput(starts: Sequence[Start], metrics: Metrics) -> Goodput | None:
     lost, startup = (sum(getattr(each, name) for each in starts) for name in ("lost_seconds", "startup_seconds"))
     waiting = 0.0
     for (began, before), (now, after) in pairwise(zip(times, starts, strict=True)):
-        assert began is not None
-        assert now is not None
-        apart = now - began
         kept = max(0.0, after.elapsed_seconds - before.elapsed_seconds)
-        waiting += max(0.0, apart - kept - after.lost_seconds - after.startup_seconds)
+        waiting += max(0.0, now - began - kept - after.lost_seconds - after.startup_seconds)
     return Goodput(training, evaluation, max(0.0, elapsed - training - evaluation), lost, startup, waiting)
-
-
-def _time(text: str) -> float | None:
-    """Return seconds since the epoch; None for text that is no time."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 CONFIG_FILE, METRICS_FILE, VERIFICATION_FILE, AUDIT_FILE = (
@@ -121,7 +113,6 @@ class VerifiedCheck(_Frozen):
     worst: VerifiedFigure | None
     """None if nothing was compared."""
     compared: int
-    """Number of comparisons."""
     note: str
     """More about it, or why it was not run."""
 

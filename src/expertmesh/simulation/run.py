@@ -33,9 +33,8 @@ from expertmesh.distributed.mesh import Mesh, init_mesh
 from expertmesh.experts import dispatch
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
-from expertmesh.planning.probe import FusedAttention
+from expertmesh.planning.probe import CollectiveCount, FusedAttention, UsageTracker
 from expertmesh.planning.stages import Batch, Workload
-from expertmesh.planning.trackers import CollectiveCount, UsageTracker
 from expertmesh.planning.traffic import Transfer
 from expertmesh.state.packed import stored
 from expertmesh.state.patching import replaced
@@ -82,15 +81,12 @@ def counted_steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> 
     tracker = UsageTracker()
     moments = (tensor for state in optimizer.state.values() for tensor in state.values())
     with tracker:
-        tracker.include(_local(tensor) for tensor in (*model.parameters(), *moments))
+        held = (t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *moments))
+        tracker.include(map(stored, held))
         state = tracker.live
         tracker.reset_peak()
         step()
     return tracker, state
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return stored(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def fake_buffers(model: nn.Module) -> None:
@@ -105,9 +101,7 @@ class Simulated:
     """The memory and traffic of one rank in an optimizer step."""
 
     world_size: int
-    """The number of ranks of the job."""
     rank: int
-    """Global rank."""
     peak: int
     """Bytes of live tensors at their most."""
     state: int
@@ -121,7 +115,6 @@ class Simulated:
     step_seconds: float
     """Time of two steps on fake tensors."""
     process_groups: int
-    """Number of groups that the process made."""
 
 
 def simulate(
@@ -205,26 +198,24 @@ def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]
         place_N = torch.zeros(batch * (length - 1), dtype=torch.int64, device=labels.device)
         return torch.zeros_like(place_N), place_N
 
+    def counted(stage: Any, received: torch.Tensor, number: torch.Tensor) -> Any:
+        """Give a stage the number of its micro-batch, which a fake tensor does not hold; they come in order."""
+        stage.seen = getattr(stage, "seen", -1) + 1
+        return stage.run_stage.forward(stage.stage, stage.seen, received)
+
+    def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return FusedAttention.apply(query, key, value, args[0] if args else kwargs.get("attn_mask"))
+
     owner, methods = without_shape_messages()
     with (
         replaced(dispatch, to_host=counts),
         replaced(loss, _targets=targets),
-        replaced(pipeline_schedule._Stage, forward=_counted),
+        replaced(pipeline_schedule._Stage, forward=counted),
         replaced(owner, **methods),
         replaced(masking_utils, is_tracing=lambda *_: False, find_packed_sequence_indices=lambda *_: None),
-        replaced(F, scaled_dot_product_attention=_fused),
+        replaced(F, scaled_dot_product_attention=fused),
     ):
         yield
-
-
-def _counted(stage: Any, received: torch.Tensor, number: torch.Tensor) -> Any:
-    """Give a stage the number of its micro-batch, which a fake tensor does not hold; they come in order."""
-    stage.seen = getattr(stage, "seen", -1) + 1
-    return stage.run_stage.forward(stage.stage, stage.seen, received)
-
-
-def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return FusedAttention.apply(query, key, value, args[0] if args else kwargs.get("attn_mask"))
 
 
 def sent_by_axis(sent: Mapping[str, Mapping[str, CollectiveCount]], mesh: Mesh) -> dict[AxisKind, CollectiveCount]:

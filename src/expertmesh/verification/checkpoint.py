@@ -73,7 +73,6 @@ class Finding:
     """One problem."""
 
     text: str
-    """The sentence for the user."""
     unsafe: bool = False
     """True for a file that could run code, or that leads out of the checkpoint."""
 
@@ -87,7 +86,6 @@ class FileCheck:
     damaged: set[str] = field(default_factory=set)
     """The names of files whose content is not what was written."""
     findings: list[Finding] = field(default_factory=list)
-    """All problems."""
     replicated: int = 0
     """The number of parts that several ranks held and that were compared with their fingerprint."""
 
@@ -99,13 +97,7 @@ def unsafe_files(directory: Path) -> list[Finding]:
 
 
 def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> FileCheck:
-    """Check names, sizes, headers, hashes and fingerprints, and that all values are finite.
-
-    Args:
-        directory: The checkpoint.
-        manifest: Its manifest.
-        files: Reads the bytes.
-    """
+    """Check names, sizes, headers, hashes and fingerprints, and that all values are finite."""
     check = FileCheck()
     named = {MANIFEST, *(file.name for file in manifest.files)}
     extra = sorted(path.relative_to(directory).as_posix() for path in _everything(directory))
@@ -329,11 +321,8 @@ class Verification:
     """The results of verifying a checkpoint."""
 
     directory: Path
-    """The checkpoint."""
     manifest: Manifest
-    """Its manifest."""
     findings: tuple[Finding, ...]
-    """All problems."""
     slots: tuple[str, ...]
     """The kinds of optimizer state."""
     without_slots: tuple[str, ...]
@@ -345,7 +334,6 @@ class Verification:
     experts_left_out: str | None
     """The reason why there are no `experts`, or None."""
     seconds: float
-    """The time that it took."""
 
 
 @torch.no_grad()

@@ -39,7 +39,6 @@ class Distance:
     expected: float
     """The squared norm of the expected tensor."""
     elements: int
-    """The number of elements."""
 
     def relative(self, least_rms: float = 0.0) -> float:
         """Return the relative error, as if the expected tensor had at least the RMS `least_rms`."""
@@ -89,16 +88,11 @@ def squares(got: Tensor, expected: Tensor) -> tuple[float, float, int]:
 
 
 def figures(
-    found: Mapping[str, Distance],
-    tolerance: float,
-    own: Mapping[str, Distance] | None = None,
-    *,
-    floor: bool = False,
+    found: Mapping[str, Distance], tolerance: float, own: Mapping[str, Distance] | None = None, *, floor: bool = False
 ) -> Iterator[Figure]:
     """Yield each tensor's relative error with its limit.
 
     Args:
-        found: The distances of the job.
         tolerance: The limit, unless the unsharded model's error allows more.
         own: The distances of the unsharded model in the job's dtype from a wider one.
         floor: Compare tensors that are nearly zero beside all others as if they were larger; gradients need it.

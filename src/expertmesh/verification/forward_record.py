@@ -137,7 +137,6 @@ class _JobRecorder:
     """Collects the outputs and the chosen experts of all micro-batches."""
 
     job: ProvenJob
-    """The job that runs."""
     placed: list[PlacedSample]
     """The samples of this data rank, in the order of its micro-batches."""
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)

@@ -89,7 +89,6 @@ class ProvenJob:
         """Return the micro-batches of this data rank, on this rank's device.
 
         Args:
-            data: The samples of the step.
             changes: Fields of `data.form` to replace, such as `packing` or `micro_batch_size`.
         """
         step = data.batches(self.mesh.layout, self.mesh.rank, **changes)
@@ -103,7 +102,6 @@ class ProvenJob:
         """Run forward and backward of all micro-batches, as the training loop does; gradients are complete afterwards.
 
         Args:
-            step: The micro-batches of this rank.
             order: Their order instead of the run's.
 
         Collectives: every rank calls it; those of a step, and one all-reduce of the losses on the default group.
@@ -236,8 +234,6 @@ def build(
     with another layout.
 
     Args:
-        precision: Instead of the configuration's.
-        parallel: The layout, instead of the configuration's.
         checkpointing: Activation checkpointing of all blocks on or off; None: as configured.
 
     Collectives: every rank calls it; those of loading, and of `reference_table` with an objective that has a reference.

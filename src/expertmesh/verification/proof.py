@@ -65,7 +65,6 @@ class BackwardResult:
     """The results of one backward pass of the job."""
 
     losses: Losses
-    """The losses over all ranks."""
     gradients: dict[str, Tensor]
     """This rank's shards of the gradients before clipping, by name."""
     norm: float
@@ -119,11 +118,9 @@ class Proof:
     """One job under proof, in each of its precisions, with the reference that it is compared with."""
 
     setup: Setup
-    """The configuration, the layout and the data."""
     scratch: Path
     """A directory that all ranks can read."""
     expectations: Expectations = field(default_factory=Expectations)
-    """The unsharded model's results."""
     hooks: Hooks = field(default_factory=Hooks)
     """The planted bug; by default none."""
     uses_float64: bool = True
@@ -203,9 +200,7 @@ class PrecisionRun:
     """The job of a proof in one precision and its results on the first step, each computed at its first use."""
 
     proof: Proof
-    """The proof that this is a run of."""
     precision: PrecisionConfig
-    """The precision of the job."""
     _followed: dict[torch.dtype, Expected] = field(default_factory=dict)
     """Cache of `expected`: the unsharded model's results with the job's experts, by dtype."""
 

@@ -52,7 +52,6 @@ class Check:
     worst: Figure | None = None
     """The figure with the largest share of its limit; None if the check has no number, or was not run."""
     compared: int = 0
-    """The number of comparisons."""
     note: str = ""
     """Further details, or the reason why it was not run."""
 
@@ -80,11 +79,8 @@ class Layer:
     """One layer of the proof."""
 
     name: str
-    """The name of the layer."""
     checks: list[Check] = field(default_factory=list)
-    """The checks of the layer, in order."""
     seconds: float = 0.0
-    """The time that it took."""
 
     @property
     def status(self) -> Status:
@@ -97,7 +93,6 @@ class Mutation:
     """The result of one planted bug."""
 
     bug: str
-    """The description of the bug."""
     expected: str
     """The layer that has to catch it."""
     caught: tuple[tuple[str, str], ...] = ()
@@ -123,7 +118,6 @@ class Report:
     mutations: list[Mutation] = field(default_factory=list)
     """The planted bugs; empty without the self-test."""
     seconds: float = 0.0
-    """The time of the whole verification."""
 
     @property
     def failures(self) -> list[str]:

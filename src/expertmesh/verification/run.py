@@ -97,8 +97,7 @@ def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
     if failures:
         count = len(report.failures)
         raise IntegrityError(
-            "\n".join([f"not verified: {plural(count, 'check')} failed{where}", *failures]),
-            key="verify.failed",
+            "\n".join([f"not verified: {plural(count, 'check')} failed{where}", *failures]), key="verify.failed"
         )
     checks = [check for layer in report.layers for check in layer.checks]
     done = sum(check.status == "pass" for check in checks)

@@ -47,7 +47,6 @@ class Bug:
     expected: str
     """The layer that has to catch it."""
     hooks: Hooks
-    """Plants the bug."""
     checks: Checks = field(default_factory=lambda: {name: CHECKS[name] for name in ("bytes", "forward", "backward")})
     """The checks to run on the job with the bug, by layer."""
     refusal: str | None = None

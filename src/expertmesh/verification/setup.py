@@ -67,13 +67,11 @@ class Setup:
     anatomy: Anatomy
     """The anatomy of the verified layers."""
     layout: Layout
-    """The sizes of the mesh axes."""
     order: Order
     """The order of the micro-batches of a step."""
     steps: "tuple[StepData, ...]"
     """The optimizer steps to compute."""
     notes: tuple[str, ...]
-    """Sentences for the report."""
     layers: tuple[int, int]
     """The number of verified layers, and of all layers of the model."""
     dropped: str | None
@@ -89,7 +87,6 @@ class Setup:
         """Return the unsharded model on meta; it ignores file tensors of layers that are left out.
 
         Args:
-            dtype: The dtype of its parameters.
             fuse: Fuse experts that are a list of MLPs.
         """
         model = build_meta_model(
@@ -274,11 +271,8 @@ class PlacedSample:
     index: int
     """The number of the sample in its data set."""
     input_ids: Tensor
-    """The token ids, `[tokens]`."""
     labels: Tensor
-    """The labels, `[tokens]`."""
     micro: int
-    """The number of its micro-batch."""
     row: int
     """The number of its row in the micro-batch."""
     start: int
@@ -293,7 +287,6 @@ class StepData:
     """The samples of one optimizer step."""
 
     dataset: TokenizedDataset
-    """The samples."""
     form: BatchLayout
     """The shape of the step's rows and micro-batches; its data rank has no meaning."""
     minimised: ObjectiveConfig
@@ -322,13 +315,7 @@ class StepData:
         return objective_of(self.minimised, rows=step.rows, target_tokens=step.target_tokens)
 
     def batches(self, layout: Layout, rank: int, **changes: Any) -> Step:
-        """Return the step of the data rank of `rank`, from the training data loader.
-
-        Args:
-            layout: The layout of the job.
-            rank: A rank of the job; ranks of one data rank get the same step.
-            changes: Fields of `form` to replace.
-        """
+        """Return the step of the data rank of `rank`, from the training data loader."""
         form = replace(self.form, data_rank=layout.data_rank(rank), data_ranks=layout.data_ranks, **changes)
         per_pass = form.micro_batch_size * form.data_ranks
         rows = len(self.dataset) // self.dataset.samples_per_row  # an upper bound, packed or not

@@ -48,7 +48,6 @@ def check_artifacts(proof: Proof, *, merges: bool = True) -> list[Check]:
     It saves into the scratch directory, and removes the files afterwards.
 
     Args:
-        proof: Its jobs are freed first.
         merges: If False, an adapter is merged only if PEFT is not installed.
 
     Collectives: every rank calls it; those of building a job, a training step, a recorded forward and saving, and a few

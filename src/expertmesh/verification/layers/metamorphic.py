@@ -54,9 +54,7 @@ class _StepResult:
     """The results of one way to run a step."""
 
     loss: float
-    """The loss over all ranks."""
     norm: float
-    """The global norm of the gradients."""
     gradients: dict[str, Tensor]
     """The parts of the gradients for which this rank is responsible, on the host, by name."""
 
@@ -65,8 +63,6 @@ def _run(job: ProvenJob, step: Step, boxes: Boxes | None = None, order: Order | 
     """Run forward and backward of a step and return its results.
 
     Args:
-        job: The job; its gradients are dropped afterwards.
-        step: The micro-batches of this data rank.
         boxes: The parts of the gradients to return, those of another layout; None: this rank's in the job's layout.
         order: The order of the micro-batches instead of the run's.
 

@@ -110,11 +110,6 @@ def _owned(job: ProvenJob) -> Check:
 def replicas(job: ProvenJob, name: str, also: dict[str, Tensor] | None = None) -> Check:
     """Check that ranks which hold the same part of a tensor hold the same bytes.
 
-    Args:
-        job: Its parameters and buffers are compared.
-        name: The name of the check.
-        also: Further tensors, by name.
-
     Collectives: every rank calls it; one all-gather of objects, 16 bytes per part, and one more if copies differ.
     """
     prints: dict[int, tuple[str, int]] = {}

@@ -25,15 +25,7 @@ from expertmesh.state.shards import local_tensor
 from expertmesh.training.optimizers.adamw import AdamW8bit
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.optimizers.muon import Muon
-from expertmesh.verification.compare import (
-    OWN_ERRORS,
-    TOLERANCE,
-    distances,
-    gather,
-    scalar,
-    total,
-    without_numbers,
-)
+from expertmesh.verification.compare import OWN_ERRORS, TOLERANCE, distances, gather, scalar, total, without_numbers
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers.step import replicas
 from expertmesh.verification.proof import Proof
@@ -70,9 +62,6 @@ def _steps(proof: Proof, job: ProvenJob, name: str, trajectory: "Trajectory | st
     """Take all steps of the setup; return the checks of the arithmetic, and of the trajectory if there is one.
 
     Args:
-        proof: The proof with its hooks and steps.
-        job: The job to step.
-        name: The name of its precision.
         trajectory: The unsharded steps, the reason why there are none, or None if they are not compared.
 
     Collectives: every rank calls it; those of the steps, and a few all-gathers of objects.
@@ -191,12 +180,6 @@ class Trajectory:
     def checks(self, job: ProvenJob, name: str, losses: list[float], norms: list[float]) -> list[Check]:
         """Compare the job, which has taken the same steps, with the unsharded model.
 
-        Args:
-            job: The job after its last step.
-            name: The name of its precision.
-            losses: The job's loss of each step.
-            norms: The job's gradient norm of each step.
-
         Collectives: every rank calls it; two all-gathers of objects.
         """
         limit = TOLERANCE[torch.promote_types(next(iter(self.start.values())).dtype, torch.float32)]
@@ -220,10 +203,7 @@ class Trajectory:
             steps = enumerate(zip(got, wanted, strict=True), 1)
             scalars += [scalar(f"{what} of step {number}", a, b, allowed) for number, (a, b) in steps]
         what = f"{name}: {len(losses)} steps unsharded"
-        return [
-            Check.of(f"{what}: losses and norms", scalars),
-            Check.of(f"{what}: how far weights moved", weights),
-        ]
+        return [Check.of(f"{what}: losses and norms", scalars), Check.of(f"{what}: how far weights moved", weights)]
 
 
 def start_trajectory(proof: Proof, job: ProvenJob) -> Trajectory | str:
@@ -244,7 +224,6 @@ def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
     """Take the steps of the setup on the unsharded model, with all weights in the memory of every rank.
 
     Args:
-        proof: The proof with the reference.
         noise: The size of random noise on each gradient, relative to the gradient; more where the model is worse
             conditioned.
 

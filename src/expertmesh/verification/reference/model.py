@@ -50,7 +50,6 @@ class Choices:
     """
 
     experts: Sequence[ExpertsSpec]
-    """The experts modules of the model."""
     routers: Mapping[str, nn.Module]
     """The routers that sort rows by expert themselves, by name; a block may have several."""
     tokens: int
@@ -179,7 +178,6 @@ class Expected:
     token_weights: Tensor
     """The derivative of the step's loss by each of `token_losses`."""
     losses: Losses
-    """The losses over all ranks."""
     gradients: dict[str, Tensor]
     """This rank's parts, as in the job, of the gradients of all trained tensors, by name."""
     squares: dict[str, float]
@@ -203,13 +201,11 @@ class Reference:
     """
 
     job: ProvenJob
-    """The job to compare with."""
     dtype: torch.dtype
     """The dtype of weights and arithmetic."""
     weights: Weights = field(init=False)
     """The weights, read from the files."""
     streamed: StreamedModel = field(init=False)
-    """The model that runs."""
     places: FusedPlaces = field(init=False)
     """The places of the linears of list experts in the job's fused parameters."""
     trained: frozenset[str] = field(init=False)
@@ -248,7 +244,6 @@ class Reference:
         """Run forward and backward of a step.
 
         Args:
-            data: The samples of the step.
             weights: Weights to use instead of those of the files.
             forced: The experts that this rank's tokens must take, `[T, K]` by module.
             whole: Gets each full gradient, summed over ranks.
@@ -336,8 +331,6 @@ class Reference:
         """Return the log-probability of each of this rank's samples, by the sample's number. Collectives: none.
 
         Args:
-            data: The samples of the step.
-            forced: As for `run`.
             adapters: Add the adapters to the weights.
         """
         job = self.job

@@ -128,9 +128,7 @@ class StreamedModel:
     model: PreTrainedModel
     """The model; its tensors on meta are replaced by placeholders on `device`."""
     device: torch.device
-    """The device on which units run."""
     blocks: Sequence[str]
-    """The names of the decoder blocks."""
     trained: frozenset[str]
     """The names of the leaves that need gradients."""
     weights: Weights = field(init=False)
@@ -155,7 +153,6 @@ class StreamedModel:
         """Allow calls of the model inside the block.
 
         Args:
-            weights: The source of the weights.
             within: Returns the context for one run of a unit, by the unit's name.
         """
         self.weights, self.within = weights, within

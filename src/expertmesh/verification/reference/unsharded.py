@@ -73,7 +73,6 @@ def preference_loss(
     Args:
         token_losses: The cross entropies, as `forward` returns them.
         batch: Rows 2p (chosen) and 2p + 1 (rejected) are pair p.
-        objective: Its name and factors.
         reference_B: The log-probability of each row under the reference, for dpo.
     """
     beta, total_B = objective.beta, row_log_probabilities(token_losses, batch)
@@ -104,8 +103,6 @@ def judged_loss(
 
     Args:
         token_losses: The cross entropies, as `forward` returns them.
-        batch: The responses.
-        objective: Its factors.
         reference_B: The log-probability of each row under the reference.
         desirable_B: The label of each row.
         kl: The mean log-ratio of mismatched rows, 0 if it is less.
@@ -124,7 +121,6 @@ def distillation_losses(
     Args:
         logits: The model's, and `token_losses` its cross entropies, as `forward` returns them.
         teacher_logits: The teacher's, `[B, S, V]`.
-        objective: Its divergence, temperature and weight of the cross entropy.
     """
     predicting = batch.labels_BS[:, 1:] != IGNORE
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -157,7 +153,6 @@ class UnshardedRun:
     """The results of a few optimizer steps."""
 
     losses: list[float]
-    """The loss of each step."""
     norms: list[float]
     """The gradient norm of each step, before clipping."""
     gradients: dict[str, Tensor]
@@ -178,12 +173,8 @@ def train(
     """Take optimizer steps with clipped gradients on the parameters `trained`, in place.
 
     Args:
-        trained: The parameters, by name.
-        optimizer: An optimizer on these parameters.
-        steps: The data of each step, for `backward`.
         backward: Sets the gradients of one step on the parameters and returns its loss.
         max_norm: The maximum norm of the gradients; None: no clipping.
-        keep_gradients: Return the gradients of the first step.
     """
     run, before = UnshardedRun([], [], {}, {}), {name: p.detach().clone() for name, p in trained.items()}
     for step in steps:

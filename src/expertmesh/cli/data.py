@@ -1,15 +1,29 @@
-"""`expertmesh check CONFIG.yaml`: whether training would start, and what it would see: samples, targets, lost rows.
+"""`expertmesh check CONFIG.yaml` and `expertmesh prepare CONFIG.yaml`: the verbs about the data of a run.
 
-For someone about to start a run: the layout and what a step is predicted to take, the first samples as the chat
-template renders them, with the target tokens in colour (between [[ and ]] when piped), file and line of rows that will
-not be trained on, and what `train` would refuse before it reads weights. What another machine or `output_dir` mends is
-a note; all else ends with the refusal, after the data. Data that is prepared is not tokenized again. Reads the model's
-config.json and tokenizer; never its weights, and never starts a process group.
+`check` is for someone about to start a run: whether training would start, the layout and what a step is predicted to
+take, the first samples as the chat template renders them, with the target tokens in colour (between [[ and ]] when
+piped), file and line of rows that will not be trained on, and what `train` would refuse before it reads weights. What
+another machine or `output_dir` mends is a note; all else ends with the refusal, after the data. Data that is prepared
+is not tokenized again.
+
+`prepare` tokenizes the data by all processors of this machine, where no accelerator has to wait. Afterwards `train` on
+any number of ranks, `check` and `verify` map the tokens; `train` prepares data itself that is not prepared.
+
+Both read the model's config.json and tokenizer, never its weights, and never start a process group.
 """
 
 import math
+import multiprocessing
+import os
+import shutil
+import time
+import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -18,12 +32,14 @@ from transformers import PreTrainedTokenizerBase
 from expertmesh.adapters.plan import plan_lines, plan_of
 from expertmesh.cli.printing import Terminal
 from expertmesh.config import Config, InputError, ParallelConfig
-from expertmesh.config.errors import ExpertmeshError
+from expertmesh.config.errors import DistributedFailure, ExpertmeshError
 from expertmesh.data import (
     IGNORE,
     BatchLayout,
     DataReport,
     Mixture,
+    Preparation,
+    PreparedData,
     Recipe,
     TokenizedDataset,
     TrainingBatches,
@@ -32,12 +48,14 @@ from expertmesh.data import (
     padding_token_id,
 )
 from expertmesh.data.loader import accumulation_of
+from expertmesh.data.sources import RowShare
 from expertmesh.distributed.layout import CONFIGURED_AXES
-from expertmesh.io.terminal import plural, printable
+from expertmesh.io.terminal import counted, plural, printable
 from expertmesh.launcher.launch import has_room_for, job_size
+from expertmesh.launcher.supervise import processors
 from expertmesh.planning.forecast import forecast
 from expertmesh.training.reporting.data_record import pieces_of
-from expertmesh.training.startup.data import stop_where_taught
+from expertmesh.training.startup.data import held_by_another, stop_where_taught
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import read_model_config
@@ -46,9 +64,10 @@ TARGET_STYLE = "bold green"
 TOKENS_SHOWN = 1000
 BAR_WIDTH = 40
 FEW_STEPS = 20
+_SECONDS_BETWEEN_LOOKS = 2.0
 
 
-def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
+def run_check(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     """Print the report on `config` and its data, with the first `samples` samples; returns 0.
 
     The layout is that of `nproc` ranks, by default of as many as `train` would start here, or the fewest that the axes
@@ -108,13 +127,14 @@ def checked_here(config: Config, nproc: int | None = None, notes: list[Expertmes
 
     `notes` as in `preflight`.
     """
-    here, per_node = _here(nproc)
-    ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
+    here, per_node = _ranks_here(nproc)
+    fewest = _fewest_ranks(config.parallel)
+    ranks = nproc or (here if here % fewest == 0 else fewest)
     return preflight(config, ranks, per_node if ranks == here else None, weights=False, notes=notes)
 
 
-def _here(nproc: int | None) -> tuple[int, int | None]:
-    """Count the ranks that `train` would start here, with --nproc `nproc` if this machine can have so many, and those
+def _ranks_here(nproc: int | None) -> tuple[int, int | None]:
+    """Return the ranks that `train` would start here, with --nproc `nproc` if this machine can have so many, and those
     of them that are on this machine.
     """
     return (nproc, nproc) if nproc is not None and has_room_for(nproc) else job_size()
@@ -132,7 +152,7 @@ def _fewest_ranks(parallel: ParallelConfig) -> int:
 
 
 def _print_job(console: Console, config: Config, checked: Checked, nproc: int | None) -> None:
-    here, _ = _here(nproc)
+    here, _ = _ranks_here(nproc)
     layout = checked.layout
     axes = ", ".join(f"{axis} {layout.size(axis)}" for axis in CONFIGURED_AXES)
     reason = f" ({checked.layout_reason})" if checked.layout_reason else ""
@@ -177,27 +197,20 @@ def _print_report(console: Console, name: str, config: Config, report: DataRepor
     console.print(f"\n{name} data", style="bold")
     for line in report.lines():
         console.print(line)
-    if warning := _share_warning(config, report):
-        console.print(f"warning: {warning}", style="yellow")
+    share = f"{report.target_tokens / report.tokens:.0%}"
+    has_turns = config.data.loss_on == "assistant" and any(source.format != "text" for source in report.sources)
+    if has_turns and share in ("0%", "100%"):  # which is how a broken mask looks
+        console.print(
+            f"warning: {share} of all tokens are targets under data.loss_on: assistant; look at the samples above, and "
+            "at the chat template's {% generation %} marks.",
+            style="yellow",
+        )
     console.print("\nlength in tokens, before cutting", style="bold")
     most = max(bin.samples for bin in report.histogram)
     for bin in report.histogram:
         span = f"{bin.above + 1:>7,} – {bin.up_to:<7,}" if bin.up_to else f"{'>':>7} {bin.above:<9,}"
         bar = "█" * -(-bin.samples * BAR_WIDTH // most)
         console.print(f"{span} {bar:<{BAR_WIDTH}} {bin.samples:,}")
-
-
-def _share_warning(config: Config, report: DataReport) -> str | None:
-    """Warn of a target share of nothing or everything, which is how a broken mask looks."""
-    if config.data.loss_on != "assistant" or all(source.format == "text" for source in report.sources):
-        return None
-    share = f"{report.target_tokens / report.tokens:.0%}"
-    if share not in ("0%", "100%"):
-        return None
-    return (
-        f"{share} of all tokens are targets under data.loss_on: assistant; look at the samples above, and at "
-        "the chat template's {% generation %} marks."
-    )
 
 
 def _print_steps(
@@ -237,3 +250,95 @@ def _print_steps(
             f"({size:,}) or raise train.num_epochs ({epochs:,})",
             style="yellow",
         )
+
+
+def run_prepare(config: Config, workers: int | None = None) -> int:
+    """Prepare `data.train` and `data.eval` with so many processes, by default one for each processor; returns 0.
+
+    Raises what `train` would raise about them and about the model; what another machine or `output_dir` mends is noted.
+    """
+    notes: list[ExpertmeshError] = []
+    checked = checked_here(config, notes=notes)
+    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    date = None
+    sets = {f"eval {name}".strip(): sources for name, sources in config.data.eval_sets().items()}
+    if config.data.stream:
+        print("train data: is read as a stream, so there is nothing to prepare")
+    else:
+        sets = {"train": config.data.train} | sets
+    for name, sources in sets.items():
+        recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
+        found = prepare(name, Preparation.of(config, recipe), workers or processors())
+        date = date or found.date
+        print("\n".join(found.report.lines()))
+        print(f"{name} data: {found.directory}", flush=True)
+    print("\n".join(note_lines(notes)), end="\n" * bool(notes))
+    return 0
+
+
+def prepare(name: str, preparation: Preparation, workers: int) -> PreparedData:
+    """Find the prepared tokens of the set `name`, or make them in `workers` processes; print which."""
+    with ExitStack() as stack:
+        while (found := preparation.find()) is None and (holder := held_by_another(stack, preparation)):
+            print(f"{name} data: waiting for {holder}, which tokenizes it", flush=True)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        if (found := found or preparation.find()) is not None:
+            print(f"{name} data: is prepared already")
+            return found
+        if preparation.is_stale():
+            print(f"{name} data: its rows have changed since it was prepared")
+        began, building = time.monotonic(), preparation.building(uuid.uuid4().hex)
+        try:
+            rows = _write(name, preparation, building, workers)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        preparation.finish(building, workers)
+    seconds = time.monotonic() - began
+    print(f"{name} data: {plural(rows, 'row')} in {seconds:.1f} s, {rows / seconds:,.0f} rows/s, {workers} processes")
+    found = preparation.find()
+    assert found is not None
+    return found
+
+
+def _write(name: str, preparation: Preparation, building: Path, workers: int) -> int:
+    """Let `workers` processes write their shares; returns how many rows there were."""
+    context = multiprocessing.get_context("fork")
+    running: dict[Connection, BaseProcess] = {}
+    for index in range(workers):
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = preparation, building, RowShare(index, workers), sender
+        running[receiver] = context.Process(target=_work, args=arguments, daemon=True)
+        running[receiver].start()
+        sender.close()
+    rows = 0
+    try:
+        with counted(f"tokenizing {name} data", "rows") as told:  # after the forks: a bar has a thread
+            while running:
+                for ready in wait(list(running)):
+                    assert isinstance(ready, Connection)
+                    try:
+                        more = ready.recv()
+                    except EOFError:
+                        process = running.pop(ready)
+                        process.join()
+                        if process.exitcode:
+                            raise DistributedFailure(
+                                f"a process that tokenizes ended with {process.exitcode}, perhaps for want of memory; "
+                                "start again with fewer --workers",
+                                key="data.worker-ended",
+                            ) from None
+                        continue
+                    rows += more
+                    told(more)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.join()
+    return rows
+
+
+def _work(preparation: Preparation, building: Path, share: RowShare, sender: Connection) -> None:
+    # One thread each: there are as many processes as processors.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    preparation.write_share(building, share, sender.send)

@@ -1,1 +1,0 @@
-"""`expertmesh plan`: reads the model, has layouts searched, prints what was found."""
