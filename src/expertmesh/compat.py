@@ -395,6 +395,11 @@ def generate_in_lockstep(model: Any, lockstep: bool) -> None:
     model._is_fsdp_managed_module = lockstep
 
 
+def add_metric(trainer: Any, mode: str, name: str, value: float) -> None:
+    """Let a TRL trainer log the mean of this value and others of its name; `mode` is "train" or "eval"."""
+    trainer._metrics[mode][name].append(value)
+
+
 # Of datasets, processes and devices.
 
 

@@ -90,11 +90,7 @@ def expected(family: str, dtype: torch.dtype = torch.float32) -> Expected:
         rows.append((ids, labels))
         routes.append(random_routes(len(ids), _layers(family), generator))
     model: Any = copy.deepcopy(initial)
-    now: list[torch.Tensor] = []
-    for number, spec in enumerate(describe(model).experts):
-        block = model.get_submodule(spec.name.rpartition(".")[0])
-        router = block.router if family == "gpt_oss" else block.gate
-        router.forward = functools.partial(_forced, router, router.forward, BY_HAND[family], number, now)
+    now = force(model, family)
     total = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
     loss = torch.zeros((), dtype=torch.float64)
     for (ids, labels), of_row in zip(rows, routes, strict=True):
@@ -105,6 +101,16 @@ def expected(family: str, dtype: torch.dtype = torch.float32) -> Expected:
     return Expected(
         initial, rows, routes, float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters()}
     )
+
+
+def force(model: nn.Module, family: str) -> list[torch.Tensor]:
+    """Give an unsharded model routers written by hand. Returns the place for the routes, `[T, L, K]`, of a forward."""
+    now: list[torch.Tensor] = []
+    for number, spec in enumerate(describe(model).experts):
+        block: Any = model.get_submodule(spec.name.rpartition(".")[0])
+        router = block.router if family == "gpt_oss" else block.gate
+        router.forward = functools.partial(_forced, router, router.forward, BY_HAND[family], number, now)
+    return now
 
 
 def _forced(

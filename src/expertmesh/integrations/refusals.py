@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel, Trainer
 import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig
 from expertmesh.config.errors import InputError
+from expertmesh.integrations import routes
 
 TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RewardTrainer")
 
@@ -45,7 +46,10 @@ OVERRIDDEN = {
 # of it that is wrapped.
 EXCHANGED = {
     "DPOTrainer": ("hash_module",),
-    "GRPOTrainer": ("create_model_from_path", "VLLMGeneration._iter_named_params", "GRPOTrainer._tool_call_loop"),
+    "GRPOTrainer": (
+        *("create_model_from_path", "VLLMGeneration._iter_named_params", "GRPOTrainer._tool_call_loop"),
+        *(f"GRPOTrainer.{name}" for name in routes.WRAPPED),
+    ),
 }
 
 _ARGUMENTS = {
@@ -73,6 +77,11 @@ _GIVEN = {
     "quantization_config": "quantised files are read as plain weights, as their config says; leave it out",
     "optimizers": "their parameters would be those from before sharding; use args.optim or optimizer_cls_and_kwargs",
 }
+# Options of `generate` with which a forward has other rows than the batch, or other positions than the next.
+SEARCH = (
+    *("num_beams", "num_return_sequences", "use_cache", "prefill_chunk_size", "cache_implementation"),
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers", "guidance_scale"),
+)
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 _ELEMENTWISE_CLASSES = tuple(
     getattr(torch.optim, name) for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam")
@@ -324,6 +333,30 @@ def refuse_lora(lora: LoraConfig | None, args: Any, of_trl: str | None) -> None:
         raise _adapter_on_head()
 
 
+def refuse_replay(replays: bool, args: Any, given: Mapping[str, Any], of_trl: str | None) -> None:
+    """Raise `InputError` if routes are to be replayed and cannot be known. Arguments as `refuse_arguments`."""
+    brings = given.get("rollout_func") is not None
+    tools = next((name for name in ("tools", "environment_factory") if given.get(name)), None)
+    search = [name for name in SEARCH if (getattr(args, "generation_kwargs", None) or {}).get(name) is not None]
+    for unknown, what, mend in (
+        (of_trl != "GRPOTrainer", f"{of_trl or 'Trainer'} has no rollouts", "leave it out"),
+        (tools, f"{tools}= is given, and each call of a tool generates again", "leave one out"),
+        (
+            getattr(args, "use_vllm", False) and not brings,
+            "args.use_vllm is True, and TRL's client drops the routes",
+            "give a rollout_func that returns routes",
+        ),
+        (search and not brings, f"args.generation_kwargs has {', '.join(search)}", "sample without it"),
+        (
+            getattr(args, "cache_implementation", None) not in (None, "dynamic") and not brings,
+            f"args.cache_implementation is {getattr(args, 'cache_implementation', None)!r}",
+            'set it to "dynamic"',
+        ),
+    ):
+        if replays and unknown:
+            raise InputError(f"replay_routes is True, but {what}; {mend}", key="trainer.routes")
+
+
 def _adapts_head(lora: LoraConfig) -> bool:
     """Return whether its names select lm_head; `refuse_adapted_head` finds a head of another name on the model."""
     if lora.from_adapter is None:
@@ -377,12 +410,14 @@ def refuse_adapted_head(model: Any) -> None:
         raise _adapter_on_head()
 
 
-def refuse_router_loss(model: Any, moe: MoeConfig | None, args: Any) -> None:
+def refuse_router_loss(model: Any, moe: MoeConfig | None, args: Any, of_trl: str | None) -> None:
     """Raise `InputError` if the model adds a router loss, which transformers' Trainer multiplies by a wrong factor.
 
     Args:
         model: A name, a directory, or a model in memory.
     """
+    if of_trl is not None:
+        return
     config = _config_of(model, args)
     text = None if config is None else config.get_text_config()
     coefficient = getattr(text, "router_aux_loss_coef", 0.0)

@@ -21,6 +21,7 @@ import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.integrations import callbacks, checkpoints, patches, reference, refusals
+from expertmesh.integrations.routes import RouteReplay
 from expertmesh.launcher.torchrun import OneSentence
 
 T = TypeVar("T", bound=Trainer)
@@ -33,9 +34,10 @@ def trainer(trainer_class: type[T]) -> type[T]:
         trainer = SFTTrainer(model="Qwen/Qwen3-30B-A3B", parallel=em.ParallelConfig(ep=8), args=..., train_dataset=...)
 
     Every rank makes the trainer and calls its methods. Beside the class's arguments it takes `parallel` (`fsdp`,
-    `replicate` and `ep`), `precision`, `moe` and `lora` (`em.LoraConfig`, or PEFT's `LoraConfig`, which `peft_config`
-    takes too). `model` is a name, a directory, or a model in memory that is equal on every rank. Losses, gradients,
-    gradient norms and weights are those of the stock class under DDP; docs/trainers.md lists what is refused.
+    `replicate` and `ep`), `precision`, `moe`, `lora` (`em.LoraConfig`, or PEFT's `LoraConfig`, which `peft_config`
+    takes too), and for GRPO `replay_routes`. `model` is a name, a directory, or a model in memory that is equal on
+    every rank. Losses, gradients, gradient norms and weights are those of the stock class under DDP; docs/trainers.md
+    lists what is refused.
 
     After this call an error that a user can mend ends the script with one sentence and its exit code.
 
@@ -62,6 +64,7 @@ class ShardedTrainer(Trainer):
         precision: PrecisionConfig | None = None,
         moe: MoeConfig | None = None,
         lora: Any = None,
+        replay_routes: bool = False,
         **kwargs: Any,
     ) -> None:
         given = _by_name(super().__init__, args, kwargs)
@@ -74,14 +77,14 @@ class ShardedTrainer(Trainer):
         lora = _lora(lora, given.pop("peft_config", None))
         refusals.refuse_moe(moe, arguments, of_trl)
         refusals.refuse_lora(lora, arguments, of_trl)
+        refusals.refuse_replay(replay_routes, arguments, given, of_trl)
         options = {"precision": precision, "moe": moe, "lora": lora, **_checkpointing(arguments)}
         if isinstance(model, str | Path):
             refusals.known_init_options(arguments)
             options |= {"num_labels": 1} if of_trl == "RewardTrainer" else {}
         else:
             refusals.refuse_in_memory(model, arguments, of_trl)
-        if of_trl is None:
-            refusals.refuse_router_loss(model, moe, arguments)
+        refusals.refuse_router_loss(model, moe, arguments, of_trl)
         asks = "ref_model" in inspect.signature(super().__init__).parameters  # GRPO loads the reference itself
         compares = asks or bool(of_trl and getattr(arguments, "beta", 0.0))
         if compares and given.get("ref_model") is None:
@@ -112,6 +115,8 @@ class ShardedTrainer(Trainer):
             for name in ("rollout_func", "_tool_call_loop"):
                 if (calls := getattr(self, name)) is not None:
                     setattr(self, name, lockstep(calls))
+            if replay_routes:
+                RouteReplay(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and refuse parallelism that its launcher has switched on."""
