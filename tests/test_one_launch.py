@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import expertmesh as em
-from expertmesh.experts import token_counts
+from expertmesh.experts import micro_batch
 from expertmesh.experts.layer import ExpertLayer
 from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import TURNS, LivingRanks, RankFailed, SharedRanks, shared_ranks
@@ -125,7 +125,7 @@ def test_shared_ranks_stay_until_one_fails() -> None:
 def test_what_a_function_patches_is_put_back_behind_it() -> None:
     def values() -> list[Any]:
         return [
-            token_counts.real_tokens(3),
+            micro_batch.real_tokens(3),
             ExpertLayer.shared,
             ExpertLayer.slot_E,
             os.environ.get("PATCHED"),
@@ -133,7 +133,7 @@ def test_what_a_function_patches_is_put_back_behind_it() -> None:
         ]
 
     def patch() -> None:
-        token_counts.real_tokens = lambda tokens: "patched"  # type: ignore[assignment]
+        micro_batch.real_tokens = lambda tokens: "patched"  # type: ignore[assignment]
         ExpertLayer.slot_E, ExpertLayer.shared = 7, "patched"  # type: ignore[assignment]
         os.environ["PATCHED"] = "1"
         mock.patch.object(torch, "relu", lambda x: 2 * x).start()
@@ -152,7 +152,7 @@ def test_ranks_have_what_is_patched_here(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATCHED", "1")
     assert shared(os.getenv, 1, "PATCHED") == ["1"]
     assert shared(os.getpid, 1) == [first]
-    with mock.patch.object(token_counts, "real_tokens", return_value="patched"):
-        assert shared(lambda: token_counts.real_tokens(3), 1) == ["patched"]
-    assert shared(lambda: token_counts.real_tokens(3), 1) == [None]
+    with mock.patch.object(micro_batch, "real_tokens", return_value="patched"):
+        assert shared(lambda: micro_batch.real_tokens(3), 1) == ["patched"]
+    assert shared(lambda: micro_batch.real_tokens(3), 1) == [None]
     shared.end()

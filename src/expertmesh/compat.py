@@ -13,85 +13,22 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import profiler
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 from transformers import conversion_mapping
 from transformers.integrations import moe as transformers_moe
 
-__all__ = [
-    "FUSED_ATTENTION",
-    "READS_A_VALUE",
-    "VIEWS_BY_SIZE",
-    "VIEWS_BY_STRIDES",
-    "Declared",
-    "FakeTensor",
-    "FakeTensorMode",
-    "NoTorchFunction",
-    "StridedShard",
-    "TorchDispatchMode",
-    "add_to_all_",
-    "all_gather_into",
-    "allow_recompiles",
-    "apply_to_tensors",
-    "assert_async",
-    "attention_of",
-    "buffer_slots",
-    "checkpointing_takes_value",
-    "child_slots",
-    "class_mapping",
-    "compile_errors",
-    "conversion_family",
-    "declared",
-    "default_apply_gate",
-    "enable_checkpointing",
-    "fingerprint_of",
-    "generate_in_lockstep",
-    "group_of",
-    "hooks_of",
-    "ignore_when_loading",
-    "init_weights",
-    "is_compiled",
-    "is_profiling",
-    "is_sharded_by_transformers",
-    "job_store",
-    "logs_the_model",
-    "mark_initialised",
-    "memory_page",
-    "norms_of_all",
-    "number_of_groups",
-    "parameter_slots",
-    "present_as_fsdp",
-    "pytree",
-    "record_memory",
-    "reduce_scatter_into",
-    "runs_in_backward",
-    "scale_all_",
-    "set_attention",
-    "set_experts",
-    "set_group_timeout",
-    "set_weight_conversions",
-    "storage_key",
-    "tree_leaves",
-    "tree_map_only",
-    "update_as",
-    "varlen_attn",
-    "varlen_operation",
-    "weight_conversions",
-    "with_attention",
-    "without_shape_messages",
-    "wrap_clipping",
-    "wrapper_tensor",
-]
-
 # FSDP2's placement of a parameter that was already sharded on the same dim; DTensor has no public name for it.
 StridedShard = _StridedShard
-# TorchDispatchMode, FakeTensor(Mode), pytree: torch documents all of them under their private paths; there are no other
-# paths.
+# TorchDispatchMode, FakeTensor(Mode), pytree: torch documents all of them under these private paths alone.
+pytree = _pytree
 
 # `torch_function` handlers call the wrapped function inside this context; torch documents it under this private path.
 NoTorchFunction: Any = torch._C.DisableTorchFunctionSubclass

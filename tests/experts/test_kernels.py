@@ -20,10 +20,9 @@ import torch.distributed as dist
 
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.experts import install
+from expertmesh.experts import install, triton_ops
 from expertmesh.experts.dispatch import AllToAllDispatcher
 from expertmesh.experts.install import Kernels, choose_kernels, gate_of
-from expertmesh.experts.kernels import ops
 from expertmesh.experts.lora_state import Dropout
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate, activate, activation_backward
 from expertmesh.experts.pairs import Segments, order_by_expert, segment_sum
@@ -86,7 +85,7 @@ def test_activation_and_its_backward_equal_torch_and_double_precision(gate: Gate
 def test_nan_and_infinity_are_what_torch_makes_of_them() -> None:
     pre = torch.tensor([[float("nan"), 1.0, 1.0, float("inf"), -1.0, float("-inf")]])
     for gate in (SILU, GPT_OSS):
-        got = ops.swiglu(pre, torch.ones(1), *gate.flat())
+        got = triton_ops.swiglu(pre, torch.ones(1), *gate.flat())
         assert torch.equal(got.isnan(), gate(pre).isnan())
 
 
@@ -96,10 +95,10 @@ def test_sums_equal_torchs_bit_for_bit_and_have_no_atomics(dtype: torch.dtype) -
     torch.manual_seed(0)
     values = torch.randn(50, 1100).to(dtype)
     item, start = torch.randint(50, (31,)), torch.tensor([0, 0, 1, 4, 9, 9, 31])  # from none to 22 items a row
-    got = ops.segment_sum(values[:, :1096], item, start)
+    got = triton_ops.segment_sum(values[:, :1096], item, start)
     want = segment_sum(values[:, :1096].contiguous(), Segments(item, start))
     assert torch.equal(got, want) if dtype == torch.float32 else _error(got, want) <= 2**-7
-    none = ops.segment_sum(values[:0], item[:0], torch.zeros(4, dtype=torch.int64))
+    none = triton_ops.segment_sum(values[:0], item[:0], torch.zeros(4, dtype=torch.int64))
     assert none.shape == (3, 1100)
     assert not none.any()
 
@@ -130,7 +129,7 @@ def test_the_layer_gives_torchs_results_and_gradients(variant: str, loop: bool) 
     experts = variant_of(**VARIANTS[variant])(config)
     inputs = layer_inputs(torch.float32)
     want = run_experts(experts, inputs, lean=True, loop=loop)
-    with mock.patch.object(ops, "swiglu", wraps=ops.swiglu) as swiglu:
+    with mock.patch.object(triton_ops, "swiglu", wraps=triton_ops.swiglu) as swiglu:
         got = run_experts(experts, inputs, lean=True, loop=loop, triton=True)
     assert swiglu.called == (variant != "not gated")
     assert all(_error(*each) <= 1e-6 for each in zip(got, want, strict=True))
@@ -178,16 +177,16 @@ def test_a_device_is_proven_by_results_and_an_error_of_a_kernel_is_told() -> Non
     assert refusal(cpu, torch.float32, gates) is None
     assert refusal(cpu, torch.bfloat16, gates) is None
     assert refusal(cpu, torch.float64, gates) == "they compute in float32, and precision.compute is float64"
-    right = ops.segment_sum
-    with mock.patch.object(ops, "segment_sum", lambda *args: right(*args) * 1.01):
+    right = triton_ops.segment_sum
+    with mock.patch.object(triton_ops, "segment_sum", lambda *args: right(*args) * 1.01):
         assert refusal(cpu, torch.float32, gates) == "here segment_sum is 1.0e-02 off what torch gives"
-    sort = ops.counting_sort
+    sort = triton_ops.counting_sort
     for keys in (2, 300):  # wrong for few or for many experts alone
         with mock.patch.object(
-            ops, "counting_sort", lambda key, n, bad=keys: sort(key.flip(0) if n == bad else key, n)
+            triton_ops, "counting_sort", lambda key, n, bad=keys: sort(key.flip(0) if n == bad else key, n)
         ):
             assert "counting_sort is" in str(refusal(cpu, torch.float32, frozenset()))
-    with mock.patch.object(ops, "counting_sort", side_effect=RuntimeError("no kernel image\nfor the device")):
+    with mock.patch.object(triton_ops, "counting_sort", side_effect=RuntimeError("no kernel image\nfor the device")):
         assert refusal(cpu, torch.float32, gates) == "RuntimeError: no kernel image"
 
 
@@ -196,13 +195,13 @@ def test_compiled_code_and_fake_tensors_take_them_as_operators() -> None:
     checks = ("test_schema", "test_faketensor")
     pre, grad, weight = torch.randn(5, 16), torch.randn(5, 8), torch.rand(5)
     key, start = torch.tensor([1, 0, 1]), torch.tensor([0, 2, 3])
-    torch.library.opcheck(ops.swiglu, (pre, weight, *GPT_OSS.flat()), test_utils=checks)
-    torch.library.opcheck(ops.swiglu_backward_, (pre, grad, weight, *SILU.flat()), test_utils=checks)
-    torch.library.opcheck(ops.segment_sum, (pre, key, start), test_utils=checks)
-    torch.library.opcheck(ops.counting_sort, (key, 2), test_utils=checks)
+    torch.library.opcheck(triton_ops.swiglu, (pre, weight, *GPT_OSS.flat()), test_utils=checks)
+    torch.library.opcheck(triton_ops.swiglu_backward_, (pre, grad, weight, *SILU.flat()), test_utils=checks)
+    torch.library.opcheck(triton_ops.segment_sum, (pre, key, start), test_utils=checks)
+    torch.library.opcheck(triton_ops.counting_sort, (key, 2), test_utils=checks)
 
     def layer(pre: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return ops.segment_sum(ops.swiglu(pre, weight, *SILU.flat()) * 2, key, start)
+        return triton_ops.segment_sum(triton_ops.swiglu(pre, weight, *SILU.flat()) * 2, key, start)
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(pre, weight), layer(pre, weight))
@@ -249,7 +248,7 @@ def _compiled(name: str, sm: int, types: dict[str, str], constants: dict[str, An
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from expertmesh.experts.kernels import triton_kernels
+    from expertmesh.experts import triton_kernels
 
     kernel = getattr(triton_kernels, name)
     signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
@@ -304,7 +303,7 @@ def test_a_gpu_runs_tritons_once_it_is_proven_and_else_torchs_which_is_said() ->
                     chosen = choose_kernels(model, anatomy, "auto", torch.bfloat16)
                 assert asked.call_args.args == (torch.device("cuda", 0), torch.bfloat16, frozenset({SILU}))
                 assert chosen.triton == (refusal is None)
-                assert chosen.said == ("triton" if refusal is None else f"torch (not triton: {refusal})")
+                assert chosen.text == ("triton" if refusal is None else f"torch (not triton: {refusal})")
             with (
                 mock.patch("expertmesh.experts.install.triton_refusal", return_value=refusal),
                 pytest.raises(InputError, match="no kernel image"),

@@ -23,7 +23,7 @@ from expertmesh.anatomy import describe
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts import deepep
-from expertmesh.experts.by_library import LibraryDispatcher
+from expertmesh.experts.deepep import LibraryDispatcher
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher
 from expertmesh.parallel.refusals import refuse_dispatch
 from expertmesh.training.control import Control

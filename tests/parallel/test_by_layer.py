@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.parallel.layers import layers_of
+from expertmesh.parallel.pipeline import layers_of
 from expertmesh.step import by_layer
 from tests.adapters.reference import AdapterDistance, tiny_peft_run, train_adapters
 from tests.support.collectives import Collectives

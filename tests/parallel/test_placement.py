@@ -13,8 +13,7 @@ from expertmesh.adapters.base import content_hash
 from expertmesh.anatomy import describe
 from expertmesh.config import OptimConfig
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.copies import Copies
-from expertmesh.experts.layer import layer_of
+from expertmesh.experts.layer import Copies, layer_of
 from expertmesh.experts.placement import balanced, copied_loads, slots_from, write_placement
 from expertmesh.weights.audit import audit_weights
 from tests.adapters.reference import tiny_peft_run, train_adapters

@@ -20,7 +20,8 @@ from torch import nn
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.experts.routes import Routing, confirm_routes, routed, routing
+from expertmesh.experts.micro_batch import Routing, routing
+from expertmesh.parallel.routes import confirm_routes, routed
 from tests.families.catalogue import Family, families
 from tests.families.tiny import model_class_of, tiny_config
 from tests.support.errors import refused

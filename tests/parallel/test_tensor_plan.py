@@ -153,7 +153,7 @@ def test_attention_without_a_plan_is_split_only_if_its_heads_add_up(together: bo
     model.model.layers[1].self_attn = _Attention(together)
     part = next(part for part in _plan(model).parts if part.name == "model.layers.1.self_attn")
     assert part.is_split == (not together)
-    assert why is None or re.fullmatch(why, part.why_whole)
+    assert why is None or re.fullmatch(why, part.why_unsplit)
 
 
 def test_code_that_counts_heads_is_not_split_by_structure() -> None:
@@ -167,4 +167,4 @@ def test_code_that_counts_heads_is_not_split_by_structure() -> None:
     attention.__class__ = Counting
     part = _plan(model).parts[0]
     assert not part.is_split
-    assert part.why_whole == "transformers' plan leaves it out, and its code uses self.num_heads"
+    assert part.why_unsplit == "transformers' plan leaves it out, and its code uses self.num_heads"

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import expertmesh as em
 from expertmesh.anatomy import describe
-from expertmesh.experts.token_counts import PackedSamples
+from expertmesh.experts.micro_batch import PackedSamples
 from expertmesh.introspection.attention import Separation
 from expertmesh.parallel import compiling, packing
 from expertmesh.weights.meta_model import build_meta_model

@@ -31,7 +31,7 @@ from expertmesh.config import LoraConfig, MoeConfig, OptimConfig, ParallelConfig
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.experts import dispatch
 from expertmesh.experts.balance import update_router_bias
-from expertmesh.experts.by_library import Arrived
+from expertmesh.experts.deepep import Received
 from expertmesh.experts.install import Kernels, gate_of
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
@@ -182,11 +182,11 @@ class _DeepEP:
     def __init__(self, group: Any, hidden: int) -> None:
         self.rows = 0
 
-    def first(self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, experts: int) -> Arrived:
+    def first(self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, experts: int) -> Received:
         _, rows, _, pairs = dispatch.to_host(index_TK)  # its one wait
         self.rows = sum(rows)
         given = (each.new_empty(self.rows, each.shape[1]) for each in (rows_TH, index_TK, weight_TK))
-        return Arrived(len(rows_TH), *given, sum(pairs))
+        return Received(len(rows_TH), *given, sum(pairs))
 
     def there(self, rows_TH: torch.Tensor, handle: int) -> torch.Tensor:
         assert len(rows_TH) == handle

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from expertmesh.config import Config
 from expertmesh.data import build_dataset
 from expertmesh.data.formats import UNPAIRED
-from expertmesh.step.objectives.kto import Kto
+from expertmesh.step.objectives import Kto
 from expertmesh.verification.reference import unsharded
 from tests.training.dpo_by_trl import PAIRS, ByTrl, trained_by_trl
 from tests.training.tiny_run import GLOBAL_BATCH, run_config

@@ -24,7 +24,7 @@ from expertmesh.state.shards import local_tensor
 from expertmesh.step import loss as step_loss
 from expertmesh.step.forward_backward import minimise
 from expertmesh.step.loss import count_targets, head_logits
-from expertmesh.step.objectives.distill import Distill
+from expertmesh.step.objectives import Distill
 from expertmesh.training import loop
 from expertmesh.training.run import train
 from expertmesh.training.teacher import Teacher

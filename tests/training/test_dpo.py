@@ -19,10 +19,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.config.objective import OBJECTIVES
 from expertmesh.data import loader
 from expertmesh.step import loss as loss_module
-from expertmesh.step.objectives import OF_PAIRS, objective_of
-from expertmesh.step.objectives.dpo import Dpo
-from expertmesh.step.objectives.orpo import Orpo
-from expertmesh.step.objectives.pairs import PairObjective
+from expertmesh.step.objectives import OF_PAIRS, Dpo, Orpo, PairObjective, objective_of
 from expertmesh.training import objective
 from expertmesh.training.reporting.first_loss import first_loss_of_responses_lines
 from expertmesh.training.run import train

@@ -17,8 +17,7 @@ from expertmesh.config import Config, DataConfig, ObjectiveConfig
 from expertmesh.config.objective import OBJECTIVES
 from expertmesh.data import TokenizedDataset, build_dataset, loader
 from expertmesh.data.formats import UNPAIRED
-from expertmesh.step.objectives import objective_of
-from expertmesh.step.objectives.kto import Kto
+from expertmesh.step.objectives import Kto, objective_of
 from expertmesh.training.run import train
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.support.errors import refused, refused_on_ranks

@@ -14,7 +14,7 @@ from expertmesh.checkpoint.write import WRITING, WRITTEN
 from expertmesh.config import Config
 from expertmesh.step import forward_backward
 from expertmesh.step.forward_backward import StepLosses
-from expertmesh.step.objectives.dpo import Dpo
+from expertmesh.step.objectives import Dpo
 from expertmesh.training import exchange as exchange_module
 from expertmesh.training.control import StopReason
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, exchange

@@ -12,8 +12,7 @@ import torch
 
 from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
-from expertmesh.step.objectives.dpo import Dpo
-from expertmesh.step.objectives.kto import Kto
+from expertmesh.step.objectives import Dpo, Kto
 from expertmesh.training import objective as training
 from expertmesh.training.control import Control
 from expertmesh.verification import run as runner

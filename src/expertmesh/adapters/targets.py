@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside, is_within
 from expertmesh.config.base import is_named
 from expertmesh.config.errors import InputError, SecurityError
 from expertmesh.data.encoding.sandbox import LimitExceeded, Sandbox
@@ -156,7 +156,7 @@ def candidates(model: nn.Module, anatomy: Anatomy) -> Iterator[Target]:
         if name in experts:
             if _expert_refusal(experts[name], module) is None:
                 yield from _expert_targets(experts[name], module)
-        elif any(is_inside(name, spec) for spec in experts) and not _is_router(name, anatomy):
+        elif is_inside(name, *experts) and not _is_router(name, anatomy):
             continue
         elif type(module) is nn.Linear:
             group = "lm_head" if module is head else _group(name, anatomy, inside)
@@ -224,7 +224,7 @@ def _group(name: str, anatomy: Anatomy, inside: dict[str, ExpertsSpec]) -> str |
 
 def _is_router(name: str, anatomy: Anatomy) -> bool:
     """Return whether a module is a router or in one."""
-    return any(name == router or is_inside(name, router) for router in anatomy.routers)
+    return is_within(name, *anatomy.routers)
 
 
 def _selects(selector: str, target: Target) -> bool:

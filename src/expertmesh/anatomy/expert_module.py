@@ -36,7 +36,7 @@ def small_copy(module: _Module, sizes: Mapping[int, int], generator: torch.Gener
     """
     memo: dict[int, object] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        # `deepcopy` takes what it is told has been copied already, so that nothing large ever is.
+        # `deepcopy` takes the entries of its memo for copies already made, so that nothing large is ever copied.
         shape = [sizes.get(size, size) for size in tensor.shape]
         if not tensor.is_floating_point():
             memo[id(tensor)] = torch.zeros(shape, dtype=tensor.dtype)
@@ -137,8 +137,8 @@ def _facts(member: nn.Module) -> list[object]:
 def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the assignments of linears to roles that fit the shapes."""
     for *ups, down in permutations(linears):
-        turned = (linears[down].out_features, linears[down].in_features)
-        if all((linears[up].in_features, linears[up].out_features) == turned for up in ups):
+        transposed = (linears[down].out_features, linears[down].in_features)
+        if all((linears[up].in_features, linears[up].out_features) == transposed for up in ups):
             yield tuple(ups), down
 
 
@@ -188,6 +188,7 @@ def _agrees(member: nn.Module, ups: tuple[str, ...], down: str) -> bool:
 
 
 def _is_silu_gated(between: nn.Module, ups: int) -> bool:
+    """Return whether `between` is `silu(gate) * up`, by its values."""
     pre_P2I = torch.randn(_TOKENS, 2 * _INTERMEDIATE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gate_PI, up_PI = pre_P2I.chunk(2, dim=-1)
     return ups == 2 and torch.allclose(between(pre_P2I), F.silu(gate_PI) * up_PI, rtol=TOLERANCE, atol=TOLERANCE)

@@ -7,7 +7,7 @@ shapes and the arguments of their forward. So are mixtures without any such modu
 stacks of matrices. introspection/small_copies.py proves that the maths is the same. Everything here works on models on
 meta, and refuses by name what it does not recognise: nothing is sharded on a guess.
 
-Blocks are also grouped by kind (`alike`, `settings`), so that one of each can be run for its group.
+Blocks are also grouped by kind (`group_by_kind`, `settings`), so that one of each can be run for its group.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from expertmesh.state.model_view import ModelView, is_adapter
 
 # What attention is called with beside hidden states, where keys or values have hidden states of their own.
 HIDDEN_OF_KEYS = frozenset({"key_hidden_states", "value_hidden_states"})
-_TELLS_APART = ("layer_type", "attention_type", "sliding_window")
+_DISTINGUISHING = ("layer_type", "attention_type", "sliding_window")
 _NUMBERS = ("layer", "idx", "index")
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -71,14 +71,14 @@ class ExpertsSpec:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Return the names of the parameters with one slice per expert, relative to the module. A norm's are dense."""
+        """The names of the parameters with one slice per expert, relative to the module. A norm's are dense."""
         if self.flat_gate is not None:
             return (self.flat_gate, self.up, self.down)
         return (self.up, self.down, f"{self.up}_bias", f"{self.down}_bias") if self.biased else (self.up, self.down)
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """Return the full names of the modules that hold `up` and `down`, and the adapters on them."""
+        """The full names of the modules that hold `up` and `down`, and the adapters on them."""
         places = (f"{self.name}.{parameter}".rpartition(".")[0] for parameter in (self.up, self.down))
         return tuple(dict.fromkeys(places))
 
@@ -107,24 +107,30 @@ class Anatomy:
         return self.routers if any(spec.router is not None for spec in self.experts) else ()
 
     def is_expert_parameter(self, name: str) -> bool:
+        """Return whether `name` is a parameter with one slice per expert."""
         return any(name.removeprefix(f"{spec.name}.") in spec.parameters for spec in self.experts)
 
 
 def decoder_blocks(anatomy: Anatomy) -> list[str]:
     """Return the blocks of the module list that holds the experts (a vision tower has other blocks)."""
     stack = anatomy.experts[0].name
-    lists = {block.rpartition(".")[0] for block in anatomy.blocks if stack.startswith(f"{block}.")}
+    lists = {block.rpartition(".")[0] for block in anatomy.blocks if is_inside(stack, block)}
     return [block for block in anatomy.blocks if block.rpartition(".")[0] in lists]
 
 
-def alike_as_one(names: Iterable[str]) -> str:
+def names_without_blocks(names: Iterable[str]) -> str:
     """Return names of parameters for a printed line: equal names of different blocks once, without their block."""
     return ", ".join(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in names))
 
 
-def is_inside(name: str, module: str) -> bool:
-    """Return whether `name` is a module or parameter of `module`, at any depth."""
-    return name.startswith(f"{module}.")
+def is_inside(name: str, *modules: str) -> bool:
+    """Return whether `name` is a module or parameter of any of `modules`, at any depth."""
+    return name.startswith(tuple(f"{module}." for module in modules))
+
+
+def is_within(name: str, *modules: str) -> bool:
+    """Return whether `name` is one of `modules`, or inside of any of them."""
+    return name in modules or is_inside(name, *modules)
 
 
 def is_classifier(model: nn.Module) -> bool:
@@ -139,8 +145,8 @@ def dense_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
     is too small for scales.
     """
     for name, module in ModelView(model).full.named_modules():
-        routes = any(name == router or is_inside(name, router) for router in anatomy.routers)
-        inside = any(is_inside(name, block) for block in anatomy.blocks)
+        routes = is_within(name, *anatomy.routers)
+        inside = is_inside(name, *anatomy.blocks)
         if isinstance(module, nn.Linear) and inside and not routes and module.out_features > 1:
             yield name
 
@@ -151,27 +157,24 @@ def packable_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
     Fused kernels of state-space layers take weights as they are, so their linears are left out, and so is what a family
     keeps in fp32 in any compute dtype.
     """
-    whole = ModelView(model).full
-    uses = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
-    in_fp32 = {*declared(whole, "_keep_in_fp32_modules")}
-    in_fp32 |= {*declared(whole, "_keep_in_fp32_modules_strict")}
+    full = ModelView(model).full
+    uses = Counter(id(parameter) for _, parameter in full.named_parameters(remove_duplicate=False))
+    in_fp32 = {*declared(full, "_keep_in_fp32_modules"), *declared(full, "_keep_in_fp32_modules_strict")}
     for name in dense_linears(model, anatomy):
-        module, parent = whole.get_submodule(name), whole.get_submodule(name.rpartition(".")[0])
-        own = next(kind for kind in type(module).__mro__ if not _is_ours(kind))
-        apart = any(map(carries_state, (parent, *parent.children()))) or not in_fp32.isdisjoint(name.split("."))
-        if own is nn.Linear and not apart and uses[id(module.weight)] == 1:
+        module, parent = full.get_submodule(name), full.get_submodule(name.rpartition(".")[0])
+        # This package and FSDP2 put classes in front of a module's own.
+        in_front = ("expertmesh.", "torch.distributed.")
+        kind = next(kind for kind in type(module).__mro__ if not kind.__module__.startswith(in_front))
+        stays = any(map(carries_state, (parent, *parent.children()))) or not in_fp32.isdisjoint(name.split("."))
+        # A tied weight is the embedding's too, which looks up rows.
+        if kind is nn.Linear and not stays and uses[id(module.weight)] == 1:
             yield name
-
-
-def _is_ours(kind: type) -> bool:
-    """Return whether this package or FSDP2 has put a class in front of a module's own."""
-    return kind.__module__.startswith(("expertmesh.", "torch.distributed."))
 
 
 def carries_state(module: nn.Module) -> bool:
     """Return whether the module is a linear attention, a state-space layer, or a convolution inside of one."""
-    own = {leaf for leaf, _ in module.named_parameters(recurse=False)}
-    return isinstance(module, nn.Conv1d) or not own.isdisjoint({"A_log", "dt_bias"})
+    parameters = {leaf for leaf, _ in module.named_parameters(recurse=False)}
+    return isinstance(module, nn.Conv1d) or not parameters.isdisjoint({"A_log", "dt_bias"})
 
 
 def describe(model: nn.Module) -> Anatomy:
@@ -181,8 +184,7 @@ def describe(model: nn.Module) -> Anatomy:
         InputError: A module cannot be sharded; names it, with the reason.
     """
     model = ModelView(model).full
-    specs = tuple(experts_specs(model))
-    specs = tuple(replace(spec, top_k=spec.top_k or _top_k_of_block(model, spec)) for spec in specs)
+    specs = tuple(replace(spec, top_k=spec.top_k or _top_k_of_block(model, spec)) for spec in experts_specs(model))
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if not specs:
         raise InputError(f"{family}: {_why_no_experts(model)}", key="model.no-experts")
@@ -193,7 +195,7 @@ def describe(model: nn.Module) -> Anatomy:
             key="model.unequal-expert-counts",
         )
     blocks = _blocks(model)
-    orphans = [spec.name for spec in specs if not any(is_inside(spec.name, block) for block in blocks)]
+    orphans = [spec.name for spec in specs if not is_inside(spec.name, *blocks)]
     if orphans:
         raise InputError(
             f"{family}: experts module {orphans[0]} is not inside a decoder block; it cannot be sharded",
@@ -202,7 +204,11 @@ def describe(model: nn.Module) -> Anatomy:
     routers, shared = [], []
     for spec in specs:
         if spec.router is not None:
-            routers += _alike(model, f"{spec.name}.{spec.router}", blocks)
+            # All modules of the router's class in the block: a mixture of attention's projections has another one.
+            kind = type(model.get_submodule(f"{spec.name}.{spec.router}"))
+            block = next(block for block in blocks if is_inside(spec.name, block))
+            parts = model.get_submodule(block).named_modules(prefix=block)
+            routers += [name for name, part in parts if type(part) is kind]
             continue
         prefix = spec.name.rpartition(".")[0]
         children = {
@@ -212,9 +218,12 @@ def describe(model: nn.Module) -> Anatomy:
         }
         shared += [name for name in children if "shared" in name.rpartition(".")[2]]
         others = {name: child for name, child in children.items() if name not in shared}
-        # By their class where that says so: some score in several steps, or score shared experts as well.
+        # By their class where that says so: some score in several steps, or score shared experts as well. Else by a
+        # `[num_experts, ...]` matrix, which maps a token to one score per expert.
         named = [name for name, child in others.items() if "router" in type(child).__name__.lower()]
-        routers += named or [name for name, child in others.items() if _scores_experts(child, spec)]
+        matrices = {name: [p.shape for p in child.parameters() if p.dim() == 2] for name, child in others.items()}
+        scoring = [name for name, shapes in matrices.items() if any(rows == spec.num_experts for rows, _ in shapes)]
+        routers += named or scoring
     return Anatomy(blocks, specs, tuple(routers), tuple(shared))
 
 
@@ -274,8 +283,8 @@ def _sorted_parts(module: nn.Module) -> tuple[str, str, str] | None:
     others = [
         name for name, child in module.named_children() if name not in stacks and any(True for _ in child.parameters())
     ]
-    own = {name for name, _ in module.named_parameters(recurse=False)}
-    if len(others) != 1 or not own <= {"bias"} or len(inspect.signature(module.forward).parameters) != 1:
+    parameters = {name for name, _ in module.named_parameters(recurse=False)}
+    if len(others) != 1 or not parameters <= {"bias"} or len(inspect.signature(module.forward).parameters) != 1:
         return None
     for (up_name, up_stack), (down_name, down_stack) in permutations(stacks.items()):
         ((up_leaf, up),), ((down_leaf, down),) = _shapes(up_stack).items(), _shapes(down_stack).items()
@@ -318,9 +327,9 @@ def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
     if _is_flat(module, shapes):
         gate, up, down = shapes  # in the order of definition, which the check on a small copy confirms
         rows, hidden = shapes[down]
-        held: int = module.num_experts  # type: ignore[assignment]
-        form = ExpertsSpec(name, held, hidden, rows // held, True, False, False, up, down, _top_k(module))
-        return replace(form, flat_gate=gate, call=call)
+        count: int = module.num_experts  # type: ignore[assignment]
+        spec = ExpertsSpec(name, count, hidden, rows // count, True, False, False, up, down, _top_k(module))
+        return replace(spec, flat_gate=gate, call=call)
     (up_experts, _, up_columns), (down_experts, down_rows, _) = shapes["gate_up_proj"], shapes["down_proj"]
     if up_experts != down_experts:
         raise _unsupported(
@@ -334,6 +343,7 @@ def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
 
 
 def _fused_spec(name: str, module: nn.Module, gated: bool, transposed: bool, biased: bool) -> ExpertsSpec:
+    """Return the layout of experts in 3-D parameters. Raises `InputError` if their shapes do not fit together."""
     up, down = ("gate_up_proj" if gated else "up_proj"), "down_proj"
     post_norm = bool(getattr(module, "has_post_expert_norm", False))
     # Sizes follow when they are known to be there.
@@ -361,6 +371,7 @@ def _unsupported(problem: str) -> InputError:
 
 
 def _top_k(module: nn.Module) -> int | None:
+    """Return how many experts a token gets, by the names that configurations use; None if they do not say."""
     config = getattr(module, "config", None)
     for key in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token", "top_k"):
         value = getattr(config, key, None)
@@ -378,20 +389,6 @@ def _top_k_of_block(model: nn.Module, spec: ExpertsSpec) -> int | None:
     return None
 
 
-def _alike(model: nn.Module, router: str, blocks: Sequence[str]) -> list[str]:
-    """Return the modules of a router's class in its block: a mixture of attention's projections routes by
-    another one.
-    """
-    kind = type(model.get_submodule(router))
-    block = next(block for block in blocks if is_inside(router, block))
-    return [name for name, part in model.get_submodule(block).named_modules(prefix=block) if type(part) is kind]
-
-
-def _scores_experts(module: nn.Module, spec: ExpertsSpec) -> bool:
-    """Return whether a module holds a `[num_experts, ...]` matrix: a router maps a token to one score per expert."""
-    return any(parameter.dim() == 2 and parameter.shape[0] == spec.num_experts for parameter in module.parameters())
-
-
 def _blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the repeated layers in a module list that the family itself declares unsplittable."""
     classes = set(declared(model, "_no_split_modules"))
@@ -405,6 +402,7 @@ def _blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _why_no_experts(model: nn.Module) -> str:
+    """Return the reason why `model` has no experts that are known, by the modules that look like some."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
             kind = type(module[0]).__name__ if len(module) else "nothing"
@@ -419,7 +417,7 @@ def _why_no_experts(model: nn.Module) -> str:
     return "no routed experts found; only Mixture-of-Experts models with transformers' experts interface can be trained"
 
 
-def alike(
+def group_by_kind(
     model: nn.Module, blocks: Sequence[str], kind: Callable[[str], Hashable] = lambda name: ()
 ) -> list[list[str]]:
     """Group the names `blocks` by kind, as `kind` tells it beside `block_kind`; groups are in the order of their first
@@ -433,9 +431,9 @@ def alike(
 
 def block_kind(block: nn.Module) -> Hashable:
     """Return a value that is equal for blocks of equal cost."""
-    told = [str(getattr(part, what, "")) for part in (block, *block.children()) for what in _TELLS_APART]
+    kinds = [str(getattr(part, what, "")) for part in (block, *block.children()) for what in _DISTINGUISHING]
     shapes = [(name, parameter.shape, parameter.requires_grad) for name, parameter in block.named_parameters()]
-    return type(block).__name__, tuple(told), tuple(shapes)
+    return type(block).__name__, tuple(kinds), tuple(shapes)
 
 
 def settings(block: nn.Module) -> Hashable:

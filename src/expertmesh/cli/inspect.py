@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from expertmesh.adapters.targets import by_gradient, listed
-from expertmesh.anatomy import Anatomy, ExpertsSpec, alike_as_one, decoder_blocks, describe, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks, describe, is_inside, names_without_blocks
 from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
 from expertmesh.compat import TorchDispatchMode
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
@@ -289,7 +289,7 @@ def describe_rows(model: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, st
     yield "shared experts", f"in {facts.shared_experts} layers" if facts.shared_experts else "none"
     kept = kept_in_fp32(model, torch.bfloat16)  # type: ignore[arg-type]
     if names := [name for name, _ in model.named_parameters() if kept(name)]:
-        yield "float32 under bfloat16", alike_as_one(names)
+        yield "float32 under bfloat16", names_without_blocks(names)
     yield "hidden, vocabulary", f"{spec.hidden_size:,}, {vocabulary:,}"
     yield "parameters", count_text(facts.total)
     yield (

@@ -1,26 +1,22 @@
 """Share between the two runs of a checkpointed block its routing, and under selective checkpointing what is expensive.
 
-Routing is decided once per token. The second run of a router might choose other experts (a tie, a non-deterministic
-kernel); counts would then differ from the forward: a shape error at best, silent wrong gradients at worst. So the first
-run records what every `topk` chose, and the second run gathers at the recorded places: values, and so the gradient,
-come from the recomputed scores, the choice does not. A router that decides by other means is held to its first choice.
-The number of tokens that ranks exchange is then known as well: it is neither exchanged again nor waited for.
+Routing is decided once per token. A second run of a router might choose other experts (a tie, a non-deterministic
+kernel), and with other counts give silent wrong gradients. So the first run records what every `topk` chose, and the
+second gathers at the recorded places: values, and so the gradient, come from the recomputed scores. The numbers of
+tokens that ranks exchange are then known as well: they are neither exchanged again nor waited for.
 
-A second run ends with the last tensor that backward needs. Backward reads no expert's output, so the expert layer
-computes in two parts (`in_two_parts`), the first with all that is saved. In a block that saves nothing behind its
-experts the second part, the down projection and the return of the rows, is not run again. Every rank has the same
-graph, so all ranks end at the same place.
+A second run ends with the last tensor that backward needs. The expert layer computes in two parts (`in_two_parts`), and
+saves all in the first: in a block that saves nothing after its experts, the down projection and the return of the rows
+do not run again. Every rank has the same graph, so all ranks end at the same place.
 
-Under selective checkpointing the second run computes neither experts nor fused attention again. The expert layer keeps
-its result and what autograd saves inside of it (rows received, grouped products, routing weights, indices), so no token
-is sent twice. Attention keeps its result and normaliser, by torch's own selective policy. Everything else in a block is
-recomputed. parallel/checkpointing.py applies this to a model.
+Under selective checkpointing the second run computes neither experts nor fused attention again: their results are kept,
+and what autograd saves inside of them. parallel/checkpointing.py applies this to a model.
 
     T tokens here, K top-k, H hidden
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -33,8 +29,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from expertmesh.compat import FUSED_ATTENTION, assert_async, varlen_operation
 from expertmesh.experts.lora_state import AdapterState
-from expertmesh.experts.routes import Routing, routing
-from expertmesh.experts.token_counts import PackedSamples, packed_samples
+from expertmesh.experts.micro_batch import packed_samples, routing
+from expertmesh.state.patching import replaced
 
 Exchanged = TypeVar("Exchanged")
 
@@ -48,7 +44,7 @@ class _Record:
     experts: list[torch.Tensor] = field(default_factory=list)
     """The experts of each expert layer."""
     exchanges: list[Any] = field(default_factory=list)
-    """The counts that ranks exchanged."""
+    """The counts that ranks exchanged, of each dispatcher's own type."""
     results: list[torch.Tensor] = field(default_factory=list)
     """The expert layers' results."""
     attention: list[AbstractContextManager[Any]] = field(default_factory=list)
@@ -115,9 +111,11 @@ def block_contexts(
     have run in between. The second run has the packed samples and the routes of the first as well.
     """
     record = _Record()
-    number_T, micro_batch = None if adapters is None else adapters.number_T, (packed_samples.get(), routing.get())
+    number_T = None if adapters is None else adapters.number_T
+    # By the second run they are those of another micro-batch.
+    micro_batch = [(variable, variable.get()) for variable in (packed_samples, routing)]
     first, second = (_BlockRun(record, recomputes=again, selective=selective) for again in (False, True))
-    return _during(first, None, None, micro_batch), _during(second, adapters, number_T, micro_batch)
+    return _during(first, micro_batch), _during(second, micro_batch, adapters, number_T)
 
 
 def is_recomputing() -> bool:
@@ -174,19 +172,19 @@ def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass(slots=True, eq=False)
-class Rest:
-    """The part of a computation that an autograd function leaves for later.
+class Deferred:
+    """The second part of a computation, which saves nothing for backward.
 
-    In forward it has the input of `compute`, which runs behind the function and whose result is the function's; in
-    backward that result's gradient. The function returns `edge`, and nothing else.
+    In forward it has the input of `compute`, which runs after the autograd function of the first part and whose result
+    is that of both; in backward that result's gradient. The function returns `boundary`, and nothing else.
     """
 
     compute: Callable[[], torch.Tensor] | None = None
-    """The function that runs in forward after the autograd function, and returns its result."""
+    """The second part of the forward."""
     _gradient: torch.Tensor | None = None
 
-    def edge(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without values that autograd follows from the result to the function."""
+    def boundary(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without values that autograd follows from the second part to the first."""
         return like.new_empty(0)
 
     def gradient(self) -> torch.Tensor:
@@ -197,27 +195,27 @@ class Rest:
 
 
 def in_two_parts(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-    """Run `function` with `args` and a `Rest`, which saves all that is saved; then run that rest."""
-    rest = Rest()
+    """Run `function` with `args` and a `Deferred`, and save all that backward needs; then run what was deferred."""
+    deferred = Deferred()
     try:
-        result: torch.Tensor = _SecondPart.apply(function.apply(*args, rest), rest)
+        result: torch.Tensor = _SecondPart.apply(function.apply(*args, deferred), deferred)
         return result
     finally:  # also where torch ends a second run by an exception
-        rest.compute = None
+        deferred.compute = None
 
 
 class _SecondPart(torch.autograd.Function):
-    """Run the rest. It saves nothing: its backward is that of the first part."""
+    """Run the deferred part. It saves nothing: its backward is that of the first part."""
 
     @staticmethod
-    def forward(ctx: Any, edge: torch.Tensor, rest: Rest) -> torch.Tensor:
-        ctx.rest = rest
-        assert rest.compute is not None
-        return rest.compute()
+    def forward(ctx: Any, boundary: torch.Tensor, deferred: Deferred) -> torch.Tensor:
+        ctx.deferred = deferred
+        assert deferred.compute is not None
+        return deferred.compute()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.rest._gradient = gradient
+        ctx.deferred._gradient = gradient
         return gradient.new_empty(0), None
 
 
@@ -240,23 +238,18 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 @contextmanager
 def _during(
     run: _BlockRun,
-    adapters: AdapterState | None,
-    number_T: torch.Tensor | None,
-    micro_batch: tuple[PackedSamples | None, Routing | None],
+    micro_batch: Sequence[tuple[ContextVar[Any], Any]],  # each variable has a type of its own
+    adapters: AdapterState | None = None,
+    number_T: torch.Tensor | None = None,
 ) -> Iterator[None]:
-    token, outer, routes = _block_run.set(run), packed_samples.set(micro_batch[0]), routing.set(micro_batch[1])
-    current = None if adapters is None else adapters.number_T
-    if adapters is not None:
-        adapters.number_T = number_T
+    """Let `run` answer the calls inside the block, with the context variables and token numbers of `micro_batch`."""
+    tokens = [(variable, variable.set(value)) for variable, value in [(_block_run, run), *micro_batch]]
     try:
-        with run:
+        with nullcontext() if adapters is None else replaced(adapters, number_T=number_T), run:
             yield
     finally:
-        _block_run.reset(token)
-        packed_samples.reset(outer)
-        routing.reset(routes)
-        if adapters is not None:
-            adapters.number_T = current
+        for variable, token in tokens:
+            variable.reset(token)
         if run.recomputes:
             # Free now: torch ends a second run early by an exception, whose reference cycle Python finds much later.
             for each in fields(run.record):

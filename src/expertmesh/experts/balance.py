@@ -1,17 +1,15 @@
 """Keep experts equally busy: choose a model's router losses, and update its routers' correction biases.
 
 `balance_of` turns the `moe` section and the model's own config into numbers, or refuses by name what would not be
-exact. The update is that of DeepSeek-V3 (arXiv 2408.15664): once per optimizer step each expert's bias moves by a fixed
-rate towards the mean load. The optimizer does not train biases: without an update they stay as published.
-
-The router losses are sums of terms of each layer's logits:
+exact. Once per optimizer step each expert's bias moves by a fixed rate towards the mean load (DeepSeek-V3, arXiv
+2408.15664); the optimizer does not train biases. The router losses are sums of terms of each layer's logits:
 
     load balancing   E * sum_e F_e * P_e     F_e chosen pairs, P_e summed softmax of the logits, per token and layer
     z-loss           mean over tokens and layers of logsumexp(logits)^2 (arXiv 2202.08906)
 
 The first is transformers' `load_balancing_loss_func`, term by term and in its dtypes: tokens of all layers count
 equally, choices are the top k of the softmax (whatever the router chose), and padding is left out. Families with
-another function are recognised by its values, not by name.
+another function are recognised by its values.
 
     T tokens, L layers with a bias, E experts
 """
@@ -59,20 +57,21 @@ class Balance:
 
     @property
     def has_losses(self) -> bool:
+        """True if there is a router loss."""
         return bool(self.aux_loss_coef or self.z_loss_coef)
 
 
 def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
     """Return what `moe` means for `model`, which may be on meta. Raises `InputError` for what would not be exact."""
     family = model.config.model_type  # type: ignore[union-attr]
-    aux, asked = _aux_loss_coef(model, moe)
+    aux, setting = _aux_loss_coef(model, moe)
     if aux and (refusal := aux_loss_refusal(model)):
         raise InputError(
-            f"{asked}, but {family} {refusal}; set moe.aux_loss_coef to 0.0", key="moe.aux-loss-unsupported"
+            f"{setting}, but {family} {refusal}; set moe.aux_loss_coef to 0.0", key="moe.aux-loss-unsupported"
         )
     if aux and moe.router == "frozen":
         raise InputError(
-            f"{asked}, but moe.router is frozen, so the loss would move everything except what chooses experts; set "
+            f"{setting}, but moe.router is frozen, so the loss would move everything except what chooses experts; set "
             "moe.aux_loss_coef to 0.0 or moe.router to train",
             key="moe.aux-loss-of-frozen-router",
         )
@@ -85,7 +84,7 @@ def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
     top_k = getattr(model, "num_experts_per_tok", None) or anatomy.experts[0].top_k or 0
     if aux and not top_k:
         raise InputError(
-            f"{asked}, but {family} does not say how many experts a token gets; set it to 0.0",
+            f"{setting}, but {family} does not say how many experts a token gets; set it to 0.0",
             key="moe.aux-loss-unsupported",
         )
     return Balance(aux, moe.z_loss_coef, moe.bias_update_rate, anatomy.num_experts, top_k, biases)
@@ -126,7 +125,10 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     for (experts, name), direction_E in zip(balance.biases, direction_LE, strict=True):
         if experts not in here:
             continue  # of another pipeline stage
-        _move(attrgetter(name)(model), balance.bias_update_rate * direction_E)
+        bias = attrgetter(name)(model)
+        step = (balance.bias_update_rate * direction_E).to(bias.dtype).view(bias.shape)
+        # A buffer, or this rank's part of a parameter that FSDP2 has sharded.
+        local_tensor(bias).add_(part_of(bias, step))
 
 
 def _aux_loss_coef(model: nn.Module, moe: MoeConfig) -> tuple[float, str]:
@@ -145,50 +147,40 @@ def _aux_loss_coef(model: nn.Module, moe: MoeConfig) -> tuple[float, str]:
 
 def _biases(model: nn.Module, anatomy: Anatomy, rate: float) -> Iterator[tuple[str, str]]:
     """Return the bias beside each experts module; hash-routed layers of a family with biases have none."""
-    asked = f"moe.bias_update_rate is {rate}"
-    beside = ((spec.name, _bias_beside(model, spec.name, spec.num_experts)) for spec in anatomy.experts)
-    found = [(experts, name) for experts, name in beside if name is not None]
+    setting = f"moe.bias_update_rate is {rate}"
+    found: list[tuple[str, str]] = []
+    for spec in anatomy.experts:
+        # In the router of the MoE block around the experts, or beside it.
+        parent = spec.name.rpartition(".")[0]
+        state = model.get_submodule(parent).state_dict(keep_vars=True)
+        named = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] in _BIAS_NAMES}
+        fitting = [n for n, each in named.items() if each.numel() == spec.num_experts and not each.requires_grad]
+        found += [(spec.name, f"{parent}.{name}") for name in fitting if len(fitting) == 1]
     if not found:
         raise InputError(
-            f"{asked}, but the routers of {model.config.model_type} have no correction bias "  # type: ignore[union-attr]
+            f"{setting}, but the routers of {model.config.model_type} have no correction bias "  # type: ignore[union-attr]
             f"({' or '.join(_BIAS_NAMES)}, one number per expert); set moe.bias_update_rate to 0.0",
             key="moe.no-router-bias",
         )
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise InputError(
-            f"{asked}, but an adapter does not hold the biases; set moe.bias_update_rate to 0.0 with lora",
+            f"{setting}, but an adapter does not hold the biases; set moe.bias_update_rate to 0.0 with lora",
             key="moe.router-bias-with-lora",
         )
     for experts, name in found:
         if isinstance(model.get_submodule(experts), FusedExperts):
             raise InputError(
-                f"{asked}, but {experts} is a list of modules, to which the model's own code gives padding as well, so "
-                "that their load is not known; set moe.bias_update_rate to 0.0",
+                f"{setting}, but {experts} is a list of modules, to which the model's own code gives padding as well, "
+                "so that their load is not known; set moe.bias_update_rate to 0.0",
                 key="moe.router-bias-of-list",
             )
         dtype = attrgetter(name)(model).dtype
         if dtype not in (torch.float32, torch.float64):
             raise InputError(
-                f"{asked}, but {name} is {dtype}, where small steps are lost; set precision.params to float32",
+                f"{setting}, but {name} is {dtype}, where small steps are lost; set precision.params to float32",
                 key="moe.router-bias-dtype",
             )
         yield experts, name
-
-
-def _bias_beside(model: nn.Module, experts: str, num_experts: int) -> str | None:
-    """Return the name of the bias in the MoE block around `experts`, in its router or beside it."""
-    parent = experts.rpartition(".")[0]
-    block = model.get_submodule(parent)
-    state = block.state_dict(keep_vars=True)
-    names = [name for name in state if name.rpartition(".")[2] in _BIAS_NAMES]
-    fitting = [name for name in names if state[name].numel() == num_experts and not state[name].requires_grad]
-    return f"{parent}.{fitting[0]}" if len(fitting) == 1 else None
-
-
-def _move(bias: torch.Tensor, step_E: torch.Tensor) -> None:
-    """Add to a buffer, or to this rank's part of a parameter that FSDP2 has sharded."""
-    step = step_E.to(bias.dtype).view(bias.shape)
-    local_tensor(bias).add_(part_of(bias, step))
 
 
 def chosen_pairs(logits_TE: torch.Tensor, top_k: int, real_T: torch.Tensor) -> torch.Tensor:
@@ -223,10 +215,12 @@ def aux_loss_refusal(model: nn.Module) -> str | None:
     """Return why the load-balancing loss would differ from the one that transformers gives `model`; None if it does
     not.
     """
-    own = _own_function(model)
-    if own is None:
+    # In the file of the model's class; FSDP2 puts a class of its own in front.
+    modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    loss = next((f for module in modules if (f := getattr(module, "load_balancing_loss_func", None))), None)
+    if loss is None:
         return "has no load-balancing loss in transformers"
-    if not _is_standard(own):
+    if not _is_standard(loss):
         return "has a load-balancing loss of another form in transformers"
     return router_logits_refusal(model)
 
@@ -239,20 +233,14 @@ def router_logits_refusal(model: nn.Module) -> str | None:
     return "does not hand out router logits"
 
 
-def _own_function(model: nn.Module) -> Callable[..., Any] | None:
-    """Return `load_balancing_loss_func` of the file of the model's class; FSDP2 puts a class of its own in front."""
-    modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
-    return next((own for module in modules if (own := getattr(module, "load_balancing_loss_func", None))), None)
-
-
-def _is_standard(own: Callable[..., Any]) -> bool:
+def _is_standard(loss: Callable[..., Any]) -> bool:
     """Return whether the function gives our values on logits of two layers, with padding and without."""
     generator = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn(6, 5, generator=generator) for _ in range(2))
     mask_BS = torch.tensor([[1, 1, 1], [1, 0, 0]])
     for mask, real_T in ((mask_BS, mask_BS.flatten().bool()), (None, torch.ones(6, dtype=torch.bool))):
         try:
-            value = own(logits, 5, 2, mask)
+            value = loss(logits, 5, 2, mask)
         except (TypeError, ValueError, RuntimeError):  # it takes something else
             return False
         if not torch.allclose(torch.as_tensor(value), load_balancing_loss(logits, 5, 2, real_T)):
@@ -261,4 +249,5 @@ def _is_standard(own: Callable[..., Any]) -> bool:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
+    # Sums over a step's tokens lose too much in bf16.
     return values if values.dtype == torch.float64 else values.float()

@@ -2,17 +2,12 @@
 
 A token is sent **once** to each rank that holds any of its experts (de-duplicated dispatch), with its pairs: which row,
 which weight, ordered by expert. The expert's rank sums a token's pairs before it returns one row (pre-reduced combine).
-Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K.
+Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K. `HierarchicalDispatcher` sends a
+row once to each node, and inside the node once to each rank; on return rows are summed inside the node. Between N nodes
+that is N(1 - C(E-E/N, K)/C(E, K)) rows a token (docs/formulas.md).
 
-Interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`,
-`HierarchicalDispatcher` for groups of several nodes, and that of by_library.py with another library's kernels. A rank
-without tokens takes part in every collective. Each dispatch waits for the device once, in forward; neither backward nor
-the second run of a checkpointed block waits.
-
-Across nodes a row is sent once to each node, to the rank with the sender's place there, and inside the node once to
-each rank. On return rows are summed inside the node before one of them leaves it. Over uniform routing that is
-N(1 - C(E-E/N, K)/C(E, K)) rows a token for N nodes: between nodes 0.30 of what all ranks would get, for 2 nodes of
-8 ranks and top-8 of 128 (docs/formulas.md).
+A rank without tokens takes part in every collective. Each dispatch waits for the device once, in forward; neither
+backward nor the second run of a checkpointed block waits. deepep.py has a dispatcher with another library's kernels.
 
     T tokens here, H hidden, K top-k, E experts, D ranks of the EP group, L = E / D experts here
     Q rows and S = T * K pairs sent, R rows and P pairs received; N nodes of the EP group, G ranks of each, D = N * G
@@ -33,15 +28,15 @@ from expertmesh.experts.pairs import (
     LocalPairs,
     Segments,
     Splits,
-    arrivals,
     count_pairs,
     order_by_expert,
+    order_received,
     segment_sum,
     segments_of,
     totals_of,
 )
 
-# `rows_RH`, the weight of each local pair `weight_P`, pairs, and metadata for `combine`.
+# `rows_RH`, the weight of each local pair `weight_P`, pairs, and metadata of the dispatcher's own type for `combine`.
 Dispatched = tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]
 # Gradients in flight to the ranks of their tokens, each with the work to wait for: of weights, then of rows.
 _GradientsInFlight = tuple[torch.Tensor, dist.Work | None, torch.Tensor, dist.Work | None]
@@ -108,7 +103,7 @@ class Route:
     """The pair sent in each place, as token * K + k."""
     row_in_block_S: torch.Tensor
     """Its row, counted within the block of its rank."""
-    arrival_P: torch.Tensor
+    received_P: torch.Tensor
     """The place at which each local pair, ordered by expert, is received."""
     block_start_P: torch.Tensor
     """The first row of the block that the received pair belongs to."""
@@ -191,14 +186,14 @@ class AllToAllDispatcher:
         )
         # All pairs of a row write the same token, so the order of the writes is no matter.
         token_Q = token_S.new_empty(sum(splits.rows_sent)).scatter_(0, row_S, token_S)
-        arrival_P, source_P = arrivals(received[:, 1:], sum(splits.pairs_received))
+        received_P, source_P = order_received(received[:, 1:], sum(splits.pairs_received))
         block_start_D = received[:, 0].cumsum(0) - received[:, 0]
         return Route(
             token_Q=token_Q,
             rows_of_token=segments_of(token_Q, tokens),
             pair_S=pair_S,
             row_in_block_S=row_in_block_S,
-            arrival_P=arrival_P,
+            received_P=received_P,
             block_start_P=block_start_D.index_select(0, source_P),
             # int32, as torch's grouped product takes ends.
             expert_end_L=received[:, 1:].sum(0).cumsum(0).to(torch.int32),
@@ -240,7 +235,7 @@ class _AllToAllDispatch(torch.autograd.Function):
         in_flight: _InFlight | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Save index tensors like any other: as attributes of ctx they would outlive a checkpointed block's first run.
-        ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
+        ctx.save_for_backward(route.received_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
         ctx.splits, ctx.by, ctx.weights = route.splits, by, (weight_TK.shape, weight_TK.dtype)
         ctx.in_flight = in_flight
         splits, group = route.splits, by.group
@@ -253,7 +248,7 @@ class _AllToAllDispatch(torch.autograd.Function):
         rows_QH = hidden_TH.index_select(0, route.token_Q)
         rows_RH, rows_work = all_to_all(rows_QH, splits.rows_sent, splits.rows_received, group, wait=False)
         wait(pairs_work)
-        pair_P2 = pair_P2.index_select(0, route.arrival_P)
+        pair_P2 = pair_P2.index_select(0, route.received_P)
         row_P = pair_P2[:, 0].long() + route.block_start_P
         weight_P = pair_P2[:, 1].contiguous().view(weight_S.dtype).to(weight_TK.dtype)
         ctx.mark_non_differentiable(row_P)
@@ -267,9 +262,9 @@ class _AllToAllDispatch(torch.autograd.Function):
     def backward(
         ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor, grad_row_P: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        arrival_P, pair_S, *rows_of_token = ctx.saved_tensors
+        received_P, pair_S, *rows_of_token = ctx.saved_tensors
         if ctx.in_flight is None:
-            sent = _send_gradients(grad_weight_P, grad_rows_RH, arrival_P, ctx.splits, ctx.by.group)
+            sent = _send_gradients(grad_weight_P, grad_rows_RH, received_P, ctx.splits, ctx.by.group)
         else:
             sent, ctx.in_flight.gradients = ctx.in_flight.gradients, None
         grad_weight_S, pairs_work, grad_rows_QH, rows_work = sent
@@ -284,11 +279,15 @@ class _AllToAllDispatch(torch.autograd.Function):
 
 
 def _send_gradients(
-    grad_weight_P: torch.Tensor, grad_rows_RH: torch.Tensor, arrival_P: torch.Tensor, splits: Splits, group: Any
+    grad_weight_P: torch.Tensor,
+    grad_rows_RH: torch.Tensor,
+    received_P: torch.Tensor,
+    splits: Splits,
+    group: dist.ProcessGroup,
 ) -> _GradientsInFlight:
     """Issue both backward all-to-alls, on every rank, even without local tokens: skipping one would hang the others."""
-    grad_arrived_P = exact(torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P))
-    grad_weight_S = all_to_all(grad_arrived_P, splits.pairs_received, splits.pairs_sent, group, wait=False)
+    grad_received_P = exact(torch.empty_like(grad_weight_P).index_copy_(0, received_P, grad_weight_P))
+    grad_weight_S = all_to_all(grad_received_P, splits.pairs_received, splits.pairs_sent, group, wait=False)
     return *grad_weight_S, *all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False)
 
 
@@ -307,7 +306,7 @@ class _Receive(torch.autograd.Function):
         by: AllToAllDispatcher,
         in_flight: _InFlight,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(route.arrival_P)
+        ctx.save_for_backward(route.received_P)
         ctx.splits, ctx.group, ctx.in_flight = route.splits, by.group, in_flight
         wait(in_flight.rows)
         in_flight.rows = None
@@ -327,7 +326,7 @@ class SumRows(torch.autograd.Function):
     """Return rows_RH to their tokens on `route`, over the group of `by`, and sum what each token receives: out_TH."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RH: torch.Tensor, route: Any, by: AllToAllDispatcher) -> torch.Tensor:
+    def forward(ctx: Any, rows_RH: torch.Tensor, route: "Route | _Route", by: AllToAllDispatcher) -> torch.Tensor:
         # Do not save through autograd: a checkpointed block would be recomputed up to here for this tensor alone.
         ctx.token_Q, ctx.splits, ctx.group = route.token_Q, route.splits, by.group
         rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, by.group)

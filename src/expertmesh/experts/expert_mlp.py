@@ -2,15 +2,12 @@
 
 Pairs are ordered by expert, so each projection is one grouped matrix product. Routing weights are applied before the
 down projection, so that expert outputs need not be saved for the router's gradient; gathered inputs and activations are
-recomputed in backward. Saved for backward are the rows received, the pre-activations and the r-wide products of
-adapters: R*H + P*2I elements against about P*(2H + 6I) in the plain form (arXiv 2512.14080 derives the same saving).
-All of it exists before the down projection, where a block's second run ends if backward needs no more of the block.
+recomputed in backward. Saved are the rows received, the pre-activations and the r-wide products of adapters: R*H + P*2I
+elements against about P*(2H + 6I) in the plain form (arXiv 2512.14080 derives the same saving).
 
-For an adapted projection W the layer computes `x W^T + scaling · (x A^T) B^T` (LoRA: arXiv 2106.09685). The product B
-A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost), and frozen weights get no gradient.
-`moe.compute: loop` multiplies one expert after the other (`PerExpertMlp`): the plain reference, and the only way in
-fp64. Gathered rows, cast weights and activations then exist for one expert at a time, and on an accelerator it waits
-for the device once per call, because it needs the experts' spans on the host.
+An adapted projection W computes `x W^T + scaling · (x A^T) B^T` (LoRA: arXiv 2106.09685). The product B A, E x out x
+in, is never formed (huggingface/peft issue 3577 shows its cost), and frozen weights get no gradient. `moe.compute:
+loop` multiplies one expert after the other (`PerExpertMlp`): the plain reference, and the only way in fp64.
 
     R rows, P pairs, H hidden, I intermediate, L experts on this rank, r rank of the adapters; up weights are
     `[L, 2I, H]`, or `[L, H, 2I]` in transposed families (2I is I when the experts are not gated), down weights
@@ -19,7 +16,7 @@ for the device once per call, because it needs the experts' spans on the host.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -29,16 +26,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.experts.activation_checkpointing import Rest, in_two_parts
+from expertmesh.experts.activation_checkpointing import Deferred, in_two_parts
 from expertmesh.experts.lora_state import Dropout, keep_mask
-from expertmesh.experts.mlp_spec import (
-    Adapter,
-    Adapters,
-    ExpertMlpSpec,
-    ExpertWeights,
-    activate,
-    activation_backward,
-)
+from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights, activate, activation_backward
 from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
 from expertmesh.state.codes import Scratch
 from expertmesh.state.packed import PackedTensor, units_together
@@ -48,6 +38,10 @@ from expertmesh.state.packed import PackedTensor, units_together
 _RANK_MULTIPLE = 8
 # torch's kernel for CUDA refuses as many.
 MOST_GROUPS = 1024
+
+
+# By groups of rows that end at `end_L`: `grouped_mm` or `looped_mm`.
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
@@ -103,7 +97,7 @@ def expert_mlp(
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Compute the up projection, and a `Rest` with everything behind it."""
+    """Compute the up projection, and defer everything after it."""
 
     @staticmethod
     def forward(
@@ -123,7 +117,7 @@ class _ExpertMlp(torch.autograd.Function):
         scalings: tuple[float, float],
         expert_L: torch.Tensor | None,
         dropout: Dropout | None,
-        rest: Rest,
+        deferred: Deferred,
     ) -> torch.Tensor:
         product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
         x_PH = rows_RH.index_select(0, pairs.row_P)
@@ -154,20 +148,20 @@ class _ExpertMlp(torch.autograd.Function):
             return segment_sum(out_PH, pairs.by_row, mlp.triton)
 
         # Behind the boundary, so that a checkpointed block's second run can end before the down projection.
-        rest.compute = compute
+        deferred.compute = compute
         number_R = None if dropout is None else dropout.number_P
         low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R)
         # Save index tensors too: attributes of ctx would outlive a checkpointed block's first run.
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
-        ctx.mlp, ctx.scalings, ctx.expert_L, ctx.rest = mlp, scalings, expert_L, rest
+        ctx.mlp, ctx.scalings, ctx.expert_L, ctx.deferred = mlp, scalings, expert_L, deferred
         ctx.dropout = None if dropout is None else (dropout.probability, dropout.salt)
-        return rest.edge(rows_RH)
+        return deferred.boundary(rows_RH)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_out_RH = ctx.rest.gradient()
-        rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *rest = ctx.saved_tensors
-        up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R, *indices = rest
+        grad_out_RH = ctx.deferred.gradient()
+        rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *others = ctx.saved_tensors
+        up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R, *indices = others
         pairs, mlp, (up_scaling, down_scaling) = LocalPairs.of(*indices), ctx.mlp, ctx.scalings
         dropout = None if number_R is None else Dropout(ctx.dropout[0], ctx.dropout[1], number_R)
         product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
@@ -241,10 +235,10 @@ def normed_expert_mlp(
 
     def compute(rows_RH: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
         place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
-        alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
+        one_per_row = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
         rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs, mlp.triton)
         drop = dropout and replace(dropout, number_P=dropout.number_P.index_select(0, pairs.row_P))
-        out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp, adapters, drop)
+        out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), one_per_row, weights, mlp, adapters, drop)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
         # Compute in the wider dtype of the two, since the weights may be fp32, then cast back.
         out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs, mlp.triton)
@@ -282,7 +276,7 @@ class _SumPairs(torch.autograd.Function):
 
 
 def _by_weight(
-    product: Any,
+    product: Product,
     x_PK: torch.Tensor,
     weight: torch.Tensor,
     end_L: torch.Tensor,
@@ -294,13 +288,12 @@ def _by_weight(
     Packed weights are dequantised for a few experts at a time, so that their values never exist all at once. The host
     then needs the spans of these experts and waits for the device, unless one time takes them all.
     """
-    turned = mlp.transposed if backward else not mlp.transposed
+    transposes = mlp.transposed if backward else not mlp.transposed
     together = units_together(weight.kind, x_PK.device) if isinstance(weight, PackedTensor) else 0
     if not isinstance(weight, PackedTensor) or together >= len(weight):
         values = (weight.values() if isinstance(weight, PackedTensor) else weight).to(x_PK.dtype)
-        out: torch.Tensor = product(x_PK, values.transpose(1, 2) if turned else values, end_L)
-        return out
-    out = x_PK.new_empty(x_PK.shape[0], weight.shape[1 if turned else 2])
+        return product(x_PK, values.transpose(1, 2) if transposes else values, end_L)
+    out = x_PK.new_empty(x_PK.shape[0], weight.shape[1 if transposes else 2])
     ends, scratch = [0, *end_L.tolist()], Scratch()
     for first in range(0, len(weight), together):
         last = min(first + together, len(weight))
@@ -308,21 +301,22 @@ def _by_weight(
         if end == start:
             continue
         # `scratch` is reused: without it each part would allocate its values anew.
-        some = weight.experts(first, last, scratch).to(x_PK.dtype)
-        some = some.transpose(1, 2) if turned else some
+        values = weight.experts(first, last, scratch).to(x_PK.dtype)
+        values = values.transpose(1, 2) if transposes else values
         if x_PK.device.type == "cpu":  # where the grouped product is these, and a copy
             for expert, span in enumerate(itertools.starmap(slice, itertools.pairwise(ends[first : last + 1]))):
-                torch.mm(x_PK[span], some[expert], out=out[span])
+                torch.mm(x_PK[span], values[expert], out=out[span])
         else:
-            out[start:end] = product(x_PK[start:end], some, end_L[first:last] - start)
+            out[start:end] = product(x_PK[start:end], values, end_L[first:last] - start)
     return out
 
 
 def _weight_gradient(
-    product: Any, input_Pk: torch.Tensor, grad_Pn: torch.Tensor, end_L: torch.Tensor, mlp: ExpertMlpSpec
+    product: Product, input_Pk: torch.Tensor, grad_Pn: torch.Tensor, end_L: torch.Tensor, mlp: ExpertMlpSpec
 ) -> torch.Tensor:
+    """Return the gradient of all experts' weights, in the layout of the weights; zeros for experts without pairs."""
     left, right = (input_Pk, grad_Pn) if mlp.transposed else (grad_Pn, input_Pk)
-    gradient: torch.Tensor = product(left.t(), right, end_L)
+    gradient = product(left.t(), right, end_L)
     if leaves_empty_groups(gradient.device):
         empty_L = end_L.diff(prepend=end_L.new_zeros(1)) == 0
         gradient.masked_fill_(empty_L[:, None, None], 0)
@@ -375,7 +369,11 @@ def _dropped(
 
 
 class PerExpertMlp(torch.autograd.Function):
-    """Compute the up projections, and a `Rest` with everything behind them. `expert_mlp.expert_mlp` calls it."""
+    """Compute the up projections, and defer everything after them.
+
+    Gathered rows, cast weights and activations exist for one expert at a time. An accelerator waits once per call: the
+    host needs the experts' spans.
+    """
 
     @staticmethod
     def forward(
@@ -388,7 +386,7 @@ class PerExpertMlp(torch.autograd.Function):
         down_bias: torch.Tensor | None,
         pairs: LocalPairs,
         mlp: ExpertMlpSpec,
-        rest: Rest,
+        deferred: Deferred,
     ) -> torch.Tensor:
         dtype, spans = rows_RH.dtype, list(_spans(pairs))
         pre_PI2 = rows_RH.new_empty(weight_P.shape[0], up.shape[2 if mlp.transposed else 1])
@@ -407,15 +405,15 @@ class PerExpertMlp(torch.autograd.Function):
                 out_RH.index_add_(0, pairs.row_P[span], out_pH.to(out_RH.dtype))
             return out_RH.to(dtype)
 
-        rest.compute = compute
+        deferred.compute = compute
         # All pairs' pre-activations are kept, one expert's activations at a time exist.
         ctx.save_for_backward(rows_RH, pre_PI2, weight_P, up, down, up_bias, down_bias, *pairs.tensors())
-        ctx.mlp, ctx.rest = mlp, rest
-        return rest.edge(rows_RH)
+        ctx.mlp, ctx.deferred = mlp, deferred
+        return deferred.boundary(rows_RH)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_out_RH = ctx.rest.gradient()
+        grad_out_RH = ctx.deferred.gradient()
         rows_RH, pre_PI2, weight_P, up, down, up_bias, down_bias, *indices = ctx.saved_tensors
         pairs, mlp, dtype = LocalPairs.of(*indices), ctx.mlp, rows_RH.dtype
         grad_rows_RH, grad_weight_P = _wide_zeros(rows_RH), torch.empty_like(weight_P)
@@ -466,8 +464,8 @@ def _spans(pairs: LocalPairs) -> Iterator[tuple[int, slice]]:
 
 def _in_out(weight: torch.Tensor, expert: int, mlp: ExpertMlpSpec, dtype: torch.dtype) -> torch.Tensor:
     """Return one expert's weight as `[in, out]` for any layout; dequantised, if it is packed."""
-    own = weight.experts(expert, expert + 1)[0] if isinstance(weight, PackedTensor) else weight[expert]
-    return (own if mlp.transposed else own.t()).to(dtype)
+    values = weight.experts(expert, expert + 1)[0] if isinstance(weight, PackedTensor) else weight[expert]
+    return (values if mlp.transposed else values.t()).to(dtype)
 
 
 def _write_gradient(input_pk: torch.Tensor, grad_pn: torch.Tensor, out: torch.Tensor, mlp: ExpertMlpSpec) -> None:

@@ -22,18 +22,15 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.compat import default_apply_gate, set_experts
 from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts import deepep
-from expertmesh.experts.by_library import LibraryDispatcher
-from expertmesh.experts.copies import Copies
+from expertmesh.experts import deepep, triton_ops
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, HierarchicalDispatcher, LocalDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
-from expertmesh.experts.kernels import ops
-from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of, sorted_forward
+from expertmesh.experts.layer import Copies, ExpertLayer, SharedExpert, layer_of, sorted_forward
+from expertmesh.experts.micro_batch import real_tokens
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
 from expertmesh.experts.placement import Placement
-from expertmesh.experts.token_counts import real_tokens
 from expertmesh.io.boxes import inverse
-from expertmesh.state.model_view import module_state
+from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.patching import register_function, replace_forward
 
 IMPLEMENTATION = "expertmesh"
@@ -53,7 +50,7 @@ class Kernels:
     """True if Triton's kernels run."""
     gates: Mapping[str, Gate] = field(default_factory=dict)
     """Gates that Triton's kernels compute, by experts module; torch computes other activations."""
-    said: str = "torch"
+    text: str = "torch"
     """Text of the plan."""
 
 
@@ -66,6 +63,7 @@ class ExpertsPlan:
     compute: Mapping[str, str]
     """The backend of each experts module."""
     kernels: Kernels
+    """The kernels that `moe.kernels` resolved to."""
     shared: Mapping[str, str]
     """By experts module, the shared expert that computes while its rows are in flight."""
     placement: Placement
@@ -87,14 +85,15 @@ def install(model: nn.Module, anatomy: Anatomy, mesh: Mesh, plan: ExpertsPlan, d
         beside = SharedExpert(model.get_submodule(shared[spec.name])) if spec.name in shared else None
         expert_L, slot_E, copies = _places(spec, plan.placement, mesh)
         layer = ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, expert_L, slot_E, copies, shared=beside)
-        attach_layer(experts, layer)
+        attach_to_module(experts, expert_layer=layer)
         if spec.call == "interface":
             set_experts(experts.config, IMPLEMENTATION)
         elif spec.call == "sorted":
             replace_forward(experts, partial(sorted_forward, experts, spec, partial(_experts_forward, experts)))
+        elif spec.call == "dense":
+            replace_forward(experts, partial(layer.forward_dense, experts))
         else:
-            forward = _dense_forward if spec.call == "dense" else _experts_forward
-            replace_forward(experts, partial(forward, experts))
+            replace_forward(experts, partial(_experts_forward, experts))
 
 
 def _places(
@@ -102,8 +101,8 @@ def _places(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Copies | None]:
     """Return an expert layer's `expert_L`, `slot_E` and `copies`."""
     order, rank = placement.orders.get(spec.name), mesh.expert["ep"].get_local_rank()
-    held, device = spec.num_experts // mesh.layout.ep, mesh.device
-    first, last = rank * held, (rank + 1) * held
+    experts_here, device = spec.num_experts // mesh.layout.ep, mesh.device
+    first, last = rank * experts_here, (rank + 1) * experts_here
     if order is None:
         return torch.arange(first, last, device=device), None, None
     if not placement.copies:
@@ -118,10 +117,6 @@ def _experts_forward(
 ) -> torch.Tensor:
     real_T = real_tokens(len(top_k_index))
     return layer_of(experts).forward_counted(experts, hidden_states, top_k_index, top_k_weights, real_T)
-
-
-def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    return layer_of(experts).forward_dense(experts, hidden_states)
 
 
 def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype, experts: int) -> str:
@@ -139,19 +134,15 @@ def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype, 
             f"moe.compute: grouped_mm cannot run {spec.name}: {refusal}; set moe.compute to loop or auto",
             key="moe.compute-unsupported",
         )
-    loops = compute == "auto" and torch.cuda.is_available() and not _has_grouped_kernel(dtype)
+    # In bf16 on sm90 and sm100 torch multiplies all experts at once (pytorch#186620). On other GPUs it goes expert by
+    # expert and waits for the device in each product; our own loop waits once.
+    loops = False
+    if compute == "auto" and torch.cuda.is_available():
+        loops = dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] not in (9, 10)
     return "loop" if compute == "loop" or refusal or loops else "grouped_mm"
 
 
-def _has_grouped_kernel(dtype: torch.dtype) -> bool:
-    """Return whether torch multiplies all experts at once on this GPU: in bf16 on sm90 and sm100 (pytorch#186620).
-
-    Elsewhere it goes expert by expert, and waits for the device in each product; our own loop waits once.
-    """
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
-
-
-def choose_kernels(model: nn.Module, anatomy: Anatomy, asked: KernelsName, dtype: torch.dtype) -> Kernels:
+def choose_kernels(model: nn.Module, anatomy: Anatomy, requested: KernelsName, dtype: torch.dtype) -> Kernels:
     """Resolve `moe.kernels` in `dtype`.
 
     `auto` is Triton's on every GPU on which they have been proven. Ranks try that, each on its own device; a launcher
@@ -160,27 +151,27 @@ def choose_kernels(model: nn.Module, anatomy: Anatomy, asked: KernelsName, dtype
     Raises:
         InputError: Triton's were requested and this device lacks them.
     """
-    if asked == "torch" or (asked == "auto" and not torch.cuda.is_available()):
+    if requested == "torch" or (requested == "auto" and not torch.cuda.is_available()):
         return Kernels()
     refusal: str | None = "there is no GPU"
     if torch.cuda.is_available():
         if not dist.is_initialized() or dist.get_backend() == "fake":
-            return Kernels(said="triton, where ranks find that their GPUs run them")
+            return Kernels(text="triton, where ranks find that their GPUs run them")
         found = ((spec.name, gate_of(model.get_submodule(spec.name), spec)) for spec in anatomy.experts)
         gates = {name: gate for name, gate in found if gate is not None}
         device = torch.device("cuda", torch.cuda.current_device())
         refusal = triton_refusal(device, dtype, frozenset(gates.values()))
         if refusal is None:
             others = len(anatomy.experts) - len(gates)
-            rest = f" (torch for the activations of {others} layers)" if others else ""
-            return Kernels(True, gates, f"triton{rest}")
-    if asked == "triton":
+            remainder = f" (torch for the activations of {others} layers)" if others else ""
+            return Kernels(True, gates, f"triton{remainder}")
+    if requested == "triton":
         error = InputError if torch.cuda.is_available() else MissingHereError
         raise error(
             f"moe.kernels: triton cannot be used here: {refusal}; set moe.kernels to torch or auto",
             key="moe.kernels-unsupported",
         )
-    return Kernels(said=f"torch (not triton: {refusal})")
+    return Kernels(text=f"torch (not triton: {refusal})")
 
 
 def gate_of(experts: Any, spec: ExpertsSpec) -> Gate | None:
@@ -206,10 +197,10 @@ def gate_of(experts: Any, spec: ExpertsSpec) -> Gate | None:
             act_PI = function(pre_P2I)
             return [act_PI, *torch.autograd.grad(act_PI.sum(), pre_P2I)]
 
-    own = with_gradient(activation)
+    expected = with_gradient(activation)
     for form in itertools.product((False, True), alphas, (None, *limits), (0.0, 1.0)):
         tried = with_gradient(gate := Gate(*form))
-        if all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(own, tried, strict=True)):
+        if all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(expected, tried, strict=True)):
             return gate
     return None
 
@@ -282,22 +273,22 @@ def _errors(device: torch.device, dtype: torch.dtype, gates: frozenset[Gate]) ->
         with torch.enable_grad():
             expected_PI = gate(leaves[0]) * leaves[1].unsqueeze(1)
             expected = torch.autograd.grad(expected_PI, leaves, grad_PI.float())
-        yield "swiglu", _error(ops.swiglu(pre_P2I, weight_P, *gate.flat()), expected_PI)
-        grad_weight_P = ops.swiglu_backward_(pre_P2I, grad_PI, weight_P, *gate.flat())
+        yield "swiglu", _error(triton_ops.swiglu(pre_P2I, weight_P, *gate.flat()), expected_PI)
+        grad_weight_P = triton_ops.swiglu_backward_(pre_P2I, grad_PI, weight_P, *gate.flat())
         for got, want in zip((grad_PI, pre_P2I, grad_weight_P), (expected_PI, *expected), strict=True):
             yield "swiglu_backward", _error(got, want)
 
     for items, keys in _SORTED:
         key_N = torch.randint(keys, (items,), generator=random, device=device)
         order_N = torch.argsort(key_N, stable=True)
-        got_order_N, got_place_N = ops.counting_sort(key_N, keys)
+        got_order_N, got_place_N = triton_ops.counting_sort(key_N, keys)
         yield "counting_sort", _error(got_order_N, order_N)
         yield "counting_sort", _error(got_place_N, torch.argsort(order_N))
 
     values_NH = normal(_ITEMS, _WIDTH)
     start_R1 = torch.searchsorted(key_N[order_N], torch.arange(_KEYS + 1, device=device))
     expected_RH = values_NH.new_zeros(_KEYS, _WIDTH, dtype=torch.float32).index_add_(0, key_N, values_NH.float())
-    yield "segment_sum", _error(ops.segment_sum(values_NH, order_N, start_R1), expected_RH)
+    yield "segment_sum", _error(triton_ops.segment_sum(values_NH, order_N, start_R1), expected_RH)
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -314,12 +305,14 @@ def open_dispatchers(
     """
     if name == "deepep" and specs:
         library = deepep.Exchange(mesh.ep_group, max(spec.hidden_size for spec in specs))
-        return {spec.name: LibraryDispatcher(spec.num_experts, mesh.layout.ep, library, triton) for spec in specs}
+        ep = mesh.layout.ep
+        return {spec.name: deepep.LibraryDispatcher(spec.num_experts, ep, library, triton) for spec in specs}
     more = mesh.layout.ep * replicas
     return {spec.name: _dispatcher(name, spec.num_experts + more, mesh, triton) for spec in specs}
 
 
 def _dispatcher(name: str, num_experts: int, mesh: Mesh, triton: bool) -> Dispatcher:
+    """Return the dispatcher of this name for `num_experts` slots of the EP group."""
     if mesh.layout.ep == 1:
         return LocalDispatcher(num_experts, triton)
     if name == "hierarchical":
@@ -349,6 +342,6 @@ def close_library(model: nn.Module) -> None:
     """Free the buffers of the library that sends rows of `model`, if there is one. Every rank calls it, at the end."""
     for module in model.modules():
         layer = module_state(module).expert_layer
-        if layer is not None and isinstance(layer.dispatcher, LibraryDispatcher):
+        if layer is not None and isinstance(layer.dispatcher, deepep.LibraryDispatcher):
             layer.dispatcher.library.close()
             return

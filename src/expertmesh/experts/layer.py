@@ -1,39 +1,55 @@
 """Run what a Hugging Face model calls as `experts(hidden_states, top_k_index, top_k_weights)`.
 
-One forward of `ExpertLayer`:
+One forward of `ExpertLayer`, from the router's choice to the block's next line:
 
-    1   count the tokens of each expert (training, first run only); find the slots of placed experts
-    2a  dispatch: send each token once to each rank that holds any of its experts
-    2b  MLP: compute this rank's experts on the rows received, sum the pairs of each row
-    2c  combine: return one row per token and rank, sum them at the token's own rank
-    3   a shared expert may compute while the rows are in flight
+    1   count     Count the tokens of each expert (training, first run only). Translate expert ids to slots, where
+                  experts are placed or copied.
+    2a  dispatch  Send each token once to each rank that holds any of its experts. A shared expert may compute while
+                  the rows are in flight.
+    2b  experts   Compute this rank's experts on the rows received; sum the weighted pairs of each row.
+    2c  combine   Return one row per token and rank; sum them on the token's own rank.
+    3   shared    The model calls its shared expert, and gets the result of 2a.
 
 install.py puts the layer into a model. Router, shared experts and block stay the model's own code.
+
+`Copies` holds copies of other ranks' experts beside a rank's own, so that ranks share their tokens (`moe.replicas`).
+Copied experts are frozen: their weights are fetched once from the ranks that own them. Adapters on them train: each
+forward exchanges those of copied experts, and its backward sends the gradients of the copies to the owners, which sum
+them. Files, checkpoints and hashes contain no copies.
+
+    T tokens here, K top-k, H hidden, R rows and P pairs received, E experts, L experts of this rank
+    of copies: L own experts of a rank, C copies beside them, S = L + C slots, X experts that this rank sends,
+    F numbers of an expert, M most ranks that hold an expert
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.compat import is_profiling, storage_key
+from expertmesh.distributed.collectives import all_to_all
 from expertmesh.experts.activation_checkpointing import computed_once, confirm_choice, is_recomputing
-from expertmesh.experts.copies import Copies
-from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatched, Dispatcher
+from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher
 from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
-from expertmesh.experts.lora_state import Dropout, running_adapters_of
+from expertmesh.experts.lora_state import running_adapters_of
+from expertmesh.experts.micro_batch import TokensPerExpert, real_tokens
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
-from expertmesh.experts.pairs import LocalPairs, count_pairs, sorted_choice
-from expertmesh.experts.token_counts import TokensPerExpert, real_tokens
-from expertmesh.state.model_view import attach_to_module, module_state
-from expertmesh.state.patching import replace_forward
+from expertmesh.experts.pairs import Segments, count_pairs, segment_sum, segments_of, sorted_choice
+from expertmesh.experts.placement import Copied, slots_from
+from expertmesh.io.boxes import inverse
+from expertmesh.state.model_view import module_state
+from expertmesh.state.packed import PackedTensor, stored
+from expertmesh.state.patching import replace_forward, set_at
+from expertmesh.state.shards import local_part, local_tensor, placed_like
 
 
 @dataclass(eq=False)
@@ -41,17 +57,21 @@ class ExpertLayer:
     """The running part of one experts module: its dispatcher and its MLP."""
 
     spec: ExpertsSpec
+    """The layout of the module's parameters."""
     dispatcher: Dispatcher
+    """Steps 2a and 2c."""
     mlp: ExpertMlpSpec
+    """Step 2b."""
     dtype: torch.dtype
     """The dtype in which the experts compute."""
     expert_L: torch.Tensor
     """The experts that this rank holds, copies behind its own: their numbers in the model, int64."""
     slot_E: torch.Tensor | None = None
     """The slot of each expert among those of all EP ranks, int64; None if that is its number, or with copies."""
-    copies: Copies | None = None
+    copies: "Copies | None" = None
     """The copies of other ranks' experts on this rank, which has slots for them behind its own experts'."""
     shared: "SharedExpert | None" = None
+    """The shared expert that computes during the dispatch."""
     tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
     """Real tokens that this rank's router sent to each expert since the last `pop`, in training only; recomputation
     does not count again."""
@@ -77,21 +97,35 @@ class ExpertLayer:
         """
         # Cast before sending: fp32 hidden states would double the bytes between ranks.
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
-        # From here to combine, experts have the numbers of their slots.
+        # 1: from here to combine, expert ids are numbers of slots.
         if self.copies is not None:
             index_TK = self.copies.slots(index_TK)
         elif self.slot_E is not None:
             index_TK = self.slot_E[index_TK]
         try:
-            with span("dispatch"):
-                rows_RH, weight_P, pairs, metadata = self._dispatch(hidden, hidden_TH, index_TK, weight_TK)
-                # After the dispatch: a mask follows its token to whichever rank computes it.
-                dropout = self._dropout(experts, len(hidden_TH), metadata)
-            with span("experts"):
-                out_RH = self._mlp(experts, rows_RH, weight_P, pairs, dropout)
-            with span("combine"):
+            with span("dispatch"):  # 2a
+                if self.shared is None:
+                    dispatched = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
+                else:
+                    assert isinstance(self.dispatcher, AllToAllDispatcher)
+                    meanwhile = partial(self.shared.compute, hidden)
+                    dispatched = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK, meanwhile=meanwhile)
+                rows_RH, weight_P, pairs, metadata = dispatched
+                state = running_adapters_of(experts) if experts.training else None
+                dropout = None if state is None else state.dropout_of(self.spec.name, len(hidden_TH))
+                if dropout is not None:
+                    # One more exchange: a mask follows its token to whichever rank computes it.
+                    dropout = replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
+            with span("experts"):  # 2b
+                weights, adapters = self._weights(experts), self._adapters(experts)
+                if self.spec.post_norm:
+                    norm: Any = experts.post_expert_norm  # a module, which nn.Module's type does not tell
+                    out_RH = normed_expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, norm, adapters, dropout)
+                else:
+                    out_RH = expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, adapters, dropout)
+            with span("combine"):  # 2c; never skipped, since a rank without tokens is part of the collective
                 return self.dispatcher.combine(out_RH, metadata).to(hidden.dtype)
-        except BaseException:  # by one torch ends a block's second run, when it has all that backward needs
+        except BaseException:  # torch ends a block's second run by one, once it has all that backward needs
             if self.shared is not None:
                 self.shared.forget()
             raise
@@ -138,35 +172,11 @@ class ExpertLayer:
         # Return no view: FSDP2 hooks this output, and a model may add to it in place.
         return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
 
-    def _dispatch(
-        self, hidden: torch.Tensor, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
-    ) -> Dispatched:
-        """Dispatch, and run the shared expert while rows are in flight."""
-        if self.shared is None:
-            return self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
-        assert isinstance(self.dispatcher, AllToAllDispatcher)
-        return self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK, meanwhile=partial(self.shared.compute, hidden))
-
-    def _mlp(
-        self,
-        experts: nn.Module,
-        rows_RH: torch.Tensor,
-        weight_P: torch.Tensor,
-        pairs: LocalPairs,
-        dropout: Dropout | None,
-    ) -> torch.Tensor:
-        """Return the weighted outputs of this rank's experts, summed for each row, `[R, H]`."""
-        weights, adapters = self._weights(experts), self._adapters(experts)
-        if self.spec.post_norm:
-            norm: Any = experts.post_expert_norm
-            return normed_expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, norm, adapters, dropout)
-        return expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, adapters, dropout)
-
     def _weights(self, experts: nn.Module) -> ExpertWeights:
         """Return this rank's experts in the layout of `mlp`."""
         if self.copies is not None:
             return ExpertWeights(*(self.copies.storages[name] for name in self.spec.parameters))
-        first, second, *others = (_local(experts.get_parameter(name)) for name in self.spec.parameters)
+        first, second, *others = (local_part(experts.get_parameter(name)) for name in self.spec.parameters)
         if self.spec.flat_gate is not None:
             by_expert = (-1, self.spec.intermediate_size, self.spec.hidden_size)
             # Gate and up that are stored apart become one product; the copy lives for this call.
@@ -180,14 +190,6 @@ class ExpertLayer:
         if self.copies is not None and (up is not None or down is not None):
             up, down = self.copies.with_adapters(up, down)
         return None if up is None and down is None else Adapters(up, down, self.expert_L)
-
-    def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
-        """Return the adapters' dropout with the numbers of the rows received. Collectives: one more exchange if there
-        is dropout.
-        """
-        state = running_adapters_of(experts)
-        dropout = state.dropout_of(self.spec.name, tokens) if state is not None and experts.training else None
-        return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
 
 
 def sorted_forward(
@@ -215,42 +217,33 @@ class SharedExpert:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self._own = module, module.forward
-        self._ahead: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self.module, self._module_forward = module, module.forward
+        self._ahead: tuple[torch.Tensor, tuple[object, ...], torch.Tensor] | None = None
         replace_forward(module, self._forward)
 
     def compute(self, hidden: torch.Tensor) -> None:
         """Run the module, including its hooks, on the input of the routed experts."""
         self.forget()
-        self._ahead = (hidden, _version(hidden), self.module(hidden))
+        # The input is held as well, so that its memory cannot get other values under the same address.
+        self._ahead = (hidden, _identity(hidden), self.module(hidden))
 
     def forget(self) -> None:
         """Free a result that the model will not ask for."""
         self._ahead = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        # The same memory is not enough: the model may have changed it in place since, which its version tells.
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and _same_values(ahead[0], hidden) and ahead[1] == _version(hidden):
-            return ahead[2] if ahead[2].shape == hidden.shape else ahead[2].view(hidden.shape)
-        out: torch.Tensor = self._own(hidden)
+        if ahead is not None and hidden.is_contiguous() and ahead[1] == _identity(hidden):
+            return ahead[2].view(hidden.shape) if ahead[2].shape != hidden.shape else ahead[2]
+        out: torch.Tensor = self._module_forward(hidden)
         return out
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """Return the version of the values; tensors of inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether both are the same memory, viewed in the same order."""
-    keys = [(storage_key(x.untyped_storage()), x.storage_offset(), x.numel(), x.dtype) for x in (one, other)]
-    return keys[0] == keys[1] and one.is_contiguous() and other.is_contiguous()
-
-
-def attach_layer(experts: nn.Module, layer: ExpertLayer) -> None:
-    """Let the calls of an experts module run `layer` (install.py)."""
-    attach_to_module(experts, expert_layer=layer)
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what differs if a tensor is other memory, or its memory was changed in place since."""
+    version = 0 if tensor.is_inference() else tensor._version  # tensors of inference mode have none
+    memory = (storage_key(tensor.untyped_storage()), tensor.storage_offset(), tensor.numel(), tensor.dtype)
+    return *memory, tensor.is_contiguous(), version
 
 
 def layer_of(experts: nn.Module) -> ExpertLayer:
@@ -266,14 +259,118 @@ def span(part: str) -> AbstractContextManager[Any]:
 
 
 def _adapter(experts: nn.Module, name: str) -> Adapter | None:
+    """Return the adapter of the parameter `name`; None if it has none, or adapters are off."""
     place, _, leaf = name.rpartition(".")
     holder = experts.get_submodule(place)
     # Also while adapters are off: the base alone is the reference of DPO.
     if running_adapters_of(holder) is None or not hasattr(holder, f"{leaf}_lora_A"):
         return None
-    a_LrK, b_LNr = (_local(holder.get_parameter(f"{leaf}_lora_{which}")) for which in "AB")
+    a_LrK, b_LNr = (local_part(holder.get_parameter(f"{leaf}_lora_{which}")) for which in "AB")
     return Adapter(a_LrK, b_LNr, module_state(holder).lora_scaling[leaf])
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+@dataclass(eq=False)
+class Copies:
+    """The copies on a rank of an EP group, for one layer, and the experts that it sends to other ranks."""
+
+    group: dist.ProcessGroup
+    """The EP group."""
+    sent_X: torch.Tensor
+    """The slots of this rank's own experts that others copy, by the rank that gets them, int64."""
+    by_owner: Segments
+    """The places of each own expert in `sent_X`, to sum the gradients received in backward."""
+    send: list[int]
+    """The number of them that each rank gets."""
+    receive: list[int]
+    """The number that each rank sends to this one; its copies have the order of their owners."""
+    slot_EM: torch.Tensor
+    """The slots that this rank's tokens go to by turns, int64."""
+    turns_E: torch.Tensor
+    """The number of these slots, int64."""
+    storages: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Frozen weights `[S, ...]` by the parameter's name in the experts module, which is a view of the first L."""
+
+    @classmethod
+    def of(cls, order: Sequence[int], copies: Copied, group: dist.ProcessGroup, device: torch.device) -> "Copies":
+        """Make the copies of this rank, whose weights `fetch` gets.
+
+        Args:
+            group: The EP group.
+            device: The device of the indices.
+            order: The expert in each slot of own experts, by EP rank.
+            copies: The experts that each EP rank copies, in the order of their slots.
+        """
+        rank, per_rank, slots = group.rank(), len(order) // group.size(), inverse(order)
+        sent = [[slots[e] - rank * per_rank for e in experts if slots[e] // per_rank == rank] for experts in copies]
+        owners = [slots[expert] // per_rank for expert in copies[rank]]
+        slots_of_expert = slots_from(rank, order, copies)
+        most = max(map(len, slots_of_expert))
+        sent_X = torch.tensor([expert for experts in sent for expert in experts], dtype=torch.int64, device=device)
+        return cls(
+            group,
+            sent_X,
+            segments_of(sent_X, per_rank),
+            [len(experts) for experts in sent],
+            [owners.count(owner) for owner in range(group.size())],
+            torch.tensor([[*each, *[0] * (most - len(each))] for each in slots_of_expert], device=device),
+            torch.tensor([len(each) for each in slots_of_expert], device=device),
+        )
+
+    def slots(self, index_TK: torch.Tensor) -> torch.Tensor:
+        """Return the slot, of all EP ranks', that each token goes to for each of its experts."""
+        token_T1 = torch.arange(len(index_TK), device=index_TK.device).unsqueeze(1)
+        return self.slot_EM[index_TK, token_T1 % self.turns_E[index_TK]]
+
+    def fetch(self, experts: nn.Module, names: Sequence[str]) -> None:
+        """Copy the frozen parameters `names` from their owners. Replaces them by views of one storage with the copies.
+
+        Collectives: every rank of the group calls it; one all-to-all for each name.
+        """
+        for name in names:
+            parameter: Any = experts.get_parameter(name)
+            local = local_tensor(parameter)
+            copied, _ = all_to_all(stored(local)[self.sent_X], self.send, self.receive, self.group)
+            # One storage for both, because a grouped product takes the experts of a rank as one tensor.
+            values = torch.cat([stored(local), copied])
+            storage = PackedTensor(values, local.kind, local.dtype) if isinstance(local, PackedTensor) else values
+            self.storages[name] = storage
+            own, placements = storage[: len(local)], (parameter.device_mesh, parameter.placements)
+            view = nn.Parameter(DTensor.from_local(own, *placements, run_check=False), requires_grad=False)
+            set_at(experts, name, placed_like(view, parameter))
+
+    def with_adapters(self, *local: Adapter | None) -> list[Adapter | None]:
+        """Return adapters `[S, ...]` of this rank's own `[L, ...]`, differentiable.
+
+        Collectives: every rank of the group calls it; one all-to-all in forward, one in backward.
+        """
+        tensors = [tensor for adapter in local if adapter is not None for tensor in (adapter.a_LrK, adapter.b_LNr)]
+        joined = (torch.cat(pair) for pair in zip(tensors, self.exchanged(tensors), strict=True))
+        return [adapter and Adapter(next(joined), next(joined), adapter.scaling) for adapter in local]
+
+    def exchanged(self, local: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the values `[C, ...]` of copies of each tensor of `local`, `[L, ...]`, differentiable."""
+        # Every rank of the group comes here, with tokens or without: two collectives in each forward and its backward.
+        copied: Sequence[torch.Tensor] = _Exchanged.apply(self, *local)
+        return copied
+
+
+class _Exchanged(torch.autograd.Function):
+    """Send the values of own experts to their copies, and the gradients of copies back to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Copies, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.copies, ctx.shapes = copies, [tensor.shape for tensor in local]
+        sent_XF = torch.cat([tensor[copies.sent_X].flatten(1) for tensor in local], dim=1)
+        copied_CF, _ = all_to_all(sent_XF, copies.send, copies.receive, copies.group)
+        parts = copied_CF.split([shape[1:].numel() for shape in ctx.shapes], dim=1)
+        return tuple(part.reshape(-1, *shape[1:]) for part, shape in zip(parts, ctx.shapes, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        copies = ctx.copies
+        grad_CF = torch.cat([grad.flatten(1) for grad in grads], dim=1)
+        grad_XF, _ = all_to_all(grad_CF, copies.receive, copies.send, copies.group)
+        parts = grad_XF.split([shape[1:].numel() for shape in ctx.shapes], dim=1)
+        # Not by `index_add_`, which adds in another order on each run on a GPU.
+        summed = (segment_sum(part, copies.by_owner).view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))
+        return None, *summed

@@ -39,7 +39,9 @@ class AdapterState:
     """The state of a model's adapters, held by the model and by every adapted module."""
 
     dropout: float = 0.0
+    """The probability of `lora.dropout`."""
     seed: int = 0
+    """The seed of the masks."""
     number_T: torch.Tensor | None = None
     """Numbers of the tokens of the current micro-batch, int64: unique in a run, equal in every layout."""
     is_off: bool = False
@@ -92,11 +94,11 @@ def drop_adapters(module: nn.Module) -> None:
 
 
 def number_rows(
-    model: nn.Module, row_numbers_B: torch.Tensor | None, length: int, own: Callable[[torch.Tensor], torch.Tensor]
+    model: nn.Module, row_numbers_B: torch.Tensor | None, length: int, cut: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Give the model's adapters the numbers of the next rows of `length` positions; does nothing without dropout.
 
-    A token's number follows from its row and position, for any padding. `own` cuts `[B, S]` to this rank's part.
+    A token's number follows from its row and position, for any padding. `cut` takes this rank's part of `[B, S]`.
     """
     state = adapter_state(model)
     if state is None or state.dropout == 0.0:
@@ -105,7 +107,7 @@ def number_rows(
     if row_numbers_B is not None:
         positions = torch.arange(length, device=row_numbers_B.device)
         # 24 bits for positions: no two tokens of a run share a number, whatever the length of their rows.
-        state.number_T = own((row_numbers_B[:, None] << 24) + positions).reshape(-1)
+        state.number_T = cut((row_numbers_B[:, None] << 24) + positions).reshape(-1)
 
 
 def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: int = 0) -> torch.Tensor:
@@ -124,8 +126,7 @@ def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: in
     start_P = _mixed(number_P * _signed(_GOLDEN) + _signed(dropout.salt))
     for first in range(0, number_P.shape[0], rows):
         bits = _mixed(start_P[first : first + rows, None] + column_W * _signed(_GOLDEN))
-        kept = _shifted(bits, 11) >= threshold
-        keep_PW[first : first + rows] = kept.to(dtype).mul_(scale)
+        keep_PW[first : first + rows] = (_shifted(bits, 11) >= threshold).to(dtype).mul_(scale)
     return keep_PW
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from expertmesh.experts.kernels import ops
+from expertmesh.experts import triton_ops
 
 # Few enough parts to keep an accelerator busy, many enough to keep their temporaries small.
 _PARTS, _LEAST_ELEMENTS = 8, 1 << 20
@@ -106,7 +106,7 @@ def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) 
     """Return the activation `[P, I]`, times the routing weights."""
     act_PI: torch.Tensor
     if mlp.triton and mlp.gate is not None:
-        act_PI = ops.swiglu(pre_P2I, weight_P, *mlp.gate.flat())
+        act_PI = triton_ops.swiglu(pre_P2I, weight_P, *mlp.gate.flat())
         return act_PI
     if mlp.silu_gated:
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
@@ -127,7 +127,7 @@ def activation_backward(
     changed). Torch works on rows in parts, whose temporaries are small.
     """
     if mlp.triton and mlp.gate is not None:
-        return grad_act_PI, pre_P2I, ops.swiglu_backward_(pre_P2I, grad_act_PI, weight_P, *mlp.gate.flat())
+        return grad_act_PI, pre_P2I, triton_ops.swiglu_backward_(pre_P2I, grad_act_PI, weight_P, *mlp.gate.flat())
     grad_weight_P = torch.empty_like(weight_P)
     pairs = pre_P2I.shape[0]
     rows = max(-(-pairs // _PARTS), _LEAST_ELEMENTS // max(1, pre_P2I.shape[1]))
@@ -141,7 +141,7 @@ def _part_backward(
     pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec
 ) -> torch.Tensor:
     """Run `activation_backward` on some rows, in place; return d(routing weight)."""
-    weight_P1 = weight_P.unsqueeze(1)  # possibly wider than the rest: multiplied as it is, like in forward
+    weight_P1 = weight_P.unsqueeze(1)  # possibly wider than the activation: multiplied as it is, like in forward
     weighted_PI = (grad_act_PI * weight_P1).to(pre_P2I.dtype)
     if mlp.silu_gated:
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)

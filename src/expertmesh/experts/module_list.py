@@ -100,8 +100,8 @@ def _stacked(members: nn.ModuleList, linears: tuple[str, ...], leaf: str) -> nn.
     """Return `[E, ...]`: the named linears of each member, one below the other."""
     names = [f"{linear}.{leaf}" for linear in linears]
     with torch.no_grad():
-        whole = torch.stack([torch.cat([member.get_parameter(name) for name in names]) for member in members])
-    return nn.Parameter(whole, requires_grad=members[0].get_parameter(names[0]).requires_grad)
+        stacked = torch.stack([torch.cat([member.get_parameter(name) for name in names]) for member in members])
+    return nn.Parameter(stacked, requires_grad=members[0].get_parameter(names[0]).requires_grad)
 
 
 def fuse(block: nn.Module, config: PreTrainedConfig, spec: ExpertModuleSpec) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from expertmesh.experts.kernels import ops
+from expertmesh.experts import triton_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def order_by_expert(expert_P: torch.Tensor, num_experts: int, triton: bool) -> t
     synchronisation.
     """
     if triton:
-        order_P, place_P = ops.counting_sort(expert_P, num_experts)
+        order_P, place_P = triton_ops.counting_sort(expert_P, num_experts)
         return order_P, place_P
     order_P = torch.argsort(expert_P, stable=True)
     return order_P, torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
@@ -90,7 +90,7 @@ def sorted_choice(
 def segment_sum(values_PH: torch.Tensor, segments: Segments, triton: bool = False) -> torch.Tensor:
     """Sum `values_PH[p]` over the items p of each row r: `out_RH[r]`, zero where a row has none. Not differentiable."""
     if triton:
-        out_RH: torch.Tensor = ops.segment_sum(values_PH, segments.item_P, segments.start_R1)
+        out_RH: torch.Tensor = triton_ops.segment_sum(values_PH, segments.item_P, segments.start_R1)
         return out_RH
     # `embedding_bag` refuses an empty table.
     if values_PH.shape[0] == 0:
@@ -107,7 +107,7 @@ def count_pairs(index_TK: torch.Tensor, num_experts: int, real_T: torch.Tensor |
     return index_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), one_TK.reshape(-1))
 
 
-def arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+def order_received(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Order received pairs by (expert, source rank); they are received by (source rank, expert).
 
     Args:
@@ -120,13 +120,13 @@ def arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Te
     """
     ranks, experts_here = pairs_DL.shape
     # Where each block starts as received, and where it shall start; all its pairs move by the difference.
-    arrives_DL = (pairs_DL.reshape(-1).cumsum(0)).view(ranks, experts_here) - pairs_DL
+    received_DL = (pairs_DL.reshape(-1).cumsum(0)).view(ranks, experts_here) - pairs_DL
     pairs_LD = pairs_DL.t().reshape(-1)
     wanted_LD = pairs_LD.cumsum(0) - pairs_LD
-    shift_LD = arrives_DL.t().reshape(-1) - wanted_LD
+    shift_LD = received_DL.t().reshape(-1) - wanted_LD
     block_P = torch.repeat_interleave(pairs_LD, output_size=total)
-    arrival_P = torch.arange(total, device=pairs_DL.device) + shift_LD.index_select(0, block_P)
-    return arrival_P, block_P % ranks
+    received_P = torch.arange(total, device=pairs_DL.device) + shift_LD.index_select(0, block_P)
+    return received_P, block_P % ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,13 +180,13 @@ def slots_from(rank: int, order: Sequence[int], copies: Copied) -> list[list[int
 
 
 def copied_loads(load_E: Sequence[int], order: Sequence[int], copies: Copied) -> list[float]:
-    """Return the tokens of each rank if the tokens of each expert come from all ranks alike."""
+    """Return the tokens of each rank if the tokens of each expert come from all ranks equally."""
     here = len(order) // len(copies)
     held = Counter([*order, *(expert for experts in copies for expert in experts)])
-    own = (order[rank * here : (rank + 1) * here] for rank in range(len(copies)))
+    local = (order[rank * here : (rank + 1) * here] for rank in range(len(copies)))
     return [
         sum(load_E[expert] / held[expert] for expert in (*experts, *copied))
-        for experts, copied in zip(own, copies, strict=True)
+        for experts, copied in zip(local, copies, strict=True)
     ]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from expertmesh.anatomy import HIDDEN_OF_KEYS, Anatomy, carries_state, decoder_blocks, describe, is_inside
+from expertmesh.anatomy import HIDDEN_OF_KEYS, Anatomy, carries_state, decoder_blocks, describe, is_inside, is_within
 from expertmesh.compat import attention_of
 from expertmesh.introspection.known_families import known_by_class, own_class
 from expertmesh.introspection.small_copies import TokenProof
@@ -213,7 +213,7 @@ def mixes_streams(model: Any, block: str) -> bool:
 
 
 def _in_any(name: str, parents: Sequence[str]) -> bool:
-    return any(name == parent or is_inside(name, parent) for parent in parents)
+    return is_within(name, *parents)
 
 
 def _attends(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
-from expertmesh.anatomy import Anatomy, alike, decoder_blocks, is_inside, settings
+from expertmesh.anatomy import Anatomy, decoder_blocks, group_by_kind, is_inside, is_within, settings
 from expertmesh.compat import buffer_slots, tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
@@ -58,7 +58,7 @@ def uncast_modules(
     for name, module in model.named_modules():
         inside = [leaf for leaf, _ in module.named_parameters(prefix=name)]
         kept = tuple(leaf for leaf in inside if kept_in_fp32(leaf))
-        if not kept or any(is_inside(name, taken) for taken in found):
+        if not kept or is_inside(name, *found):
             continue
         own = [leaf for leaf in kept if leaf.rpartition(".")[0] == name]
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called, so it would never be gathered
@@ -144,13 +144,13 @@ def _alike(meta_model: nn.Module, anatomy: Anatomy, casts: Casts) -> list[list[s
         around = (*casts.kept, *casts.routers, *casts.buffers)
         return settings(block), dtypes, tuple(each[len(name) :] for each in around if is_inside(each, name))
 
-    return alike(meta_model, decoder_blocks(anatomy), kind)
+    return group_by_kind(meta_model, decoder_blocks(anatomy), kind)
 
 
 def _in_blocks_alike(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
     """Return the name of a module and of the same module in all blocks of the group of its block."""
     for group in groups:
-        if block := next((block for block in group if name == block or is_inside(name, block)), None):
+        if block := next((block for block in group if is_within(name, block)), None):
             return [f"{each}{name[len(block) :]}" for each in group]
     return [name]
 
@@ -164,7 +164,7 @@ def with_wide_routers(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dt
         name
         for name in anatomy.routers
         if not _has_group(name, anatomy)
-        and not any(name == kept or is_inside(name, kept) or is_inside(kept, name) for kept in casts.kept)
+        and not any(is_within(name, kept) or is_inside(kept, name) for kept in casts.kept)
     ]
     own = {
         name: tuple(leaf for leaf, _ in meta_model.get_submodule(name).named_parameters(prefix=name)) for name in free
@@ -196,7 +196,7 @@ def _is_proven(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, ca
 
 def _has_group(name: str, anatomy: Anatomy) -> bool:
     """Return whether a module or a part of it has an FSDP2 group already: blocks and experts."""
-    return any(part == name or is_inside(part, name) for part in (*anatomy.blocks, *(s.name for s in anatomy.experts)))
+    return any(is_within(part, name) for part in (*anatomy.blocks, *(s.name for s in anatomy.experts)))
 
 
 def floating_buffers(model: nn.Module, module: str) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_inside, settings
+from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks, group_by_kind, is_inside, settings
 from expertmesh.compat import READS_A_VALUE, tree_leaves
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.known_families import look_up, proof_key
@@ -281,7 +281,7 @@ def without_gradient(model: nn.Module, anatomy: Anatomy) -> frozenset[str]:
     def find() -> list[str]:
         """Return the untrained parameters by their names in a block, from one block of each kind."""
         meta_model = meta_copy(model)
-        kinds = alike(meta_model, blocks, lambda name: settings(meta_model.get_submodule(name)))
+        kinds = group_by_kind(meta_model, blocks, lambda name: settings(meta_model.get_submodule(name)))
         firsts = [names[0] for names in kinds]
         for parameter in meta_model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())

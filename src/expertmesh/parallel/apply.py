@@ -1,6 +1,14 @@
-"""Carry out a shard plan: compare the ranks' copies, shard, set up recomputation in backward, compile, install guards.
+"""Carry out a shard plan. `shard_model` is the entry point; it reads in the order of execution:
 
-`shard_model` is the entry point. This file decides nothing; all decisions are in the `ShardPlan`.
+    1  compare the ranks' copies of a model in memory
+    2  freeze routers, and put placeholders for the parts of other pipeline stages
+    3  install expert layers, and replace parameters by this rank's slices (ep, tp) or packed codes
+    4  change forwards: packed samples, parts of tp and cp, dtypes
+    5  call `fully_shard` for each group, and link what is gathered or copied ahead
+    6  split positions between ranks (cp, tp), and let forwards take routes
+    7  recompute in backward, compile, guard
+
+This file decides nothing; all decisions are in the `ShardPlan`.
 
 Every parameter becomes a DTensor with one global identity, so no tool can mistake the experts of one rank for all
 experts. It works on a model on meta (the usual way: `load_model` then fills the shards) and on a model in memory. All
@@ -10,7 +18,7 @@ quantised here, linear layers before tp cuts them, experts after ep has left thi
 
 import hashlib
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -21,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
+from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside, is_within
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
@@ -36,142 +44,185 @@ from expertmesh.parallel.routes import install_routes
 from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import Group, ShardPlan, view_of
 from expertmesh.parallel.tensor import split_parts
-from expertmesh.state.codes import PackedFormat
 from expertmesh.state.model_view import attach, mark_expert_orders
 from expertmesh.state.other_code import guard
 from expertmesh.state.packed import HostCopies, PackedTensor
-from expertmesh.state.shards import rows_of_experts
+from expertmesh.state.patching import set_at
+from expertmesh.state.shards import local_part, rows_of_experts
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Local:
     """The part of a model that this rank's pipeline stages hold: all of it without pp."""
 
-    gone: Sequence[str] = ()
+    absent: Sequence[str] = ()
     """The parts that only other pp ranks hold."""
     starts: Collection[str] = ()
     """The first block of each stage, before which another stage runs."""
 
-    @classmethod
-    def of(cls, plan: ShardPlan, mesh: Mesh) -> "_Held":
-        return cls() if plan.cut is None else cls(plan.cut.gone(mesh.coordinate("pp")), plan.cut.starts)
-
     def has(self, name: str) -> bool:
         """Return whether a module or parameter is held."""
-        return not any(name == part or is_inside(name, part) for part in self.gone)
+        return not is_within(name, *self.absent)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     """Shard `model` in place as `plan` says, and set up its recomputation and compilation.
 
     Args:
-        model: the unsharded model, on meta or in memory.
+        model: the unsharded model, on meta or in memory; of a model in memory each rank keeps its local slices.
         plan: the shard plan, made for the layout of `mesh`.
 
     Raises:
         IntegrityError: a model in memory differs between ranks.
 
-    Collectives: every rank calls it; a model in memory issues one all-gather of a checksum per tensor of its state.
+    Collectives: every rank calls it; a model in memory issues one all-gather of a checksum per tensor of its state. No
+    weights are sent.
     """
+    assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
     # A model on meta has no values to compare.
     if not any(parameter.is_meta for parameter in model.parameters()):
         _check_equal_on_every_rank(model)
-    held = _Held.of(plan, mesh)
-    _shard(model, plan, mesh, held)
-    blocks = list(filter(held.has, plan.anatomy.blocks))
+    local = _Local() if plan.cut is None else _Local(plan.cut.absent(mesh.coordinate("pp")), plan.cut.starts)
+    _shard(model, plan, mesh, local)
+    blocks = list(filter(local.has, plan.anatomy.blocks))
     recompute_blocks(model, plan.options.activation_checkpointing, blocks, plan.checkpointed, plan.adapters)
     if plan.options.compile:
         # A compiler may be absent on one node only; then all ranks must raise, or the others hang.
         with raise_on_all_ranks("trying torch.compile"):
-            compile_parts(model, filter(held.has, plan.compiled), mesh.device)
+            compile_parts(model, filter(local.has, plan.compiled), mesh.device)
     mark_expert_orders(model)
     # Last, because it guards the modules as they are after sharding.
     guard(model, plan.layout)
 
 
-def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
-    """Shard `model` in place over `mesh` as `plan` says.
+def _check_equal_on_every_rank(model: nn.Module) -> None:
+    """Raise `IntegrityError` unless all ranks hold the same bytes and train the same parameters.
 
-    Args:
-        model: on meta or in memory; of a model in memory each rank keeps its local slices.
-        plan: the plan of this model for the layout of `mesh`.
-
-    Collectives: every rank calls it; no weights are sent.
+    Collectives: every rank calls it; one all-gather of objects on the default group.
     """
-    assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
-    for name in plan.frozen:
-        model.get_submodule(name).requires_grad_(False)
+    # Each rank cuts its slices from its local copy, so copies that differ would silently mix two models.
+    if dist.get_world_size() == 1:
+        return
+    tensors = model.state_dict(keep_vars=True)
+    digests = []
+    for name, tensor in tensors.items():
+        # Bytes, not values: NaN and signed zeros are compared too, and numpy has no bfloat16.
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest = hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+        digests.append((name, digest, tensor.requires_grad))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, digests)
+    # Every rank checks all ranks against rank 0, so all of them raise together.
+    for rank, others in enumerate(gathered):
+        for expected, other in zip(gathered[0], others, strict=True):
+            if expected != other:
+                raise IntegrityError(
+                    f"parallelize: {other[0]} on rank {rank} differs from rank 0's; every rank must hold the same "
+                    "weights (same seed or same checkpoint) before sharding",
+                    key="model.replicas-differ",
+                )
+
+
+def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None:
+    """Do the steps 2 to 6."""
     anatomy, compute = plan.anatomy, plan.dtypes[1]
-    # The view makes its meta copy at the first use, and modules of FSDP2 cannot be copied.
+    # The view makes its meta copy at the first use, and modules of FSDP2 cannot be copied. With pp the copy answers for
+    # the other stages, so the same routers are frozen there.
     meta_model = plan.view.meta
-    if plan.cut is not None:
-        # The meta copy answers for the other stages, so the same routers are frozen there.
+    for each in (model,) if plan.cut is None else (model, meta_model):
         for name in plan.frozen:
-            meta_model.get_submodule(name).requires_grad_(False)
-        anatomy = cut(model, plan, plan.cut, held.gone, mesh)
+            each.get_submodule(name).requires_grad_(False)
+    if plan.cut is not None:
+        anatomy = cut(model, plan, plan.cut, local.absent, mesh)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
     layers = ExpertsPlan(plan.dispatch, plan.compute, plan.kernels, plan.shared_beside, plan.placement)
     install(model, anatomy, mesh, layers, compute)
-    packed = {name: kind for name, kind in plan.packed.items() if held.has(name)}
-    _pack_linears(model, packed, mesh.device)
-    _split_parameters(model, plan, mesh, held)
-    _pack_experts(model, packed, on_host=plan.layout.offload == "experts")
+    _replace_parameters(model, plan, mesh, local)
     # Before split_parts, whose mixins go in front of BySamples and check for it.
     separate_samples(model, plan.anatomy, mesh.device, compute)
-    split_parts(model, tensor.parts, context.whole, mesh)
-    buffers, routers = (list(filter(held.has, names)) for names in (plan.cast_buffers, plan.wide_routers))
+    split_parts(model, tensor.parts, context.gathered, mesh)
+    buffers, routers = (list(filter(local.has, names)) for names in (plan.cast_buffers, plan.wide_routers))
     cast_in_forward(model, buffers, routers, compute)
-    _shard_groups(model, plan, mesh, held)
+    _shard_groups(model, plan, mesh, local)
     model.register_forward_hook(_reshard_without_backward)
-    _prefetch(model, anatomy, [part.name for part in tensor.parts if part.is_split], held.starts)
+    _prefetch(model, anatomy, [part.name for part in tensor.parts if part.is_split], local.starts)
     # With more efsdp ranks, FSDP2 gathers experts and prefetches them itself.
     if mesh.layout.efsdp == 1:
-        _link_copies(model, anatomy, held.starts)
+        _link_copies(model, anatomy, local.starts)
     attach(model, mesh=mesh, shard_plan=plan, frozen_formats=plan.packed)
     split_blocks(model, plan.anatomy, mesh, context.gathers)
     split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
-    install_routes(model, plan.anatomy, held.has)
+    install_routes(model, plan.anatomy, local.has)
 
 
-def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
-    """Replace each parameter that ep or tp splits, adapters included, by a DTensor of this rank's slice."""
+def _replace_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None:
+    """Replace each parameter that ep or tp splits by a DTensor of this rank's slice, and each that stays packed by its
+    codes. Nothing is computed on meta.
+    """
+    packed = {name: kind for name, kind in plan.packed.items() if local.has(name)}
+    frozen = partial(nn.Parameter, requires_grad=False)
+    # Linear layers before tp splits them, whole: a quantisation block may not end where a slice does.
+    for name, kind in packed.items():
+        if kind.by_rows:
+            full = model.get_parameter(name).detach()
+            codes = PackedTensor.of(full, kind, full.dtype)
+            set_at(model, name, frozen(codes if codes.is_meta else codes.to(mesh.device)))
     axes = {"ep": mesh.expert, "tp": mesh.dense_tp_mesh}
     for name, split in plan.splits.items():
-        if not held.has(name):
+        if not local.has(name):
             continue
-        parent, _, leaf = name.rpartition(".")
-        module, axis = model.get_submodule(parent), axes[split.axis][split.axis]
-        whole = module.get_parameter(leaf)
-        # A copy, so that the full tensor can be freed.
+        axis, full = axes[split.axis][split.axis], model.get_parameter(name)
         if (order := plan.expert_orders.get(name)) is None:
-            local = whole.detach().chunk(axis.size(), split.dim)[axis.get_local_rank()].clone()
+            # A copy, so that the full tensor can be freed.
+            part = full.detach().chunk(axis.size(), split.dim)[axis.get_local_rank()].clone()
         else:
-            rows = rows_of_experts(order, whole.shape[0]).chunk(axis.size())[axis.get_local_rank()]
-            local = whole.detach()[rows.to(whole.device)]
+            rows = rows_of_experts(order, full.shape[0]).chunk(axis.size())[axis.get_local_rank()]
+            part = full.detach()[rows.to(full.device)]
         # Copy only the slice to the device; FSDP2 moves the remaining parameters group by group.
-        local = local if local.is_meta else local.to(mesh.device)
+        part = part if part.is_meta else part.to(mesh.device)
         # Without run_check, which would communicate for every parameter.
-        own = DTensor.from_local(local, axis, [Shard(split.dim)], run_check=False)
-        setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))
+        sliced = DTensor.from_local(part, axis, [Shard(split.dim)], run_check=False)
+        set_at(model, name, nn.Parameter(sliced, requires_grad=full.requires_grad))
+    # Experts after ep has left this rank its part: quantising all of them on each rank would take ep times as long.
+    offloads = plan.layout.offload == "experts"
+    for name, kind in packed.items():
+        if not kind.by_rows:
+            shard = model.get_parameter(name).data
+            assert isinstance(shard, DTensor)
+            with torch.no_grad():
+                codes = PackedTensor.of(shard.to_local(), kind, shard.dtype, HostCopies() if offloads else None)
+            packed_shard = DTensor.from_local(codes, shard.device_mesh, shard.placements, run_check=False)
+            set_at(model, name, frozen(packed_shard))
 
 
-def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh, held: _Held) -> None:
+def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None:
     """Call `fully_shard` for each group of this rank's stages, in the order of the plan."""
     views = {"dense": mesh.dense_shard, "dense_tp": mesh.dense_tp_shard, "expert": mesh.expert_shard}
+    master, compute, reduce = plan.dtypes
+    narrow = compute if compute != master else None  # a frozen base is in the compute dtype already
     for group in plan.groups:
-        if not all(map(held.has, group.modules)):
+        if not all(map(local.has, group.modules)):
             continue
         modules = [model.get_submodule(name) for name in group.modules]
-        dims = {model.get_parameter(name): dim for name, dim in group.dims.items()}
+        placements = {model.get_parameter(name): Shard(dim) for name, dim in group.dims.items()}
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=views[group.view],
-            mp_policy=_policy(plan, group),
-            shard_placement_fn=partial(_placement, dims) if dims else None,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=narrow if group.casts else torch.float32,
+                reduce_dtype=None if reduce == compute else reduce,
+                cast_forward_inputs=False,  # the model's code decides what runs in fp32, as in an unsharded model
+            ),
+            shard_placement_fn=placements.get if placements else None,
             # FSDP2 would manage all parameters in the modules, also those with another mesh or dtype policy.
             ignored_params=_of_other_groups(model, plan, group),
         )
-        _sum_gradients(modules[0])
+        unit = cast(FSDPModule, modules[0])
+        # Gradients are summed: the loss is divided by the tokens of the whole step. Factor 1 is safe on every backend:
+        # gloo has no PREMUL_SUM, NCCL zeroes bf16 with it (pytorch/pytorch#190747), and with a single rank any other
+        # factor is applied twice.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def _of_other_groups(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.Parameter]:
@@ -183,20 +234,6 @@ def _of_other_groups(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.
         for name, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix)
         if view_of(plan.splits.get(name)) != group.view or (name in uncast) is group.casts
     }
-
-
-def _policy(plan: ShardPlan, group: Group) -> MixedPrecisionPolicy:
-    master, compute, reduce = plan.dtypes
-    narrow = compute if compute != master else None  # a frozen base is in the compute dtype already
-    return MixedPrecisionPolicy(
-        param_dtype=narrow if group.casts else torch.float32,
-        reduce_dtype=None if reduce == compute else reduce,
-        cast_forward_inputs=False,  # the model's code decides what runs in fp32, as in an unsharded model
-    )
-
-
-def _placement(dims: dict[nn.Parameter, int], parameter: nn.Parameter) -> Shard:
-    return Shard(dims[parameter])
 
 
 def _reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:
@@ -228,74 +265,6 @@ def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str], st
         following[0].set_modules_to_backward_prefetch(list(unit))
 
 
-def _sum_gradients(module: nn.Module) -> None:
-    """Make a group reduce its gradients by sums only."""
-    # Factor 1 is safe on every backend: gloo has no PREMUL_SUM, NCCL zeroes bf16 with it (pytorch/pytorch#190747), and
-    # with a single rank any other factor is applied twice.
-    unit = cast(FSDPModule, module)
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
-
-
-def _check_equal_on_every_rank(model: nn.Module) -> None:
-    """Raise `IntegrityError` unless all ranks hold the same bytes and train the same parameters.
-
-    Collectives: every rank calls it; one all-gather of objects on the default group.
-    """
-    # Each rank cuts its slices from its local copy, so copies that differ would silently mix two models.
-    if dist.get_world_size() == 1:
-        return
-    tensors = model.state_dict(keep_vars=True)
-    digests = [(name, _digest(tensor), tensor.requires_grad) for name, tensor in tensors.items()]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, digests)
-    # Every rank checks all ranks against rank 0, so all of them raise together.
-    for rank, others in enumerate(gathered):
-        for own, other in zip(gathered[0], others, strict=True):
-            if own != other:
-                raise IntegrityError(
-                    f"parallelize: {other[0]} on rank {rank} differs from rank 0's; every rank must hold the same "
-                    "weights (same seed or same checkpoint) before sharding",
-                    key="model.replicas-differ",
-                )
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    # Bytes, not values: NaN and signed zeros are compared too, and numpy has no bfloat16.
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
-
-
-def _pack_linears(model: nn.Module, formats: Mapping[str, PackedFormat], device: torch.device) -> None:
-    """Replace the parameters in `formats` whose units are rows by packed tensors on `device`.
-
-    Values are quantised before tp splits them; nothing is computed on meta.
-    """
-    for name, kind in formats.items():
-        if kind.by_rows:
-            whole = model.get_parameter(name).detach()
-            packed = PackedTensor.of(whole, kind, whole.dtype)
-            _replace(model, name, packed if packed.is_meta else packed.to(device))
-
-
-def _pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat], on_host: bool) -> None:
-    """Replace the local experts in `formats` by packed tensors, after ep has split them.
-
-    Values are quantised expert by expert; nothing is computed on meta.
-
-    Args:
-        on_host: True stores the packed tensors in host memory.
-    """
-    for name, kind in formats.items():
-        if not kind.by_rows:
-            whole = model.get_parameter(name).data
-            assert isinstance(whole, DTensor)
-            with torch.no_grad():
-                packed = PackedTensor.of(whole.to_local(), kind, whole.dtype, HostCopies() if on_host else None)
-                own = DTensor.from_local(packed, whole.device_mesh, whole.placements, run_check=False)
-            _replace(model, name, own)
-
-
 def _link_copies(model: nn.Module, anatomy: Anatomy, starts: Collection[str]) -> None:
     """Link the host copies of consecutive layers, so that experts are copied from host memory one layer ahead.
 
@@ -311,14 +280,8 @@ def _link_copies(model: nn.Module, anatomy: Anatomy, starts: Collection[str]) ->
         for spec in anatomy.experts:
             if is_inside(spec.name, block):
                 for role, leaf in (("up", spec.up), ("down", spec.down)):
-                    whole: Any = model.get_submodule(spec.name).get_parameter(leaf)
-                    local = whole.to_local() if isinstance(whole, DTensor) else whole
-                    if isinstance(local, PackedTensor) and local.host is not None:
+                    codes = local_part(model.get_submodule(spec.name).get_parameter(leaf))
+                    if isinstance(codes, PackedTensor) and codes.host is not None:
                         if (previous := before.get(role)) is not None:
-                            previous.following, local.host.preceding = local.host, previous
-                        before[role] = local.host
-
-
-def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+                            previous.following, codes.host.preceding = codes.host, previous
+                        before[role] = codes.host

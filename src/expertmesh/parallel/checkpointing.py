@@ -54,11 +54,7 @@ def checkpointed_blocks(
 
 
 def recompute_blocks(
-    model: nn.Module,
-    mode: CheckpointingMode,
-    here: Sequence[str],
-    blocks: Sequence[str],
-    adapters: AdapterState | None,
+    model: nn.Module, mode: CheckpointingMode, here: Sequence[str], blocks: Sequence[str], adapters: AdapterState | None
 ) -> None:
     """Enable recomputation of `blocks`, the result of `checkpointed_blocks`.
 
@@ -72,9 +68,10 @@ def recompute_blocks(
     if mode == "none":
         return
     # The second run needs the state of the adapters only to draw the same dropout masks.
-    drops = adapters if adapters is not None and adapters.dropout > 0.0 else None
-    context_fn = partial(block_contexts, selective=mode == "selective", adapters=drops)
+    dropping = adapters if adapters is not None and adapters.dropout > 0.0 else None
+    context_fn = partial(block_contexts, selective=mode == "selective", adapters=dropping)
     enable_checkpointing(model, {"use_reentrant": False, "context_fn": context_fn})
+    # The hook enables every block; the others keep their activations.
     for name in here:
         if name not in blocks:
             model.get_submodule(name).gradient_checkpointing = False  # type: ignore[assignment]
@@ -119,10 +116,10 @@ def refuse_checkpointing(model: nn.Module, anatomy: Anatomy, layers: Checkpointe
             key="train.activation-checkpointing-unsupported",
         )
     blocks = (model.get_submodule(name) for name in anatomy.blocks)
-    joint = [block for block in blocks if not isinstance(getattr(block, "gradient_checkpointing", None), bool)]
-    if layers != "all" and joint:
+    fixed = [block for block in blocks if not isinstance(getattr(block, "gradient_checkpointing", None), bool)]
+    if layers != "all" and fixed:
         raise InputError(
-            f"train.checkpoint_layers is {layers}, but transformers has no switch for each {type(joint[0]).__name__} "
+            f"train.checkpoint_layers is {layers}, but transformers has no switch for each {type(fixed[0]).__name__} "
             f"of {model.config.model_type}; set train.checkpoint_layers to all",  # type: ignore[union-attr]
             key="train.checkpoint-layers-unsupported",
         )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, carries_state
+from expertmesh.anatomy import Anatomy, carries_state, is_inside
 from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import AdapterState
@@ -71,23 +71,24 @@ def compiled_parts(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
 
     A part holds no router, no routed experts and no module that carries a state along the sequence.
     """
-    apart = {spec.name for spec in anatomy.experts} | set(anatomy.routers) | set(recurrent_mixers(model, anatomy))
+    eager = {spec.name for spec in anatomy.experts} | set(anatomy.routers) | set(recurrent_mixers(model, anatomy))
     # Modules beside a router that sorts rows are called with counts, which compiled code would treat as constants.
-    apart |= {router.rpartition(".")[0] for router in anatomy.sorting_routers}
+    eager |= {router.rpartition(".")[0] for router in anatomy.sorting_routers}
     # Their recurrences run in fp32 in every dtype and differ by more than rounding (Qwen3-Next: 1.2e-5; 6e-5 in fp64).
-    apart |= {name for name, module in model.named_modules() if carries_state(module)}
+    eager |= {name for name, module in model.named_modules() if carries_state(module)}
     for block in anatomy.blocks:
-        yield from _parts_of(block, model.get_submodule(block), apart)
+        yield from _parts_of(block, model.get_submodule(block), eager)
 
 
-def _parts_of(parent: str, module: nn.Module, apart: set[str]) -> Iterator[str]:
+def _parts_of(parent: str, module: nn.Module, eager: set[str]) -> Iterator[str]:
+    """Yield the outermost children that hold nothing of `eager`."""
     for leaf, child in module.named_children():
         name = f"{parent}.{leaf}"
-        if name in apart or not any(True for _ in child.parameters()):
+        if name in eager or not any(True for _ in child.parameters()):
             continue
-        own = type(child).__module__.startswith("torch.nn.")  # one kernel, or a container
-        if own or any(inner.startswith(f"{name}.") for inner in apart):
-            yield from _parts_of(name, child, apart)
+        is_torchs = type(child).__module__.startswith("torch.nn.")  # one kernel, or a container
+        if is_torchs or any(is_inside(inner, name) for inner in eager):
+            yield from _parts_of(name, child, eager)
         else:
             yield name
 
@@ -95,6 +96,7 @@ def _parts_of(parent: str, module: nn.Module, apart: set[str]) -> Iterator[str]:
 def _forward(
     part: nn.Module, name: str, device: torch.device, compiled: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Run a part, compiled in training; the forward of its instance."""
     if not part.training:
         return type(part).forward(part, *args, **kwargs)
     try:

@@ -1,26 +1,19 @@
 """Context parallelism: ranks share rows. Decide how each layer sees full rows, and run attention by Ulysses.
 
-`context_plan` decides on meta, before any weight is read; `split_attention` installs what it has decided.
-
-Attention that goes through transformers' registry exchanges positions for heads (Ulysses). All other layers that look
-along the sequence gather their rows (tensor.py): layers that carry state, and attention that selects positions by
-an index, compresses or numbers them. If a small copy shows that the shares of the heads add up, each rank computes its
-share of the heads and the sum is scattered back. Otherwise each rank computes the full layer and keeps its positions;
-this repeats work, and the plan prints it. A module that looks along the sequence outside of such layers is refused by
-name.
-
-Under Ulysses one all-to-all before each attention exchanges positions for heads: a rank gets full rows of its share of
-the query heads, with their key and value heads. It runs the backend that the model was built with, and a second
-all-to-all exchanges the result back. So the backend handles masks, causality, sliding windows and packing exactly, and
-every rank has the same work. Each such attention must run exactly once in every forward.
+Attention that goes through transformers' registry exchanges positions for heads: an all-to-all gives a rank full rows
+of its share of the query heads, with their key and value heads. It runs the backend that the model was built with, so
+masks, windows and packing are exact, and a second all-to-all exchanges the result back. All other layers that look
+along the sequence gather their rows (tensor.py). If a small copy shows that the shares of the heads add up, each rank
+computes its share; otherwise each rank computes the full layer, which repeats work, and the plan prints it. A module
+that looks along the sequence elsewhere is refused by name. `context_plan` decides on meta, `split_attention` installs.
 
     B rows, S positions of a full row, s = S / cp of them here, N query heads, G key and value heads, D size of a head
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -30,7 +23,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, is_inside
+from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, is_inside, is_within
 from expertmesh.compat import attention_of, set_attention, with_attention
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.collectives import all_gather, all_to_all_even
@@ -43,8 +36,8 @@ from expertmesh.introspection.attention import (
     mixes_streams,
     registry_call,
 )
-from expertmesh.introspection.small_copies import StateHeads, TensorCut, TokenProof, state_heads
-from expertmesh.parallel.tensor_plan import TensorPart, mixers, part_by_heads, said_of
+from expertmesh.introspection.small_copies import TensorCut, TokenProof, state_heads
+from expertmesh.parallel.tensor_plan import TensorPart, line_of, mixers, part_by_heads
 from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.patching import register_function
 
@@ -54,7 +47,11 @@ _KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap"
 # Attributes that a family's eager function may read of its module: equal on all ranks, or replaced in the exchange.
 _ATTRIBUTES = {"num_key_value_groups", "training", "sinks", "head_dim", "config", "scaling", "is_causal", "layer_idx"}
 # Tensors for full rows, passed to the backend unchanged (sample boundaries of a packed batch, for flash attention).
-_WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_FULL_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+
+
+# Modules by name, of which each family's class has attributes of its own, and their calls of the registry.
+_Calls = dict[str, tuple[Any, RegistryCall]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +62,20 @@ class ContextPlan:
     """The number of ranks that share a row."""
     exchanged: tuple[str, ...] = ()
     """Names of the attention modules that exchange positions for heads."""
-    whole: tuple[TensorPart, ...] = ()
+    gathered: tuple[TensorPart, ...] = ()
     """The parts that gather full rows."""
-    backends: tuple[str, ...] = field(default=())
+    backends: tuple[str, ...] = ()
     """The attention backends of the modules, by transformers' names, for the printed plan."""
 
     def within(self, blocks: Sequence[str]) -> "ContextPlan":
         """Return the plan restricted to `blocks`, those of this rank's pipeline stages."""
-        here = tuple(name for name in self.exchanged if any(is_inside(name, block) for block in blocks))
-        whole = tuple(part for part in self.whole if any(is_inside(part.name, block) for block in blocks))
-        return replace(self, exchanged=here, whole=whole)
+        exchanged = tuple(name for name in self.exchanged if is_inside(name, *blocks))
+        gathered = tuple(part for part in self.gathered if is_inside(part.name, *blocks))
+        return replace(self, exchanged=exchanged, gathered=gathered)
 
     def gathers(self, block: str) -> bool:
         """Return whether the attention of a block gets full rows, and so rotary tables of all positions."""
-        return any(is_inside(part.name, block) for part in self.whole)
+        return any(is_inside(part.name, block) for part in self.gathered)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines to print before training; equal parts of different blocks share a line."""
@@ -86,7 +83,7 @@ class ContextPlan:
             shared = f"{self.cp} ranks share rows: each has 1/{self.cp} of the positions"
             heads = f", and for attention ({', '.join(self.backends)}) whole rows of 1/{self.cp} of the heads"
             yield shared + (heads if self.exchanged else "")
-        for text, count in Counter(map(said_of, self.whole)).items():
+        for text, count in Counter(map(line_of, self.gathered)).items():
             yield f"{count} × {text}, of whole rows"
 
 
@@ -110,26 +107,29 @@ def context_plan(model: nn.Module, anatomy: Anatomy, layout: Layout) -> ContextP
                 "known",
                 "layout.attention-not-recognised",
             )
-        if own := _outside(model, anatomy, tokens, block, names):
-            _refuse(f"{where} may look along the sequence by itself in {own[0]} ({own[1]})", "layout.mixes-positions")
+        if outside := _outside(model, anatomy, tokens, block, names):
+            name, why = outside
+            _refuse(f"{where} may look along the sequence by itself in {name} ({why})", "layout.mixes-positions")
     attention = {name: calls for names in found.values() for name in names if (calls := _calls(model, name))}
-    # If one attention cannot exchange, none does: they may share a configuration, and that names the backend.
-    exchanged = not any(_looks_by_itself(model, name) for name in attention) and all(
+    parts = [part for name in attention for part in model.get_submodule(name).modules()]
+    # Code that looks along the sequence beside the registry's function has to see full rows. If one attention cannot
+    # exchange, none does: they may share a configuration, and that names the backend.
+    exchanged = not any(carries_state(part) or along_the_sequence(part) for part in parts) and all(
         _can_exchange(where, module, call) for calls in attention.values() for module, call in calls.values()
     )
     backends = sorted({backend_of(module.config) for calls in attention.values() for module, _ in calls.values()})
     if exchanged and attention:
         _refuse_heads(where, [module for calls in attention.values() for module, _ in calls.values()], layout)
         _refuse_outside(where, model, blocks, attention)
-    known: dict[Any, TensorPart] = {}
-    whole = [
+    known: dict[Hashable, TensorPart] = {}
+    gathered = [
         _gathered_part(model, anatomy, name, layout, known)
         for names in found.values()
         for name in names
         if not (exchanged and name in attention)
     ]
-    trading = tuple(inner for calls in attention.values() for inner in calls) if exchanged else ()
-    return ContextPlan(layout.cp, trading, tuple(whole), tuple(backends))
+    exchanging = tuple(inner for calls in attention.values() for inner in calls) if exchanged else ()
+    return ContextPlan(layout.cp, exchanging, tuple(gathered), tuple(backends))
 
 
 def _is_feed_forward(model: Any, anatomy: Anatomy, block: str) -> bool:
@@ -144,7 +144,7 @@ def _refuse(problem: str, key: str) -> NoReturn:
     raise InputError(f"{problem}; set parallel.cp to 1", key=key)
 
 
-def _calls(model: nn.Module, mixer: str) -> dict[str, tuple[Any, RegistryCall]]:
+def _calls(model: nn.Module, mixer: str) -> _Calls:
     """Return the modules of a mixer whose code calls transformers' attention registry, by name."""
     named = model.get_submodule(mixer).named_modules(prefix=mixer)
     return {name: (module, call) for name, module in named if (call := registry_call(module)) is not None}
@@ -159,7 +159,7 @@ def _outside(
         (its name, how it looks along the sequence); None if every module is proven to compute each token separately.
     """
     for name, module in model.get_submodule(block).named_modules(prefix=block):
-        if any(name == each or is_inside(name, each) for each in (*names, *(spec.name for spec in anatomy.experts))):
+        if is_within(name, *names, *(spec.name for spec in anatomy.experts)):
             continue
         if carries_state(module):
             return name, "it carries state"
@@ -167,11 +167,6 @@ def _outside(
         if used is not None and not (name == block and mixes_streams(model, block)) and not tokens.holds(name):
             return name, used
     return None
-
-
-def _looks_by_itself(model: nn.Module, mixer: str) -> bool:
-    """Return whether the code of an attention looks along the sequence outside of the function of the registry."""
-    return any(carries_state(part) or along_the_sequence(part) for part in model.get_submodule(mixer).modules())
 
 
 def _can_exchange(where: str, module: Any, call: RegistryCall) -> bool:
@@ -191,7 +186,13 @@ def _can_exchange(where: str, module: Any, call: RegistryCall) -> bool:
 
 
 def _refuse_heads(where: str, modules: Sequence[Any], layout: Layout) -> None:
-    heads = math.gcd(*map(_query_heads, modules))
+    """Raise `InputError` unless cp divides the query heads that tp leaves a rank."""
+    counts = []
+    for module in modules:
+        # By the names that modules and configurations use; the exchange checks the real number again.
+        named = (getattr(module, name, None) for name in ("num_heads", "num_attention_heads", "n_heads"))
+        counts.append(next((n for n in named if isinstance(n, int)), module.config.num_attention_heads))
+    heads = math.gcd(*counts)
     per_rank = heads // layout.tp
     if per_rank % layout.cp:
         valid = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
@@ -204,21 +205,11 @@ def _refuse_heads(where: str, modules: Sequence[Any], layout: Layout) -> None:
         )
 
 
-def _query_heads(module: Any) -> int:
-    """Return the number of query heads, by the names that modules and configurations use.
-
-    The exchange checks the real number again.
-    """
-    own = (getattr(module, name, None) for name in ("num_heads", "num_attention_heads", "n_heads"))
-    return int(next((heads for heads in own if isinstance(heads, int)), module.config.num_attention_heads))
-
-
-def _refuse_outside(where: str, model: nn.Module, blocks: Sequence[str], attention: Any) -> None:
+def _refuse_outside(where: str, model: nn.Module, blocks: Sequence[str], attention: Mapping[str, _Calls]) -> None:
     """Raise `InputError` if an attention outside of the blocks shares a configuration with one inside."""
     configs = {id(module.config) for calls in attention.values() for module, _ in calls.values()}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in blocks)
-        if not inside and registry_call(module) is not None and id(module.config) in configs:
+        if not is_inside(name, *blocks) and registry_call(module) is not None and id(module.config) in configs:
             _refuse(
                 f"{where} attends outside its decoder blocks ({name}), which cp does not split",
                 "layout.cp-attention-outside-blocks",
@@ -226,7 +217,7 @@ def _refuse_outside(where: str, model: nn.Module, blocks: Sequence[str], attenti
 
 
 def _gathered_part(
-    model: nn.Module, anatomy: Anatomy, name: str, layout: Layout, known: dict[Any, TensorPart]
+    model: nn.Module, anatomy: Anatomy, name: str, layout: Layout, known: dict[Hashable, TensorPart]
 ) -> TensorPart:
     """Plan the share of each rank in a layer that gets full rows.
 
@@ -240,17 +231,16 @@ def _gathered_part(
             part = part_by_heads(model, anatomy, name, layout.cp * layout.tp)
             dims = part.parameter_dims(module) if part.is_split else {}
             known[kind] = replace(part, shares={leaf: TensorCut(dim) for leaf, dim in dims.items()})
+        elif isinstance(heads := state_heads(module, layout.cp), str):
+            known[kind] = TensorPart(name, True, why_unsplit=heads)
         else:
-            known[kind] = _part_of(name, state_heads(module, layout.cp))
+            cut = dict.fromkeys(leaf.rpartition(".")[0] for leaf in heads.shares if leaf.endswith(".weight"))
+            columns = tuple(leaf for leaf in cut if leaf != heads.rows)
+            shares, counts = heads.shares, heads.counts
+            known[kind] = TensorPart(
+                name, True, columns, rows=heads.rows, norms=heads.norms, shares=shares, counts=counts
+            )
     return replace(known[kind], name=name)
-
-
-def _part_of(name: str, heads: StateHeads | str) -> TensorPart:
-    if isinstance(heads, str):
-        return TensorPart(name, True, why_whole=heads)
-    cut = tuple(dict.fromkeys(leaf.rpartition(".")[0] for leaf in heads.shares if leaf.endswith(".weight")))
-    columns = tuple(leaf for leaf in cut if leaf != heads.rows)
-    return TensorPart(name, True, columns, rows=heads.rows, norms=heads.norms, shares=heads.shares, counts=heads.counts)
 
 
 def backend_of(config: Any) -> str:
@@ -347,6 +337,7 @@ def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
 
 
 def _context_of(module: nn.Module) -> ContextAttention:
+    """Return the exchange of a module. Raises `InputError` for one outside of the decoder's blocks."""
     context: ContextAttention | None = module_state(module).context_attention
     if context is None:
         raise InputError(
@@ -358,19 +349,13 @@ def _context_of(module: nn.Module) -> ContextAttention:
 
 
 def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **options: Any,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Exchange positions for heads, attend to full rows, and exchange back; the function in transformers' registry.
 
     Args:
         query: `[B, N, s, D]`.
-        key: `[B, G, s, D]`.
-        value: `[B, G, s, D]`.
+        key, value: `[B, G, s, D]`.
         attention_mask: the mask of full rows `[B, 1, S or 1, S]`, or whatever else the backend takes.
 
     Returns:
@@ -387,13 +372,12 @@ def _attention(
     heads, repeat, groups = _head_counts(context.name, module, query, key, value, cp)
     # Before the exchange, as a rank's query heads may share a key head with those of another rank.
     key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
-    whole = _positions_to_heads((query, key, value), context.group)
-    rows, _, length, _ = whole[0].shape
-    cut = partial(_own_heads, context.name, heads * cp, rank * heads, heads)
+    rows_of_heads = _positions_to_heads((query, key, value), context.group)
+    rows, _, length, _ = rows_of_heads[0].shape
+    cut = partial(_local_heads, context.name, heads * cp, rank * heads, heads)
     # The module's configuration names this exchange; the backend has to read its real name there.
-    seen = _ModuleView(
-        module, num_key_value_groups=groups, config=_ModuleView(module.config, **with_attention(context.backend))
-    )
+    config = _ModuleView(module.config, **with_attention(context.backend))
+    seen = _ModuleView(module, num_key_value_groups=groups, config=config)
     if isinstance(sinks := getattr(module, "sinks", None), torch.Tensor):
         seen.changes["sinks"] = cut("sinks", sinks)
     for name, option in list(options.items()):
@@ -401,15 +385,17 @@ def _attention(
             options[name] = cut(name, option)
         elif name == "position_ids" and option is not None:
             # Only flash attention reads them, to find the samples of a packed row, so it needs those of the full row.
-            options[name] = _whole_positions(option, context.group) if "flash" in context.backend else None
-        elif isinstance(option, torch.Tensor) and name not in _WHOLE_ROWS:
+            options[name] = None
+            if "flash" in context.backend:
+                options[name] = all_gather(option.movedim(-1, 0), context.group).movedim(0, -1).contiguous()
+        elif isinstance(option, torch.Tensor) and name not in _FULL_ROWS:
             raise InputError(
                 f"parallel.cp: {context.name} attends with {name}, which cp cannot split",
                 key="layout.cp-attention-arguments",
             )
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4:
         _check_mask(context.name, attention_mask, length)
-    out = context.function(seen, *whole, attention_mask, **options)[0]
+    out = context.function(seen, *rows_of_heads, attention_mask, **options)[0]
     if out.shape[:3] != (rows, length, heads):
         raise InputError(
             f"parallel.cp: {context.name} gave {tuple(out.shape)} for {rows} rows, {length} positions and {heads} "
@@ -448,22 +434,22 @@ def _head_counts(
             key="layout.cp-head-groups",
         )
     heads = query_heads // cp
-    kept = math.gcd(heads, groups)
-    return heads, groups // kept, kept
+    group_on_rank = math.gcd(heads, groups)
+    return heads, groups // group_on_rank, group_on_rank
 
 
 class _ModuleView:
     """A view of a module or configuration with the attributes in `changes` replaced, for the backend of one rank."""
 
-    def __init__(self, whole: Any, **changes: Any) -> None:
-        self.whole, self.changes = whole, changes
+    def __init__(self, original: Any, **changes: Any) -> None:
+        self.original, self.changes = original, changes
 
     def __getattr__(self, name: str) -> Any:
         changes: dict[str, Any] = self.__dict__["changes"]
-        return changes[name] if name in changes else getattr(self.__dict__["whole"], name)
+        return changes[name] if name in changes else getattr(self.__dict__["original"], name)
 
 
-def _own_heads(where: str, all_heads: int, first: int, heads: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _local_heads(where: str, all_heads: int, first: int, heads: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part `[heads]` of a tensor with one value for each query head."""
     if tensor.numel() != all_heads:
         raise InputError(
@@ -474,6 +460,7 @@ def _own_heads(where: str, all_heads: int, first: int, heads: int, name: str, te
 
 
 def _check_mask(name: str, mask: torch.Tensor, length: int) -> None:
+    """Raise `InputError` unless a mask `[B, heads, queries, keys]` is of full rows, and the same for all heads."""
     heads, queries, keys = mask.shape[1:]
     # Not `queries in (1, length)`: torch.compile takes symbolic lengths that are equal for different ones there.
     if heads != 1 or (queries != 1 and queries != length) or keys != length:
@@ -482,14 +469,6 @@ def _check_mask(name: str, mask: torch.Tensor, length: int) -> None:
             "all heads; set parallel.cp to 1",
             key="layout.cp-attention-arguments",
         )
-
-
-def _whole_positions(position_ids: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather `[..., s]` of all ranks to `[..., S]`.
-
-    Collectives: every rank of the group calls it; one all-gather.
-    """
-    return all_gather(position_ids.movedim(-1, 0), group).movedim(0, -1).contiguous()
 
 
 class _Exchange(torch.autograd.Function):

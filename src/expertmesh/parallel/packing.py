@@ -1,15 +1,12 @@
 """Keep the samples of packed rows apart: samples in one row must not see each other.
 
-A row is packed if its position ids restart. `separate_samples` makes modules that carry a state along a row (linear
-attention, state spaces, short convolutions) run on each sample separately, from an empty state; samples of similar
-length run as one padded batch. A decoder that would build its masks without position ids gets masks that separate the
-samples. A row of one sample is not changed.
-
-On accelerators packed rows get no dense mask: S × S of it would prevent flash attention, compute scores that it then
-hides, and repeat key and value heads. A replacement of sdpa in transformers' registries runs on the concatenated
-samples with their boundaries (`torch.nn.attention.varlen`, torch 2.11). Rows of one sample and padded rows still use
-sdpa. Families that flash attention does not support in transformers (sinks, indices, chunks) keep the dense mask, which
-is equally exact, and the plan prints the reason.
+A row is packed if its position ids restart. Modules that carry a state along a row (linear attention, state spaces,
+short convolutions) run on each sample separately, from an empty state; samples of similar length run as one padded
+batch. A decoder that would build its masks without position ids gets masks that separate the samples. On accelerators
+packed rows get no dense mask, S × S of which would prevent flash attention: a replacement of sdpa in transformers'
+registries runs on the concatenated samples with their boundaries (`torch.nn.attention.varlen`, torch 2.11). Families
+that flash attention does not support in transformers keep the dense mask, which is equally exact, and the plan prints
+the reason. A row of one sample is not changed.
 
     B rows, S positions of a full row; N samples of similar length, L positions of the longest of them
     N query heads, G key and value heads, D size of a head; T = B * S
@@ -34,13 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from expertmesh.anatomy import Anatomy
 from expertmesh.compat import declared, set_attention, tree_map_only, varlen_attn
 from expertmesh.config.errors import InputError
-from expertmesh.experts.token_counts import Borders, PackedSamples, packed_samples
-from expertmesh.introspection.attention import (
-    MASKED_KINDS,
-    Separation,
-    mask_kinds,
-    registry_call,
-)
+from expertmesh.experts.micro_batch import Borders, PackedSamples, packed_samples
+from expertmesh.introspection.attention import MASKED_KINDS, Separation, mask_kinds, registry_call
 from expertmesh.parallel.context import backend_of
 from expertmesh.state.patching import mix_in, register_function
 
@@ -48,6 +40,7 @@ NAME = "expertmesh_varlen"
 # The arguments that the kernel supports. A family that passes others is refused, as they would be ignored silently.
 _KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "is_causal", "position_ids"}
 _LARGEST_HEAD = 256
+# cu_seqlens, int32 `[samples + 1]`, and the longest sample.
 Boundaries = tuple[torch.Tensor, int]
 _MASKS = {
     "full_attention": create_causal_mask,
@@ -84,7 +77,10 @@ def varlen_refusal(model: Any, separation: Separation, device_type: str, dtype: 
                 return f"its attention passes {odd[0]}"
             if getattr(module, "attention_dropout", 0.0) or getattr(config, "attention_dropout", 0.0):
                 return "its attention has dropout"
-            if (size := _head_size(module)) > _LARGEST_HEAD or size % 8:
+            # By the names that modules use; 0 if it is unknown.
+            sizes = (getattr(module, name, None) for name in ("qk_head_dim", "head_dim"))
+            size = next((size for size in sizes if isinstance(size, int)), 0)
+            if size > _LARGEST_HEAD or size % 8:
                 return f"its heads have size {size}"
     return None
 
@@ -110,9 +106,6 @@ def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return None if is_packed else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
 
-"""cu_seqlens, int32 `[samples + 1]`, and the longest sample."""
-
-
 @dataclass(slots=True)
 class _InGraph:
     """The boundaries that code being compiled reads: torch.compile traces this object, but no context variable."""
@@ -125,12 +118,10 @@ _in_graph = _InGraph()
 
 def running_samples(device: torch.device) -> Boundaries | None:
     """Return the boundaries of the packed rows that run now, or None."""
-    samples = packed_samples.get()
-    if samples is None:
+    if (samples := packed_samples.get()) is None:
         return None
-    return samples.cu_seqlens(device), samples.once(
-        "longest", lambda borders: max(end - start for start, end in borders)
-    )
+    longest = samples.once("longest", lambda borders: max(end - start for start, end in borders))
+    return samples.cu_seqlens(device), longest
 
 
 def traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,12 +187,6 @@ def attention(
         enable_gqa=heads != key.shape[1],
     )
     return out.view(rows, positions, heads, size)[..., :value_size], None
-
-
-def _head_size(module: Any) -> int:
-    """Return the size of a query head, by the names that modules use; 0 if it is unknown."""
-    names = ("qk_head_dim", "head_dim")
-    return int(next((size for name in names if isinstance(size := getattr(module, name, None), int)), 0))
 
 
 assert _MASKS.keys() == MASKED_KINDS
@@ -328,21 +313,13 @@ class BySamples(nn.Module):
         token = packed_samples.set(None)  # modules inside get rows of one sample each
         try:
             for group in samples.groups:
-                there_args, there_kwargs = tree_map_only(torch.Tensor, partial(_of_group, group), (args, kwargs))
-                outputs.append(super().forward(*there_args, **there_kwargs))
+                group_args, group_kwargs = tree_map_only(torch.Tensor, partial(_of_group, group), (args, kwargs))
+                outputs.append(super().forward(*group_args, **group_kwargs))
         finally:
             packed_samples.reset(token)
         if not isinstance(outputs[0], tuple):
             return _of_rows(outputs, samples)
         return tuple(_of_rows(values, samples) for values in zip(*outputs, strict=True))
-
-
-def _alike(borders: Borders) -> list[Borders]:
-    """Group samples of similar length: padded to the longest, a group takes at most twice the positions."""
-    by_size: dict[int, Borders] = {}
-    for start, end in borders:
-        by_size.setdefault((end - start - 1).bit_length(), []).append((start, end))
-    return list(by_size.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -358,6 +335,7 @@ class _Group:
 
     @classmethod
     def of(cls, shape: tuple[int, int], device: torch.device, borders: Borders) -> "_Group":
+        """Make the group of these samples, on `device`."""
         offset_L = torch.arange(max(end - start for start, end in borders))
         place_NL = torch.stack([(start + offset_L).clamp(max=end - 1) for start, end in borders])
         is_real_NL = torch.stack([start + offset_L < end for start, end in borders])
@@ -377,10 +355,15 @@ class _Samples:
 
     @classmethod
     def of(cls, shape: tuple[int, int], device: torch.device, borders: Borders) -> "_Samples":
-        alike = _alike(borders)
-        order_T = torch.cat([torch.arange(start, end) for group in alike for start, end in group]).argsort()
-        groups = tuple(_Group.of(shape, device, group) for group in alike)
-        return cls(groups, tuple(tuple(end - start for start, end in group) for group in alike), order_T.to(device))
+        """Group the samples of rows of this shape, on `device`."""
+        # Samples of similar length: padded to the longest, a group takes at most twice the positions.
+        by_size: dict[int, Borders] = {}
+        for start, end in borders:
+            by_size.setdefault((end - start - 1).bit_length(), []).append((start, end))
+        order_T = torch.cat([torch.arange(*each) for group in by_size.values() for each in group]).argsort()
+        groups = tuple(_Group.of(shape, device, group) for group in by_size.values())
+        lengths = tuple(tuple(end - start for start, end in group) for group in by_size.values())
+        return cls(groups, lengths, order_T.to(device))
 
 
 def _of_group(group: _Group, x: torch.Tensor) -> torch.Tensor:

@@ -6,23 +6,41 @@ tables and other inputs of blocks from token and position ids. Only the hidden s
 placeholder before the first block of a stage returns it, and the placeholder after the last block receives the
 result. Modules before the blocks (embedding) are on the first stage, modules after them (final norm, head) on the
 last; a weight that is tied between the two is on both.
+
+Accumulation by layer uses the same placeholders: a layer is a pipeline stage that this rank holds with all the others,
+of one block, or of several where a block reads more of an earlier one than its hidden state. While one layer runs,
+placeholders stand for all other modules. step/by_layer.py runs the layers; nothing in this file communicates.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from expertmesh.anatomy import Anatomy, is_inside
+from expertmesh.anatomy import Anatomy, decoder_blocks, is_within
 from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.introspection.stage_probe import CannotCut
 from expertmesh.parallel.shard_plan import ShardPlan
-from expertmesh.parallel.stages import Cut, Leaving, Placeholder, idle, put_placeholders, stages_of
-from expertmesh.state.model_view import ModelView, StageView, attach, sharded
+from expertmesh.parallel.stages import (
+    Cut,
+    Placeholder,
+    StageResult,
+    idle,
+    idle_around,
+    parts_by_stage,
+    put_placeholders,
+    rehearse_each,
+    stages_of,
+)
+from expertmesh.state.model_view import ModelView, StageView, attach, mesh_of, sharded
 from expertmesh.state.patching import exchanged
 
 
@@ -36,7 +54,7 @@ class Pipeline:
     """Names of the blocks of the full decoder."""
     stages: tuple[range, ...]
     """The block numbers of each stage."""
-    own_stages: tuple[int, ...]
+    local_stages: tuple[int, ...]
     """The numbers of this rank's stages."""
     hidden: tuple[int, ...]
     """The dims of the hidden state between stages after `[B, S]`."""
@@ -50,9 +68,9 @@ class Pipeline:
     """The stage that runs now; None outside of `running`."""
 
     @property
-    def own_blocks(self) -> list[int]:
+    def local_blocks(self) -> list[int]:
         """The numbers of this rank's blocks."""
-        return [block for stage in self.own_stages for block in self.stages[stage]]
+        return [block for stage in self.local_stages for block in self.stages[stage]]
 
     def is_last(self, stage: int) -> bool:
         """Return whether `stage` is the last, which holds the head."""
@@ -65,38 +83,42 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return pipeline
 
 
-def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, gone: Sequence[str], mesh: Mesh) -> Anatomy:
+def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, absent: Sequence[str], mesh: Mesh) -> Anatomy:
     """Replace the parts of other pp ranks in `model` by placeholders, in place.
 
     Args:
         cuts: `plan.cut`. `ModelView` reads names and shapes of other stages from the plan's meta copy.
-        gone: the parts that this rank's stages do not hold.
+        absent: the parts that this rank's stages do not hold.
 
     Returns:
         The anatomy of this rank's stages.
-
-    Collectives: none.
     """
     blocks, (_, dtype, _), uncast = cuts.blocks, plan.dtypes, plan.uncast
-    own_stages = stages_of(mesh.layout, mesh.coordinate("pp"))
-    pipeline = Pipeline(mesh, blocks, cuts.stages, own_stages, cuts.hidden, dtype)
+    local_stages = stages_of(mesh.layout, mesh.coordinate("pp"))
+    pipeline = Pipeline(mesh, blocks, cuts.stages, local_stages, cuts.hidden, dtype)
     # Attach the adapter state too: no module of this stage may be adapted, and it must be found all the same.
     # The view is made before any part is replaced: it needs the tensors and ties of the full model.
     view = _stage_view(model, cuts.parts, mesh, plan.view.meta)
     attach(model, stage_view=view, pipeline=pipeline, lora_state=plan.adapters)
     put_placeholders(
-        model, gone, blocks, cuts.items, lambda name: torch.float32 if name in uncast else dtype, mesh.device
+        model, absent, blocks, cuts.items, lambda name: torch.float32 if name in uncast else dtype, mesh.device
     )
-    own = {number: model.get_submodule(blocks[number]) for number in pipeline.own_blocks}
-    pipeline.idle.update({number: idle(block, cuts.items) for number, block in own.items()})
-    model.register_forward_pre_hook(_refuse_alone)
-    return _without(plan.anatomy, gone)
+    local = {number: model.get_submodule(blocks[number]) for number in pipeline.local_blocks}
+    pipeline.idle.update({number: idle(block, cuts.items) for number, block in local.items()})
+    model.register_forward_pre_hook(_refuse_direct_call)
+    anatomy, is_here = plan.anatomy, lambda name: not is_within(name, *absent)
+    return Anatomy(
+        blocks=tuple(filter(is_here, anatomy.blocks)),
+        experts=tuple(spec for spec in anatomy.experts if is_here(spec.name)),
+        routers=tuple(filter(is_here, anatomy.routers)),
+        shared_experts=tuple(filter(is_here, anatomy.shared_experts)),
+    )
 
 
 @contextmanager
 def running(
     model: nn.Module, pipeline: Pipeline, stage: int, received: torch.Tensor | None, *, behind_blocks: bool = False
-) -> Iterator[Leaving]:
+) -> Iterator[StageResult]:
     """Make the model's forward run one stage while the context is open: only its blocks compute.
 
     Args:
@@ -112,9 +134,9 @@ def running(
     active = range(active.stop, active.stop) if behind_blocks else active
     blocks = child_slots(model.get_submodule(pipeline.blocks[0].rpartition(".")[0]))
     keys = [name.rpartition(".")[2] for name in pipeline.blocks]
-    idle = {keys[n]: pipeline.idle[n] for n in pipeline.own_blocks if n not in active}
+    idle = {keys[n]: pipeline.idle[n] for n in pipeline.local_blocks if n not in active}
     pipeline.running = stage
-    leaving = Leaving()
+    result = StageResult()
     with ExitStack() as stack:
         stack.callback(setattr, pipeline, "running", None)
         stack.enter_context(exchanged(blocks, idle))
@@ -124,13 +146,13 @@ def running(
                 stack.enter_context(exchanged(child_slots(model.get_submodule(parent)), {leaf: placeholder}))
         # After the placeholders are in place: the neighbouring block may be one of this rank's other stages.
         if active.start:
-            stack.enter_context(exchanged(vars(blocks[keys[active.start - 1]]), {"gives": received}))
+            stack.enter_context(exchanged(vars(blocks[keys[active.start - 1]]), {"output": received}))
         if active.stop < len(keys):
-            stack.enter_context(exchanged(vars(blocks[keys[active.stop]]), {"catches": leaving}))
-        yield leaving
+            stack.enter_context(exchanged(vars(blocks[keys[active.stop]]), {"result": result}))
+        yield result
 
 
-def _refuse_alone(model: nn.Module, args: Any) -> None:
+def _refuse_direct_call(model: nn.Module, args: Any) -> None:
     """Raise `InputError` if a cut model is called directly; a forward pre-hook."""
     # `model(...)` or `generate` on one stage would silently return wrong values.
     pipeline = pipeline_of(model)
@@ -144,12 +166,12 @@ def _refuse_alone(model: nn.Module, args: Any) -> None:
 
 def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, meta_model: nn.Module) -> StageView:
     """Record the tensors that several stages hold; the first pp rank of them owns each, the others have replicas."""
-    everywhere = frozenset(range(mesh.layout.pp))
+    all_ranks = frozenset(range(mesh.layout.pp))
     holders: dict[int, frozenset[int]] = {}
     state = ModelView(model).state
     # By identity: tied names share one tensor, which is on the stages of all its names.
     for name, tensor in state.items():
-        of_name = next((ranks for part, ranks in parts.items() if name == part or is_inside(name, part)), everywhere)
+        of_name = next((ranks for part, ranks in parts.items() if is_within(name, part)), all_ranks)
         holders[id(tensor)] = holders.get(id(tensor), frozenset()) | of_name
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
@@ -161,15 +183,83 @@ def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, 
     )
 
 
-def _without(anatomy: Anatomy, gone: Sequence[str]) -> Anatomy:
-    """Return the anatomy without the modules named in `gone`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Layers:
+    """The layers of a sharded model, and what FSDP2 gathers and reduces for each of them."""
 
-    def stays(name: str) -> bool:
-        return not any(name == part or is_inside(name, part) for part in gone)
+    pipeline: Pipeline
+    """Each layer as a stage of this rank."""
+    units: tuple[tuple[FSDPModule, ...], ...]
+    """The FSDP2 modules by layer: a layer is the last in backward to use the parameters of its modules."""
 
-    return Anatomy(
-        blocks=tuple(filter(stays, anatomy.blocks)),
-        experts=tuple(spec for spec in anatomy.experts if stays(spec.name)),
-        routers=tuple(filter(stays, anatomy.routers)),
-        shared_experts=tuple(filter(stays, anatomy.shared_experts)),
+    @property
+    def count(self) -> int:
+        """The number of layers."""
+        return len(self.pipeline.stages)
+
+
+def layers_of(model: nn.Module) -> Layers:
+    """Return the layers of a sharded model, planned at the first call.
+
+    Raises:
+        InputError: the model is cut into pipeline stages already, or its blocks cannot run one by one; names the block.
+    """
+    planned: Layers | None = sharded(model).layers
+    if planned is not None:
+        return planned
+    plan, mesh = sharded(model).shard_plan, mesh_of(model)
+    layers_cut, compute = _cut_into_layers(plan, plan.layout.pp), plan.dtypes[1]
+    stages = layers_cut.stages
+    pipeline = Pipeline(mesh, layers_cut.blocks, stages, tuple(range(len(stages))), layers_cut.hidden, compute)
+    blocks = {number: model.get_submodule(name) for number, name in enumerate(layers_cut.blocks)}
+    pipeline.idle.update({number: idle(block, layers_cut.items) for number, block in blocks.items()})
+    around = [name for name in layers_cut.parts if name not in layers_cut.blocks]
+    placeholders = idle_around(
+        model, around, lambda name: torch.float32 if name in plan.uncast else compute, mesh.device
     )
+    pipeline.around.update({name: (layers_cut.parts[name], part) for name, part in placeholders.items()})
+    units: list[list[FSDPModule]] = [[] for _ in stages]
+    for group in plan.groups:
+        # In backward the first layer runs last, so that it is the last to use what several layers share.
+        names = group.parameters or group.modules
+        users = [
+            layer
+            for part, part_layers in layers_cut.parts.items()
+            if any(is_within(name, part) for name in names)
+            for layer in part_layers
+        ]
+        layer = min(users, default=len(stages) - 1)
+        units[layer] += [cast(FSDPModule, model.get_submodule(name)) for name in group.modules]
+    layers = Layers(pipeline, tuple(map(tuple, units)))
+    attach(model, layers=layers)
+    return layers
+
+
+def refuse_by_layer(plan: ShardPlan, pp: int) -> None:
+    """Raise `InputError` if the model of a shard plan cannot be trained layer by layer on `pp` pipeline stages."""
+    _cut_into_layers(plan, pp)
+
+
+def _cut_into_layers(plan: ShardPlan, pp: int) -> Cut:
+    """Cut the model of a shard plan into layers, each the only stage of a pp rank of its own."""
+    if pp > 1:
+        raise InputError(
+            "train.accumulate: by_layer is for models that are not cut, and parallel.pp is "
+            f"{pp}; set train.accumulate to by_micro_batch, or parallel.pp to 1",
+            key="train.accumulate-unsupported",
+        )
+    meta, anatomy = plan.view.meta, plan.anatomy
+    blocks = decoder_blocks(anatomy)
+    try:
+        decoder = plan.decoder
+        starts = [number for number in range(len(blocks)) if number not in decoder.joined]
+        stages = tuple(itertools.starmap(range, itertools.pairwise([*starts, len(blocks)])))
+        parts = parts_by_stage(meta, decoder, blocks, Layout(pp=len(stages)), stages)
+        if not decoder.hands_on_hidden_alone:
+            rehearse_each(meta, anatomy, blocks, decoder, stages)
+    except CannotCut as cannot:
+        raise InputError(
+            f"train.accumulate: by_layer: {cannot.why}; set train.accumulate to by_micro_batch",
+            key="train.accumulate-unsupported",
+        ) from cannot
+    return Cut(tuple(blocks), stages, parts, decoder.hidden, decoder.items, decoder.joined)

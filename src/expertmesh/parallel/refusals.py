@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_classifier, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_classifier, is_inside, is_within
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
@@ -34,7 +34,7 @@ def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
     balance = balance_of(model, anatomy, moe)
     if moe.router == "frozen":
         parents = [spec.name.rpartition(".")[0] for spec in anatomy.experts]
-        alone = [parent for parent in parents if not any(router.startswith(f"{parent}.") for router in anatomy.routers)]
+        alone = [parent for parent in parents if not any(is_inside(router, parent) for router in anatomy.routers)]
         if alone:
             raise InputError(
                 f"moe.router: frozen, but no router is recognised in {alone[0]}; set moe.router to train",
@@ -148,8 +148,9 @@ def shared_beside_rows(
     if layout.ep == 1 or layout.tp > 1 or choose_dispatch(moe, layout) != "all_to_all":
         return {}
     found = shared_behind_routed(view.meta, anatomy)
-    alone = {shared for shared in found.values() for name in gathered if name == shared or is_inside(name, shared)}
-    return {experts: shared for experts, shared in found.items() if shared not in alone}
+    return {
+        experts: shared for experts, shared in found.items() if not any(is_within(name, shared) for name in gathered)
+    }
 
 
 def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:

@@ -39,14 +39,14 @@ _BESIDE_ATTENTION = {"per_layer_input": 1, "input_ids": 1}
 # Results that attention passes to the attention of the next block, for the positions that it computes.
 _BETWEEN_ATTENTION = ("prev_topk_indices",)
 # Hidden states that a decoder stores between its blocks: the decoder itself must then see this rank's positions alone.
-_KEPT_BY_DECODER = "block_states"
+_STORED_BY_DECODER = "block_states"
 # Values that a decoder adds to hidden states of full rows between its first blocks.
 _ADDED_BY_DECODER = "deepstack_visual_embeds"
 # Arguments of a block that earlier blocks computed for the local positions.
-_BETWEEN_BLOCKS = {"prev_router_hidden_states", _KEPT_BY_DECODER}
+_BETWEEN_BLOCKS = {"prev_router_hidden_states", _STORED_BY_DECODER}
 # Arguments of a block for full rows, which attention and other layers that gather rows need.
-_WHOLE = {"hidden_states", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-_WHOLE |= {"conv_mask", "ple_input_ids"}
+_FULL_ROWS = {"hidden_states", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_FULL_ROWS |= {"conv_mask", "ple_input_ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SequenceShare:
         """The number of ranks that share a row."""
         return self.cp * self.tp
 
-    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def local(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return a view of the positions of `x` that this rank holds between attention layers."""
         return self._cut(x, dim, self.parts, self.cp_rank * self.tp + self.tp_rank)
 
@@ -76,8 +76,8 @@ class SequenceShare:
         return self._cut(x, dim, self.cp, self.cp_rank)
 
     def _cut(self, x: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:
-        length, rest = divmod(x.shape[dim], parts)
-        assert rest == 0, f"{x.shape[dim]} positions in {parts} parts"
+        length, remainder = divmod(x.shape[dim], parts)
+        assert remainder == 0, f"{x.shape[dim]} positions in {parts} parts"
         return x.narrow(dim, part * length, length)
 
 
@@ -88,6 +88,7 @@ def sequence_share(model: nn.Module) -> SequenceShare:
 
 
 def _share(mesh: Mesh) -> SequenceShare:
+    """Return the part of this rank in a mesh."""
     layout = mesh.layout
     return SequenceShare(layout.cp, layout.tp, mesh.coordinate("cp"), mesh.coordinate("tp"))
 
@@ -156,17 +157,18 @@ def refuse_blocks(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
     Other inputs that cannot be split are refused in the first forward.
     """
     decoder: Any = decoder_of(model, anatomy)
-    if layout.cp * layout.tp > 1 and _decoder_keeps(model, anatomy) and not takes_masks(decoder):
+    if layout.cp * layout.tp > 1 and _decoder_stores(model, anatomy) and not takes_masks(decoder):
         raise InputError(
-            f"parallel: the decoder of {decoder.config.model_type} keeps {_KEPT_BY_DECODER} of all positions and makes "
-            "its masks itself, so cp and tp cannot split positions; set parallel.cp and parallel.tp to 1",
+            f"parallel: the decoder of {decoder.config.model_type} keeps {_STORED_BY_DECODER} of all positions and "
+            "makes its masks itself, so cp and tp cannot split positions; set parallel.cp and parallel.tp to 1",
             key="layout.input-per-position",
         )
 
 
-def _decoder_keeps(model: nn.Module, anatomy: Anatomy) -> bool:
+def _decoder_stores(model: nn.Module, anatomy: Anatomy) -> bool:
+    """Return whether the decoder stores hidden states between its blocks: their forward takes them."""
     blocks = map(model.get_submodule, decoder_blocks(anatomy))
-    return any(_KEPT_BY_DECODER in inspect.signature(block.forward).parameters for block in blocks)
+    return any(_STORED_BY_DECODER in inspect.signature(block.forward).parameters for block in blocks)
 
 
 def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callable[[str], bool]) -> None:
@@ -186,7 +188,7 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callab
         return
     decoder: Any = decoder_of(model, anatomy)
     decoder.register_forward_pre_hook(_refuse_added, with_kwargs=True)
-    if decoder_cuts := _decoder_keeps(model, anatomy):
+    if decoder_cuts := _decoder_stores(model, anatomy):
         decoder.register_forward_pre_hook(partial(_enter_decoder, share), with_kwargs=True)
     for index, name in enumerate(decoder_blocks(anatomy)):
         block = model.get_submodule(name)
@@ -212,14 +214,14 @@ def _enter_decoder(share: SequenceShare, decoder: Any, args: Any, kwargs: dict[s
     refuse_length(rows.shape[1], share)
     if position_ids is None:
         position_ids = torch.arange(rows.shape[1], device=rows.device)[None]
-    own = share.own(rows, 1)
+    local = share.local(rows, 1)
     # Only local positions are embedded. A clone, because a view would keep the full rows alive until backward.
-    embeds = decoder.get_input_embeddings()(own) if embeds is None else own.clone()
+    embeds = decoder.get_input_embeddings()(local) if embeds is None else local.clone()
     if not isinstance(masks, dict):
         like = embeds.new_empty(*rows.shape[:2], 0)
         masks = masks_of(decoder, kinds_of_masks(decoder.config), like, masks, position_ids)
-    there = {"input_ids": None, "inputs_embeds": embeds, "position_ids": position_ids, "attention_mask": masks}
-    return (), given | there
+    changed = {"input_ids": None, "inputs_embeds": embeds, "position_ids": position_ids, "attention_mask": masks}
+    return (), given | changed
 
 
 def refuse_length(length: int, share: SequenceShare) -> None:
@@ -244,7 +246,7 @@ class _Entered:
     """Names of the arguments of its forward, in order."""
     cuts: bool
     """True if it gets hidden states of full rows and cuts them."""
-    attends_whole: bool
+    gathers: bool
     """True if its attention gathers full rows over cp."""
 
 
@@ -262,11 +264,11 @@ def _enter_block(
     hidden = given["hidden_states"]
     length = hidden.shape[1] * (1 if entered.cuts else share.parts)
     refuse_length(length, share)
-    here = {key: _part(entered, key, value, length) for key, value in given.items()}
+    local = {key: _part(entered, key, value, length) for key, value in given.items()}
     if entered.cuts:
         # A copy, not a view: the full rows must not live until backward, nor be changed by in-place code of a block.
-        here["hidden_states"] = share.own(hidden, 1).clone()
-    return tuple(here[key] for key in names[: len(args)]), {key: here[key] for key in kwargs}
+        local["hidden_states"] = share.local(hidden, 1).clone()
+    return tuple(local[key] for key in names[: len(args)]), {key: local[key] for key in kwargs}
 
 
 def _part(entered: _Entered, key: str, value: Any, length: int) -> Any:
@@ -275,25 +277,22 @@ def _part(entered: _Entered, key: str, value: Any, length: int) -> Any:
     Raises:
         InputError: a tensor that is not known to be per position or for full rows.
     """
-    share, whole = entered.share, entered.attends_whole
+    share = entered.share
     if key in _OF_ATTENTION:
         # A tensor, or several in a tuple or dict (a table for each kind of layer).
         cut = partial(_cut_positions, share.of_context, _OF_ATTENTION[key], length)
-        return value if whole else tree_map_only(torch.Tensor, cut, value)
+        return value if entered.gathers else tree_map_only(torch.Tensor, cut, value)
     if key in _BESIDE_ATTENTION and value is not None:
-        return share.own(value, _BESIDE_ATTENTION[key])
-    known = key in _WHOLE | _BETWEEN_BLOCKS or (key in _BETWEEN_ATTENTION and _joint(entered))
+        return share.local(value, _BESIDE_ATTENTION[key])
+    # Of the attention before, whose positions are those of this one only if neither or both gather over cp.
+    known = key in _FULL_ROWS | _BETWEEN_BLOCKS
+    known |= key in _BETWEEN_ATTENTION and (share.cp == 1 or entered.gathers)
     if isinstance(value, torch.Tensor) and not known:
         raise InputError(
             f"parallel: {entered.name} gets {key} {tuple(value.shape)}, which cp and tp do not know how to split",
             key="layout.input-per-position",
         )
     return value
-
-
-def _joint(entered: _Entered) -> bool:
-    """Return whether the attention of a block computes the same positions as that of every other block."""
-    return entered.share.cp == 1 or entered.attends_whole
 
 
 def _cut_positions(

@@ -10,7 +10,7 @@ A parameter may be split over ep or tp, belongs to at most one FSDP2 group, and,
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -197,27 +197,20 @@ class ShardPlan:
     @property
     def resolved(self) -> dict[str, str]:
         """The resolved moe.dispatch, moe.compute, moe.kernels and moe.router_dtype, as printed."""
-        backends = Counter(self.compute.values())
-        dispatch = f"{self.dispatch} beside shared experts" if self.shared_beside else self.dispatch
-        layers = ", ".join(f"{name} ({count} layers)" for name, count in backends.items())
-        router_dtype = self._router_dtype()
-        return {
-            "dispatch": dispatch,
-            "compute": layers,
-            "kernels": self.kernels.said,
-            "router_dtype": router_dtype,
-        }
-
-    def _router_dtype(self) -> str:
+        layers = ", ".join(f"{name} ({count} layers)" for name, count in Counter(self.compute.values()).items())
         compute, routers = self.options.precision.compute, self.anatomy.routers
         cast = [name for group in self.groups if group.casts for name in group.parameters]
-        if routers and self.uncast and not any(is_inside(name, router) for name in cast for router in routers):
-            return "float32"
-        if compute in ("float32", "float64"):
-            return compute
-        if self.options.moe.router_dtype == "float32":
-            return f"{compute} (the family's code does not run with a float32 router)"
-        return compute
+        router_dtype: str = compute
+        if routers and self.uncast and not any(is_inside(name, *routers) for name in cast):
+            router_dtype = "float32"
+        elif compute not in ("float32", "float64") and self.options.moe.router_dtype == "float32":
+            router_dtype = f"{compute} (the family's code does not run with a float32 router)"
+        return {
+            "dispatch": f"{self.dispatch} beside shared experts" if self.shared_beside else self.dispatch,
+            "compute": layers,
+            "kernels": self.kernels.text,
+            "router_dtype": router_dtype,
+        }
 
 
 def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept_in_fp32: KeptInFp32) -> ShardPlan:
@@ -229,22 +222,20 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
 
     Raises:
         InputError: a setting or a model that cannot be trained exactly; names the module or the key.
-
-    Collectives: none.
     """
     anatomy, view, precision = describe(model), ModelView(model), options.precision
     compute = getattr(torch, precision.compute)
-    asked, ep = options.moe.compute, layout.ep
+    moe, ep = options.moe, layout.ep
     backends = {
-        spec.name: choose_backend(spec, asked, compute, spec.num_experts // ep + options.moe.replicas)
+        spec.name: choose_backend(spec, moe.compute, compute, spec.num_experts // ep + moe.replicas)
         for spec in anatomy.experts
     }
     expert_dims = plan_expert_dims(model, anatomy, layout)
-    frozen = anatomy.routers if options.moe.router == "frozen" else ()
+    frozen = anatomy.routers if moe.router == "frozen" else ()
     tensor, context, cut = plan_axes(view, anatomy, layout, kept_in_fp32=kept_in_fp32, frozen=frozen)
-    balance, placed = refuse_model(model, anatomy, options.moe), options.placement
-    refuse_dispatch(options.moe, layout, anatomy, compute)
-    casts = refuse_dtypes(view, anatomy, precision, kept_in_fp32, options.moe.router_dtype)
+    balance, placed = refuse_model(model, anatomy, moe), options.placement
+    refuse_dispatch(moe, layout, anatomy, compute)
+    casts = refuse_dtypes(view, anatomy, precision, kept_in_fp32, moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     adapters = adapter_state(model)
     if options.compile:
@@ -253,16 +244,16 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     # Under selective checkpointing a block's second run has the routed experts' result but not the shared expert's.
     overlaps = not options.compile and options.activation_checkpointing != "selective"
     gathered = [module for group in groups for module in group.modules]
-    shared = shared_beside_rows(view, anatomy, layout, options.moe, gathered) if overlaps else {}
+    shared = shared_beside_rows(view, anatomy, layout, moe, gathered) if overlaps else {}
     return ShardPlan(
         layout=layout,
         options=options,
         anatomy=anatomy,
         balance=balance,
-        dispatch=choose_dispatch(options.moe, layout),
-        placement=choose_placement(model, options.moe, layout, anatomy) if placed is None else placed,
+        dispatch=choose_dispatch(moe, layout),
+        placement=choose_placement(model, moe, layout, anatomy) if placed is None else placed,
         compute=backends,
-        kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
+        kernels=choose_kernels(model, anatomy, moe.kernels, compute),
         shared_beside=shared,
         frozen=frozen,
         tensor=tensor,
@@ -281,12 +272,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
 
 
 def plan_axes(
-    view: ModelView,
-    anatomy: Anatomy,
-    layout: Layout,
-    *,
-    kept_in_fp32: KeptInFp32,
-    frozen: Sequence[str] = (),
+    view: ModelView, anatomy: Anatomy, layout: Layout, *, kept_in_fp32: KeptInFp32, frozen: Sequence[str] = ()
 ) -> tuple[TensorPlan, ContextPlan, Cut | None]:
     """Plan tp, cp and pp.
 
@@ -336,8 +322,8 @@ def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> Expe
         except InputError:
             return False
         # A dispatcher that the user has set needs ep > 1, and DeepEP has kernels for some numbers of ranks alone.
-        asked = (layout.ep > 1 or moe.dispatch == "auto") and (dispatch != "deepep" or layout.ep in deepep.RANKS)
-        return asked and all(dims.get(name, 0) == 0 for name in formats)
+        runs = (layout.ep > 1 or moe.dispatch == "auto") and (dispatch != "deepep" or layout.ep in deepep.RANKS)
+        return runs and all(dims.get(name, 0) == 0 for name in formats)
 
     # Forward and backward send each row twice; full recomputation repeats the dispatch.
     trips = 5 if options.activation_checkpointing == "full" else 4
@@ -349,9 +335,9 @@ def top_k_router(model: nn.Module, spec: ExpertsSpec) -> TopKRouter | None:
     text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
     limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
-    return (
-        None if spec.top_k is None else TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ()))
-    )
+    if spec.top_k is None:
+        return None
+    return TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ()))
 
 
 def plan_groups(
@@ -377,8 +363,18 @@ def plan_groups(
             dims = part.parameter_dims(model.get_submodule(part.name))
             splits |= {f"{part.name}.{leaf}": Split("tp", dim) for leaf, dim in dims.items()}
     groups = list(_groups(model, anatomy, layout, tensor, expert_dims, tuple(uncast)))
-    kept = {name for names in uncast.values() for name in names}
-    return splits, tuple(_with_parameters(model, groups, splits, kept))
+    # Each parameter belongs to the innermost group with its view and dtype policy.
+    in_fp32 = {name for names in uncast.values() for name in names}
+    places = {(each.view, each.casts, module): number for number, each in enumerate(groups) for module in each.modules}
+    members: list[list[str]] = [[] for _ in groups]
+    # List a tied parameter under both of its names: a pipeline stage may hold only one of the two.
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        (view, casts), module = (view_of(splits.get(name)), name not in in_fp32), name
+        while module and (view, casts, module) not in places:
+            module = module.rpartition(".")[0]
+        if (view, casts, module) in places:
+            members[places[view, casts, module]].append(name)
+    return splits, tuple(replace(each, parameters=tuple(names)) for each, names in zip(groups, members, strict=True))
 
 
 def view_of(split: Split | None) -> View:
@@ -427,9 +423,9 @@ def _groups(
     ):
         yield Group(tuple(inside), "dense", casts=False)
     if not root_casts:
-        taken = (*anatomy.blocks, *uncast, names[embedding])
-        left = [name for name, _ in model.named_parameters() if not any(is_inside(name, module) for module in taken)]
-        yield from (Group((module,), "dense") for module in dict.fromkeys(name.rpartition(".")[0] for name in left))
+        grouped = (*anatomy.blocks, *uncast, names[embedding])
+        others = [name for name, _ in model.named_parameters() if not is_inside(name, *grouped)]
+        yield from (Group((module,), "dense") for module in dict.fromkeys(name.rpartition(".")[0] for name in others))
     yield Group(("",), "dense", casts=root_casts)
 
 
@@ -440,25 +436,6 @@ def _expert_groups(spec: ExpertsSpec, layout: Layout, expert_dims: Mapping[str, 
     if layout.replicate * layout.efsdp > 1 or layout.offload == "experts":
         dims = {name: dim for name, dim in expert_dims.items() if is_inside(name, spec.name)}
         yield Group((spec.name,), "expert", dims=dims)
-
-
-def _with_parameters(
-    model: nn.Module, groups: Sequence[Group], splits: Mapping[str, Split], uncast: Container[str]
-) -> Iterator[Group]:
-    """Yield the groups with their parameters: each belongs to the innermost group with its view and dtype policy."""
-    by_place = {
-        (group.view, group.casts, module): number for number, group in enumerate(groups) for module in group.modules
-    }
-    members: list[list[str]] = [[] for _ in groups]
-    # List a tied parameter under both of its names: a pipeline stage may hold only one of the two.
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        (view, casts), module = (view_of(splits.get(name)), name not in uncast), name
-        while module and (view, casts, module) not in by_place:
-            module = module.rpartition(".")[0]
-        if (view, casts, module) in by_place:
-            members[by_place[view, casts, module]].append(name)
-    for group, names in zip(groups, members, strict=True):
-        yield replace(group, parameters=tuple(names))
 
 
 def plan_frozen(

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
+from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside, is_within
 from expertmesh.compat import parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.meta_run import LENGTH, ROWS
 from expertmesh.introspection.stage_probe import CannotCut, Decoder, probe, rehearse
+from expertmesh.state.patching import set_at
 
 
 def plan_stages(
@@ -80,22 +81,22 @@ def balanced(work: Sequence[float], stages: int, joined: Collection[int] = ()) -
     """
 
     @cache
-    def best(first: int, left: int) -> tuple[float, float, tuple[int, ...]]:
-        if left == 1:
+    def best(first: int, parts: int) -> tuple[float, float, tuple[int, ...]]:
+        if parts == 1:
             total = sum(work[first:])
             return total, total**2, (len(work),)
         found: list[tuple[float, float, tuple[int, ...]]] = [(inf, inf, (len(work),))]
-        for stop in range(first + 1, len(work) - left + 2):
+        for stop in range(first + 1, len(work) - parts + 2):
             if stop in joined:
                 continue
-            own = sum(work[first:stop])
-            largest, squares, stops = best(stop, left - 1)
-            found.append((max(own, largest), squares + own**2, (stop, *stops)))
+            here = sum(work[first:stop])
+            largest, squares, ends = best(stop, parts - 1)
+            found.append((max(here, largest), squares + here**2, (stop, *ends)))
         # Tuples compare by the largest sum first, then by the sum of squares.
         return min(found)
 
-    stops = best(0, stages)[2]
-    return tuple(range(start, stop) for start, stop in zip((0, *stops), stops, strict=False))
+    ends = best(0, stages)[2]
+    return tuple(range(start, stop) for start, stop in zip((0, *ends), ends, strict=False))
 
 
 def _work(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str]) -> list[float]:
@@ -149,7 +150,7 @@ class Cut:
         """The first block of each stage."""
         return frozenset(self.blocks[numbers.start] for numbers in self.stages)
 
-    def gone(self, pp_rank: int) -> list[str]:
+    def absent(self, pp_rank: int) -> list[str]:
         """Return the parts that one pp rank does not hold."""
         return [name for name, ranks in self.parts.items() if pp_rank not in ranks]
 
@@ -175,21 +176,19 @@ def plan_cut(meta_model: nn.Module, anatomy: Anatomy, layout: Layout, frozen: Se
     trained = [
         name
         for name, parameter in meta_model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and not any(is_inside(name, module) for module in frozen)
+        if parameter.requires_grad and not is_inside(name, *frozen)
     ]
     # A model without gradients at all, a teacher, only hands tokens on.
     learns = any(parameter.requires_grad for parameter in meta_model.parameters())
     for rank in range(layout.pp):
         if learns and not any(
-            rank in ranks and (name == part or is_inside(name, part))
-            for part, ranks in parts.items()
-            for name in trained
+            rank in ranks and is_within(name, part) for part, ranks in parts.items() for name in trained
         ):
-            own = stages_of(layout, rank)
-            numbers = [str(number) for stage in own for number in stages[stage]]
+            rank_stages = stages_of(layout, rank)
+            numbers = [str(number) for stage in rank_stages for number in stages[stage]]
             raise InputError(
-                f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
-                "only hand tokens on; set parallel.pp to 1, or widen lora.targets",
+                f"parallel.pp: nothing on stage {rank_stages[0]} (blocks {', '.join(numbers)}) is trained, so that it "
+                "would only hand tokens on; set parallel.pp to 1, or widen lora.targets",
                 key="layout.pp-untrained-stage",
             )
     return Cut(tuple(blocks), stages, parts, decoder.hidden, decoder.items, decoder.joined)
@@ -215,7 +214,7 @@ def find_decoder(meta_model: nn.Module, anatomy: Anatomy, blocks: Sequence[str])
     config: Any = meta_model.config
     hidden_size: Any = getattr(config.get_text_config(), "hidden_size", None)
     parameters = dict(meta_model.named_parameters(remove_duplicate=False))
-    outside = [name for name in parameters if not any(is_inside(name, block) for block in blocks)]
+    outside = [name for name in parameters if not is_inside(name, *blocks)]
     uses = Counter(map(id, parameters.values()))
     # The configuration does not show whether a block shares parameters with other modules, so the answer is not cached.
     shared = any(uses[id(parameter)] > 1 for name, parameter in parameters.items() if name not in outside)
@@ -240,12 +239,12 @@ def rehearse_each(
     """
     for numbers in stages:
         others = [block for number, block in enumerate(blocks) if number not in numbers]
-        here = [spec for spec in anatomy.experts if not any(is_inside(spec.name, block) for block in others)]
+        experts = [spec for spec in anatomy.experts if not is_inside(spec.name, *others)]
         with placeholders_for(bare, others, blocks, decoder.items):
             if numbers.start:
                 before: Any = bare.get_submodule(blocks[numbers.start - 1])
-                before.gives = torch.empty(ROWS, LENGTH, *decoder.hidden, dtype=bare.dtype, device="meta")
-            rehearse(bare, here)
+                before.output = torch.empty(ROWS, LENGTH, *decoder.hidden, dtype=bare.dtype, device="meta")
+            rehearse(bare, experts)
 
 
 def parts_by_stage(
@@ -262,7 +261,7 @@ def parts_by_stage(
     ends = ((decoder.before, 0), (decoder.behind, (len(stages) - 1) % layout.pp))
     for names, rank in ends:
         for name in sorted(names):
-            if not any(is_inside(name, part) for part in parts):
+            if not is_inside(name, *parts):
                 parts[_outermost(model, name, names, decoder.unused, blocks)] = frozenset([rank])
     return parts
 
@@ -307,7 +306,7 @@ def placeholders_for(bare: nn.Module, names: Iterable[str], blocks: Sequence[str
         yield
     finally:
         for name, part in replaced.items():
-            _put(bare, name, part)
+            set_at(bare, name, part)
 
 
 def put_placeholders(
@@ -337,12 +336,14 @@ def put_placeholders(
             parameter = parameters[leaf]
             assert parameter is not None
             replaced = {name: parameter, **replaced}
-            _put(model, name, None)
+            set_at(model, name, None)
             continue
         module = model.get_submodule(name)
-        stand_in = Placeholder(module, items) if name in blocks else _around(module, embedding, name, dtype_of, device)
         replaced = {name: module, **replaced}
-        _put(model, name, stand_in)
+        if name in blocks:
+            set_at(model, name, Placeholder(module, items))
+        else:
+            set_at(model, name, _around(module, embedding, name, dtype_of, device))
     return replaced
 
 
@@ -366,17 +367,13 @@ def idle_around(
 def _around(
     module: nn.Module, embedding: nn.Module, name: str, dtype_of: Callable[[str], torch.dtype], device: torch.device
 ) -> nn.Module:
+    """Make the placeholder of a module around the blocks: of the embedding, if that is inside, or of any other."""
     kind = _NoEmbedding if any(part is embedding for part in module.modules()) else _PassThrough
     return kind(embedding if kind is _NoEmbedding else module, dtype_of(f"{name}.weight"), device)
 
 
-def _put(model: nn.Module, name: str, part: nn.Module | nn.Parameter | None) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, part)
-
-
 @dataclass(slots=True)
-class Leaving:
+class StageResult:
     """The output of a stage."""
 
     hidden: torch.Tensor | None = None
@@ -410,17 +407,17 @@ class Placeholder(nn.Module):
         if isinstance(getattr(block, "gradient_checkpointing", None), bool):
             # A class attribute in some families; transformers requires the switch on every block.
             self.gradient_checkpointing = False
-        self.gives: torch.Tensor | None = None
-        self.catches: Leaving | None = None
+        self.output: torch.Tensor | None = None
+        self.result: StageResult | None = None
         self.records: Callable[[BlockCall], None] | None = None
         self.others = None if items == 0 else (None,) * (items - 1)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.catches is not None:
-            self.catches.hidden = hidden_states
+        if self.result is not None:
+            self.result.hidden = hidden_states
         if self.records is not None:
             self.records(BlockCall(args, kwargs, copy_context()))
-        given = hidden_states if self.gives is None else self.gives
+        given = hidden_states if self.output is None else self.output
         return given if self.others is None else (given, *self.others)
 
 

@@ -29,7 +29,7 @@ from expertmesh.parallel.packing import BySamples
 from expertmesh.parallel.tensor_plan import TensorPart
 from expertmesh.state.model_view import attach_to_module, module_state
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.patching import exchanged, mix_in
+from expertmesh.state.patching import exchanged, mix_in, replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,19 @@ def split_parts(model: nn.Module, tensor: Sequence[TensorPart], context: Sequenc
     for name, parts in (("tp", tensor), ("cp", context)):
         for part in parts:
             axes.setdefault(part.name, []).append(_Axis(part, mesh.dense.get_group(name)))
-    for name, here in axes.items():
+    for name, part_axes in axes.items():
         module = model.get_submodule(name)
-        _split_part(module, tuple(_unpacked(module, axis) for axis in here))
+        weights = {leaf: each for leaf, each in module.named_parameters() if isinstance(each, PackedTensor)}
+        for number, axis in enumerate(part_axes):
+            # A packed tensor cannot be cut by heads while it is used.
+            if not weights.keys().isdisjoint(axis.part.shares):
+                unsplit = TensorPart(axis.part.name, True, why_unsplit="its weights stay packed")
+                part_axes[number] = replace(axis, part=unsplit)
+        _split_part(module, tuple(part_axes))
 
 
 def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
+    """Put the mixins in front of the classes of a part's modules, and add the hooks around the part."""
     owned: dict[str, dict[str, TensorCut]] = {"": {}}
     for name, share in (each for axis in axes for each in axis.part.shares.items()):
         owner, _, leaf = name.rpartition(".")
@@ -106,29 +113,16 @@ def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
     for name, kind in kinds:
         counts = tuple(leaf for _, owner, _, leaf in counted if owner == name)
         running = _Running(axes, name, owned.get(name, {}), counts, isinstance(module, BySamples))
-        _put_in_front(module.get_submodule(name), kind, running)
-    _place_around(module)
-
-
-def _unpacked(module: nn.Module, axis: _Axis) -> _Axis:
-    """Return `axis`, with the part unsplit if its weights stay packed."""
-    # A packed tensor cannot be cut by heads while it is used.
-    if not any(isinstance(module.get_parameter(name), PackedTensor) for name in axis.part.shares if _has(module, name)):
-        return axis
-    return replace(axis, part=TensorPart(axis.part.name, True, why_whole="its weights stay packed"))
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    owner, _, leaf = name.rpartition(".")
-    return leaf in parameter_slots(module.get_submodule(owner))
-
-
-def _put_in_front(module: nn.Module, kind: type[nn.Module], running: _Running) -> None:
-    attach_to_module(module, tensor_part=running)
-    mix_in(module, kind)
+        attach_to_module(module.get_submodule(name), tensor_part=running)
+        mix_in(module.get_submodule(name), kind)
+    # Hooks around the part, because torch.compile traces the code inside.
+    placed = ExitStack()
+    module.register_forward_pre_hook(partial(_place, placed), with_kwargs=True)
+    module.register_forward_hook(lambda *_: placed.close(), always_call=True)
 
 
 def _running(module: nn.Module) -> _Running:
+    """Return the data of a module that has a mixin."""
     running = module_state(module).tensor_part
     assert isinstance(running, _Running)
     return running
@@ -141,11 +135,11 @@ class _Gathering(nn.Module):
         running = _running(self)
         axes = running.axes
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        whole = _all_positions(hidden, hidden.shape, axes)
+        gathered = _all_positions(hidden, hidden.shape, axes)
         others = tuple(_all_positions(other, hidden.shape, axes) for other in others)
         kwargs = {key: _all_positions(value, hidden.shape, axes) for key, value in kwargs.items()}
-        output = super().forward(whole, *others, **kwargs)
-        return output if running.sums_inside else _own_positions(output, whole.shape[:2], axes)
+        output = super().forward(gathered, *others, **kwargs)
+        return output if running.sums_inside else _local_positions(output, gathered.shape[:2], axes)
 
 
 class _Columns(nn.Module):
@@ -215,19 +209,12 @@ class _Rows(nn.Module):
         return out if bias is None else out + bias
 
 
-def _place_around(module: nn.Module) -> None:
-    """Add hooks that put this rank's plain tensors in place of the split parameters while a part computes.
+def _place(placed: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Put this rank's plain tensors in place of the split parameters while a part computes; a pre-hook of the part.
 
     Gradients flow to the DTensors. A last layer that sums inside has no bias meanwhile, and the tensors that the part
     itself holds are cut.
     """
-    # Hooks around the part, because torch.compile traces the code inside.
-    placed = ExitStack()
-    module.register_forward_pre_hook(partial(_place, placed), with_kwargs=True)
-    module.register_forward_hook(partial(_put_back, placed), always_call=True)
-
-
-def _place(placed: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     axes = _running(module).axes
     hidden = args[0] if args else kwargs["hidden_states"]
     placed.enter_context(_numbered(module, hidden.shape[:-1], axes))
@@ -244,10 +231,6 @@ def _place(placed: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: 
     placed.enter_context(_cut(module))
 
 
-def _put_back(placed: ExitStack, module: nn.Module, args: Any, output: Any) -> None:
-    placed.close()
-
-
 def _cut(module: nn.Module) -> AbstractContextManager[None]:
     """Cut the tensors and head counts of a module to this rank's share of cp while the context is open."""
     running = _running(module)
@@ -256,6 +239,7 @@ def _cut(module: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _with_shares(module: nn.Module, running: _Running) -> Iterator[None]:
+    """Put this rank's share of parameters, buffers and head counts in place of the full ones inside the block."""
     group = running.axes[-1].group  # only cp cuts tensors in forward, and it is the last axis
     with ExitStack() as stack:
         for name, share in running.shares.items():
@@ -264,8 +248,8 @@ def _with_shares(module: nn.Module, running: _Running) -> Iterator[None]:
             slots: Any = parameter_slots(holder) if leaf in parameter_slots(holder) else buffer_slots(holder)
             if slots[leaf] is not None:
                 stack.enter_context(exchanged(slots, {leaf: share.of(slots[leaf], group.rank(), group.size())}))
-        own = {name: vars(module)[name] // group.size() for name in running.counts}
-        stack.enter_context(exchanged(vars(module), own))
+        counts = {name: vars(module)[name] // group.size() for name in running.counts}
+        stack.enter_context(exchanged(vars(module), counts))
         yield
 
 
@@ -276,44 +260,41 @@ def _numbered(module: nn.Module, shape: torch.Size, axes: Sequence[_Axis]) -> It
     Collectives: with dropout, one gather over each axis; every rank of the group calls it.
     """
     state = adapter_state(module)
-    own = None if state is None or state.dropout == 0.0 else state.number_T
-    if state is None or own is None or own.numel() != shape.numel():
+    number = None if state is None or state.dropout == 0.0 else state.number_T
+    if state is None or number is None or number.numel() != shape.numel():
         yield
         return
-    number = own.view(shape)
+    number = number.view(shape)
     for axis in axes:
         number = gather(number, len(shape) - 1, axis.group)
-    state.number_T = number.reshape(-1)
-    try:
+    with replaced(state, number_T=number.reshape(-1)):
         yield
-    finally:
-        state.number_T = own
 
 
-def _all_positions(value: Any, own: torch.Size, axes: Sequence[_Axis]) -> Any:
+def _all_positions(value: Any, local: torch.Size, axes: Sequence[_Axis]) -> Any:
     """Gather hidden states over `axes`; return any other value unchanged.
 
     Args:
-        value: a tensor is gathered if it is floating point and its shape equals `own` but for the features.
-        own: shape `[B, positions, H]` of the local hidden states.
+        value: a tensor is gathered if it is floating point and its shape equals `local` but for the features.
+        local: shape `[B, positions, H]` of the local hidden states.
     """
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == own[:-1]:
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == local[:-1]:
         for axis in axes:
             value = gather(value, value.dim() - 2, axis.group)
     return value
 
 
-def _own_positions(output: Any, whole: torch.Size, axes: Sequence[_Axis]) -> Any:
+def _local_positions(output: Any, gathered: torch.Size, axes: Sequence[_Axis]) -> Any:
     """Return the local positions of the output of a part, summed over the axes that split it.
 
     Args:
         output: one tensor `[B, positions, X]` or a tuple. Integer tensors are indices for the attention of the next
             block, which computes the same positions, so they are not cut.
-        whole: (B, positions) of the gathered rows; tensors of another shape are returned unchanged.
+        gathered: (B, positions) of the gathered rows; tensors of another shape are returned unchanged.
     """
     if isinstance(output, tuple):
-        return tuple(_own_positions(value, whole, axes) for value in output)
+        return tuple(_local_positions(value, gathered, axes) for value in output)
     if isinstance(output, torch.Tensor) and output.is_floating_point() and output.dim() == 3:
-        for axis in reversed(axes) if output.shape[:2] == whole else ():
+        for axis in reversed(axes) if output.shape[:2] == gathered else ():
             output = (reduce_scatter if axis.part.is_split else own_part)(output, 1, axis.group)
     return output

@@ -12,14 +12,14 @@ import inspect
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
+from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside, is_within
 from expertmesh.compat import child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.attention import counts_heads
@@ -68,7 +68,7 @@ class TensorPart:
     """Parameters of the module with one entry per head."""
     norms: tuple[str, ...] = ()
     """Norms over all heads of queries or of keys together."""
-    why_whole: str = ""
+    why_unsplit: str = ""
     """The reason why every rank computes the full module, for the printed plan."""
     shares: Mapping[str, TensorCut] = field(default_factory=dict)
     """Under cp, the tensors that are cut while the module runs (introspection/small_copies.py)."""
@@ -99,21 +99,19 @@ class TensorPlan:
     """The size of the tp axis."""
     parts: tuple[TensorPart, ...]
     """The parts that gather positions, in module order."""
-    kept: tuple[tuple[str, str], ...]
+    unsplit: tuple[tuple[str, str], ...]
     """(name, reason) of the modules that transformers' plan splits and this plan does not."""
 
     def within(self, blocks: Sequence[str]) -> "TensorPlan":
         """Return the plan with the parts in `blocks` alone, those of this rank's pipeline stages."""
-        return replace(
-            self, parts=tuple(part for part in self.parts if any(is_inside(part.name, block) for block in blocks))
-        )
+        return replace(self, parts=tuple(part for part in self.parts if is_inside(part.name, *blocks)))
 
     def lines(self) -> Iterator[str]:
         """Yield the lines to print before training; equal parts of different blocks share a line."""
         if self.tp == 1:
             return
-        texts = [said_of(part) for part in self.parts]
-        texts += [f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.kept]
+        texts = [line_of(part) for part in self.parts]
+        texts += [f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.unsplit]
         for text, count in Counter(texts).items():
             yield f"{count} × {text}"
         yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
@@ -144,13 +142,20 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     blocks = decoder_blocks(anatomy)
     styles = _styles(model, anatomy, blocks)
     parts: list[TensorPart] = []
-    kept: list[tuple[str, str]] = []
-    confirmed: dict[Any, str | None] = {}
+    unsplit: list[tuple[str, str]] = []
+    confirmed: dict[Hashable, str | None] = {}
     for block in blocks:
         mixing = mixers(model, block)
-        _refuse_hidden_mixing(model, block, mixing, tp)
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            # A convolution elsewhere would see this rank's positions alone.
+            if isinstance(module, nn.Conv1d) and not is_within(name, *mixing):
+                raise InputError(
+                    f"parallel.tp {tp}: {name} may let positions see each other outside of what is recognised as "
+                    "attention; set parallel.tp to 1",
+                    key="layout.mixes-positions",
+                )
         others = {name.rpartition(".")[0] for name in _named(styles) if is_inside(name, block)}
-        others = {name for name in others if not any(name == mixer or is_inside(name, mixer) for mixer in mixing)}
+        others = {name for name in others if not is_within(name, *mixing)}
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if name in mixing:
                 part = _mixer_part(module, name, _below(styles, name), tp, confirmed)
@@ -161,18 +166,18 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
             else:
                 continue
             if part.is_split and (reason := _unsplittable(part, module, tp, kept_in_fp32)):
-                part = TensorPart(name, part.mixes_positions, why_whole=reason)
+                part = TensorPart(name, part.mixes_positions, why_unsplit=reason)
             if part.is_split or part.mixes_positions:
                 parts.append(part)
             else:
-                kept.append((name, part.why_whole))
+                unsplit.append((name, part.why_unsplit))
     if not any(part.mixes_positions for part in parts):
         raise InputError(
             f"parallel.tp {tp}: no module of {blocks[0]} of {family} is recognised as attention, so positions cannot "
             "be split; set parallel.tp to 1",
             key="layout.attention-not-recognised",
         )
-    return TensorPlan(tp, tuple(parts), tuple(kept))
+    return TensorPlan(tp, tuple(parts), tuple(unsplit))
 
 
 def part_by_heads(model: nn.Module, anatomy: Anatomy, name: str, ranks: int) -> TensorPart:
@@ -180,11 +185,11 @@ def part_by_heads(model: nn.Module, anatomy: Anatomy, name: str, ranks: int) -> 
     module, styles = model.get_submodule(name), _styles(model, anatomy, decoder_blocks(anatomy))
     part = _mixer_part(module, name, _below(styles, name), ranks, {})
     if part.is_split and part.gathered:
-        return TensorPart(name, True, why_whole="what is between its layers sees all heads")
+        return TensorPart(name, True, why_unsplit="what is between its layers sees all heads")
     if part.is_split and (problem := _uneven_heads(part, module, ranks)):
-        return TensorPart(name, True, why_whole=f"{ranks} ranks cannot share its {problem[1]} heads evenly")
+        return TensorPart(name, True, why_unsplit=f"{ranks} ranks cannot share its {problem[1]} heads evenly")
     reason = _unsplittable(part, module, ranks, lambda name: False) if part.is_split else None
-    return part if reason is None else TensorPart(name, True, why_whole=reason)
+    return part if reason is None else TensorPart(name, True, why_unsplit=reason)
 
 
 def shared_by_heads(model: nn.Module, plan: TensorPlan) -> set[str]:
@@ -209,8 +214,7 @@ def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, 
         for name in names
         for pattern, style in patterns
         if pattern.fullmatch(name)
-        if any(is_inside(name, block) for block in blocks)
-        and not any(name == other or is_inside(name, other) for other in outside)
+        if is_inside(name, *blocks) and not is_within(name, *outside)
     }
 
 
@@ -218,53 +222,35 @@ def mixers(model: nn.Module, block: str) -> list[str]:
     """Return the outermost modules of a block that mix positions."""
     found: list[str] = []
     for name, module in model.get_submodule(block).named_modules(prefix=block):
-        inside = name != block and not any(is_inside(name, other) for other in found)
+        inside = name != block and not is_inside(name, *found)
         if inside and _MIXES_POSITIONS & set(inspect.signature(module.forward).parameters):
             found.append(name)
     return found
 
 
-def _refuse_hidden_mixing(model: nn.Module, block: str, mixing: list[str], tp: int) -> None:
-    """Raise `InputError` for a convolution outside of the modules that are known to mix positions."""
-    # It would see this rank's positions alone.
-    for name, module in model.get_submodule(block).named_modules(prefix=block):
-        if isinstance(module, nn.Conv1d) and not any(name == mixer or is_inside(name, mixer) for mixer in mixing):
-            raise InputError(
-                f"parallel.tp {tp}: {name} may let positions see each other outside of what is recognised as "
-                "attention; set parallel.tp to 1",
-                key="layout.mixes-positions",
-            )
-
-
 def _mixer_part(
-    module: nn.Module, name: str, own: dict[str, str], tp: int, confirmed: dict[Any, str | None]
+    module: nn.Module, name: str, styles: dict[str, str], tp: int, confirmed: dict[Hashable, str | None]
 ) -> TensorPart:
     """Plan a module that mixes positions, by the family's plan or by its structure.
 
     Args:
-        own: the styles of its submodules and parameters, by name relative to it.
+        styles: those of its submodules and parameters, by name relative to it.
         confirmed: cache of proof results per kind of attention: the reason for refusing to split it, or None.
     """
-    if any(_named(own)):
-        part = _part(module, name, own, mixes_positions=True)
-        if part.is_split and (_HEADS_ONLY & child_slots(module).keys()) - {*part.columns}:
-            return _proven_by_structure(module, name, tp, confirmed)  # the plan is for another configuration
-        if part.gathered and (norms := _norms_of_all_heads(part, module)):
-            # The family's plan gathers for the sake of these norms; the remaining code needs no other head.
-            by_heads = replace(part, gathered=(), cuts_input=False, norms=norms)
-            part = by_heads if _why_not_split(by_heads, module, tp, confirmed) is None else part
-        return part
-    return _proven_by_structure(module, name, tp, confirmed)
-
-
-def _proven_by_structure(module: nn.Module, name: str, tp: int, confirmed: dict[Any, str | None]) -> TensorPart:
-    part = _by_structure(module, name)
-    if part.is_split and (reason := _why_not_split(part, module, tp, confirmed)):
-        return TensorPart(name, True, why_whole=f"transformers' plan leaves it out, and {reason}")
+    part = _part(module, name, styles, mixes_positions=True) if any(_named(styles)) else None
+    if part is None or (part.is_split and (_HEADS_ONLY & child_slots(module).keys()) - {*part.columns}):
+        # The family has no plan for it, or one for another configuration.
+        part = _by_structure(module, name)
+        if part.is_split and (reason := _why_not_split(part, module, tp, confirmed)):
+            return TensorPart(name, True, why_unsplit=f"transformers' plan leaves it out, and {reason}")
+    elif part.gathered and (norms := _norms_of_all_heads(part, module)):
+        # The family's plan gathers for the sake of these norms; the remaining code needs no other head.
+        by_heads = replace(part, gathered=(), cuts_input=False, norms=norms)
+        part = by_heads if _why_not_split(by_heads, module, tp, confirmed) is None else part
     return part
 
 
-def _why_not_split(part: TensorPart, module: nn.Module, tp: int, confirmed: dict[Any, str | None]) -> str | None:
+def _why_not_split(part: TensorPart, module: nn.Module, tp: int, confirmed: dict[Hashable, str | None]) -> str | None:
     """Return the reason not to split an attention, from small_copies.py, or None; one proof for each kind."""
     kind = (type(module), tuple((leaf, parameter.shape) for leaf, parameter in module.named_parameters()))
     if kind not in confirmed:
@@ -281,29 +267,29 @@ def _named(styles: Mapping[str, str]) -> Iterator[str]:
     return (name for name, style in styles.items() if style in _COLUMNS | _ROWS)
 
 
-def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions: bool) -> TensorPart:
+def _part(module: nn.Module, name: str, styles: dict[str, str], *, mixes_positions: bool) -> TensorPart:
     """Plan a part by the family's plan; the part is unsplit if its styles are not understood."""
 
-    def whole(why: str) -> TensorPart:
-        return TensorPart(name, mixes_positions, why_whole=why)
+    def unsplit(why: str) -> TensorPart:
+        return TensorPart(name, mixes_positions, why_unsplit=why)
 
     unknown = [
-        f"{leaf or _short(name)} {style}" for leaf, style in own.items() if style not in _COLUMNS | _ROWS | _UNSPLIT
+        f"{leaf or _short(name)} {style}" for leaf, style in styles.items() if style not in _COLUMNS | _ROWS | _UNSPLIT
     ]
     if unknown:
-        return whole(f"transformers' {unknown[0]} is not supported")
-    bare = tuple(leaf for leaf, style in own.items() if style in _COLUMNS and leaf in parameter_slots(module))
-    columns = tuple(leaf for leaf, style in own.items() if style in _COLUMNS and leaf not in bare)
-    rows = [leaf for leaf, style in own.items() if style in _ROWS]
+        return unsplit(f"transformers' {unknown[0]} is not supported")
+    bare = tuple(leaf for leaf, style in styles.items() if style in _COLUMNS and leaf in parameter_slots(module))
+    columns = tuple(leaf for leaf, style in styles.items() if style in _COLUMNS and leaf not in bare)
+    rows = [leaf for leaf, style in styles.items() if style in _ROWS]
     if len(rows) != 1 or not columns:
-        return whole("transformers' plan has no layers before and behind it to split")
+        return unsplit("transformers' plan has no layers before and behind it to split")
     odd = [leaf for leaf in (*columns, *rows) if not isinstance(module.get_submodule(leaf), nn.Linear)]
     if odd:
-        return whole(f"{odd[0]} is no linear layer")
-    gathered = tuple(leaf for leaf in columns if own[leaf] in _GATHERED)
-    cuts_input = own[rows[0]] in _CUT_INPUT
+        return unsplit(f"{odd[0]} is no linear layer")
+    gathered = tuple(leaf for leaf in columns if styles[leaf] in _GATHERED)
+    cuts_input = styles[rows[0]] in _CUT_INPUT
     if gathered and (gathered != columns or not cuts_input or bare):
-        return whole("transformers' plan gathers some of its outputs only")
+        return unsplit("transformers' plan gathers some of its outputs only")
     return TensorPart(name, mixes_positions, columns, gathered, rows[0], cuts_input, bare)
 
 
@@ -313,8 +299,8 @@ def _by_structure(module: nn.Module, name: str) -> TensorPart:
     It needs linear layers of complete heads before and after it, and no other layer that may see all heads.
     """
 
-    def whole(why: str) -> TensorPart:
-        return TensorPart(name, True, why_whole=f"transformers' plan leaves it out, and {why}")
+    def unsplit(why: str) -> TensorPart:
+        return TensorPart(name, True, why_unsplit=f"transformers' plan leaves it out, and {why}")
 
     children = {leaf: child for leaf, child in module.named_children() if any(True for _ in child.parameters())}
     rows = [leaf for leaf in _LAST if leaf in children]
@@ -322,23 +308,23 @@ def _by_structure(module: nn.Module, name: str) -> TensorPart:
     standard = {"q_proj", "k_proj", "v_proj"} <= set(columns)
     latent = "kv_b_proj" in columns and bool({"q_proj", "q_b_proj"} & set(columns)) and "k_proj" not in columns
     if len(rows) != 1 or not (standard or latent):
-        return whole("its layers are not known")
+        return unsplit("its layers are not known")
     if not all(isinstance(children[leaf], nn.Linear) for leaf in (*columns, *rows)):
-        return whole("not all of its layers are linear")
+        return unsplit("not all of its layers are linear")
     head_dim = getattr(module, "head_dim", None)
     for leaf, child in children.items():
         # A norm over a single head works with any number of heads.
         norm = standard and all(tuple(p.shape) == (head_dim,) for p in child.parameters())
         if leaf not in (*columns, *rows) and not norm and not (latent and leaf in _SHARED_BY_HEADS):
-            return whole(f"{leaf} may see all heads")
+            return unsplit(f"{leaf} may see all heads")
     last: Any = children[rows[0]]
     if "gate_proj" in columns and children["gate_proj"].out_features != last.in_features:
-        return whole("gate_proj is not one gate per feature")
+        return unsplit("gate_proj is not one gate per feature")
     bare = tuple(leaf for leaf, _ in module.named_parameters(recurse=False) if not is_adapter(leaf))
     if any(leaf != "sinks" for leaf in bare):
-        return whole(f"{bare[0]} may see all heads")
+        return unsplit(f"{bare[0]} may see all heads")
     if counts := counts_heads(module):
-        return whole(f"its code uses {counts}")
+        return unsplit(f"its code uses {counts}")
     return TensorPart(name, True, columns, (), rows[0], False, bare)
 
 
@@ -367,6 +353,7 @@ def _refuse_heads(part: TensorPart, module: nn.Module, family: str, tp: int) -> 
 
 
 def _uneven_heads(part: TensorPart, module: nn.Module, ranks: int) -> tuple[str, int] | None:
+    """Return the first layer, with its heads, whose heads `ranks` does not divide."""
     return next(((leaf, heads) for leaf, heads in _heads(part, module) if heads % ranks), None)
 
 
@@ -386,8 +373,8 @@ def _heads(part: TensorPart, module: Any) -> Iterator[tuple[str, int]]:
 
 
 def _unsplittable(part: TensorPart, module: nn.Module, tp: int, kept_in_fp32: Callable[[str], bool]) -> str | None:
-    dims = part.parameter_dims(module)
-    for name, dim in dims.items():
+    """Return why the parameters of a part cannot be split, or None."""
+    for name, dim in part.parameter_dims(module).items():
         size = module.get_parameter(name).shape[dim]
         if size % tp:
             return f"{tp} ranks cannot share the {size} of {name} evenly"
@@ -401,15 +388,15 @@ def _below(styles: dict[str, str], name: str) -> dict[str, str]:
     return {
         (leaf[len(name) + 1 :] if leaf != name else ""): style
         for leaf, style in styles.items()
-        if leaf == name or is_inside(leaf, name)
+        if is_within(leaf, name)
     }
 
 
-def said_of(part: TensorPart) -> str:
+def line_of(part: TensorPart) -> str:
     """Return the text of a part for the printed plan."""
     short = _short(part.name)
     if not part.is_split:
-        return f"{short} whole on each rank of the group, which repeats its work: {part.why_whole}"
+        return f"{short} whole on each rank of the group, which repeats its work: {part.why_unsplit}"
     columns = ", ".join((*part.columns, *part.bare))
     if part.gathered:
         return f"{short} by columns ({columns}) and rows ({part.rows}); what is between is whole on each rank, repeated"

@@ -21,7 +21,7 @@ from expertmesh.config.sections import BYTES_OF, OptimizerName
 from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.context import ContextPlan
-from expertmesh.parallel.layers import refuse_by_layer
+from expertmesh.parallel.pipeline import refuse_by_layer
 from expertmesh.parallel.shard_plan import KeptInFp32, ShardPlan, plan_axes
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan

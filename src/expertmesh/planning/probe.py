@@ -41,7 +41,7 @@ from expertmesh.compat import (
 )
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
-from expertmesh.experts.token_counts import PackedSamples, packed_samples
+from expertmesh.experts.micro_batch import PackedSamples, packed_samples
 from expertmesh.introspection.attention import Separation, decoder_of
 from expertmesh.introspection.meta_run import EvenCounts, forwards_of_experts
 from expertmesh.parallel import packing
@@ -394,7 +394,7 @@ def _run(
             (whole, partial(watch.of_whole_rows, -1), partial(watch.of_whole_rows, 1)),
             (anatomy.shared_experts, partial(watch.shared, True), partial(watch.shared, False)),
         ):
-            for module in (model.get_submodule(name) for name in names if any(is_inside(name, b) for b in measured)):
+            for module in (model.get_submodule(name) for name in names if is_inside(name, *measured)):
                 hooks.enter_context(module.register_forward_pre_hook(begins))
                 hooks.enter_context(module.register_forward_hook(ends))
         if not embeds:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, alike, is_inside
+from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, group_by_kind, is_inside
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
@@ -104,7 +104,7 @@ def _figures(
     feasibility = Feasibility(model, plan, attention_heads, fp32)
     tensor_plan, context_plan = feasibility.smallest(tp=True)[0], feasibility.smallest()[1]
     reader = _FiguresReader(model, plan, fp32, lora, tensor_plan, context_plan)
-    kinds = alike(model, anatomy.blocks)
+    kinds = group_by_kind(model, anatomy.blocks)
     firsts = [names[0] for names in kinds]
     latents, whole = shared_by_heads(model, tensor_plan), computed_whole(model, context_plan)
     probed = probe(model, anatomy, firsts, length, packed=packed, latents=latents, whole=whole)
@@ -147,8 +147,8 @@ def computed_whole(model: nn.Module, plan: "ContextPlan") -> list[str]:
     """Return the modules that every rank of cp computes for whole rows: layers that it does not cut, and of those that
     it cuts by heads the parts with products before the heads (latents, indices).
     """
-    found = [part.name for part in plan.whole if not part.is_split]
-    for part in plan.whole:
+    found = [part.name for part in plan.gathered if not part.is_split]
+    for part in plan.gathered:
         for leaf, child in model.get_submodule(part.name).named_children() if part.is_split else ():
             is_cut = any(name.startswith(f"{leaf}.") for name in part.shares)
             if not is_cut and any(isinstance(module, nn.Linear) for module in child.modules()):
@@ -210,7 +210,7 @@ class _FiguresReader:
         gathered = (f"{part.name}.{leaf}" for part in split for leaf in part.gathered)
         features = sum(self.model.get_submodule(name).out_features for name in gathered)
         last = bool(split) and not split[-1].mixes_positions
-        rows = self.context_plan.within([block]).whole
+        rows = self.context_plan.within([block]).gathered
         by_heads = sum(part.is_split for part in rows)
 
         def hidden_states(mixer: str) -> int:

@@ -85,7 +85,7 @@ class ShardedModel:
     """The plan that it was sharded by, a `parallel.shard_plan.ShardPlan`; of its parts
     `parallel.tensor_plan.attached_plan` and `experts.balance.attached_balance`."""
     layers: Any = None
-    """Its layers, once a step was accumulated by layer: `parallel.layers.layers_of`."""
+    """Its layers, once a step was accumulated by layer: `parallel.pipeline.layers_of`."""
     lora_state: Any = None
     """The state that its adapters share while they run: `experts.lora_state.adapter_state`."""
     lora_plan: Any = None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -58,6 +59,12 @@ def mix_in(instance: Any, kind: type) -> None:
 def _mixed(kind: type, own: type) -> type:
     """Return one class for all instances of equal classes, because torch.compile compiles again for each class."""
     return type(own.__name__, (kind, own), {})
+
+
+def set_at(model: nn.Module, name: str, part: nn.Module | torch.Tensor | None) -> None:
+    """Put a module or parameter in the place that has this name in the model."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, part)
 
 
 def register_function(registry: Any, name: str, function: Callable[..., Any]) -> None:

@@ -147,7 +147,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """
     if is_on_other_stage(tensor):
         return torch.empty([0] * tensor.dim(), dtype=tensor.dtype)
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local_part(tensor).detach()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, with its gradient; any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_values(tensor: Tensor, box: Box) -> Tensor:

@@ -16,7 +16,7 @@ from expertmesh.anatomy import is_classifier
 from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
-from expertmesh.experts.token_counts import counting, real_tokens_of
+from expertmesh.experts.micro_batch import counting, real_tokens_of
 from expertmesh.parallel.sequence import OF_ROWS, SequenceShare, sequence_share
 
 _NOT_FOR_THE_MODEL = ("labels", "real_tokens", *OF_ROWS)
@@ -44,23 +44,23 @@ def run_base(
     recorded: list[tuple[torch.Tensor, ...]] = []
     config: Any = model.config
     # With output_router_logits in its config the model would add its own loss: the argument overrides it.
-    chosen = router_logits or getattr(config.get_text_config(), "output_router_logits", False)
+    overrides = router_logits or getattr(config.get_text_config(), "output_router_logits", False)
 
-    def ask_for_router_logits(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def with_router_logits(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "output_router_logits": router_logits}
 
-    def hand_on_no_token(module: nn.Module, args: Any, output: ModelOutput) -> ModelOutput:
+    def pass_no_token_to_head(module: nn.Module, args: Any, output: ModelOutput) -> ModelOutput:
         recorded.append(tuple(output.get("router_logits") or ()))
         captured.append(type(output)(**{key: value for key, value in output.items() if key != "router_logits"}))
         # A slice of no position keeps the head in the forward, with its FSDP2 hooks, for no logits.
         return type(output)(**{**captured[0], "last_hidden_state": captured[0]["last_hidden_state"][:, :0]})
 
     share = sequence_share(model)
-    number_rows(model, batch.get("row_numbers"), batch["input_ids"].shape[1], partial(share.own, dim=1))
+    number_rows(model, batch.get("row_numbers"), batch["input_ids"].shape[1], partial(share.local, dim=1))
     base = model.get_submodule(base_name(model))
-    hooks = [base.register_forward_hook(hand_on_no_token)]
-    if chosen:
-        hooks.append(base.register_forward_pre_hook(ask_for_router_logits, with_kwargs=True))
+    hooks = [base.register_forward_hook(pass_no_token_to_head)]
+    if overrides:
+        hooks.append(base.register_forward_pre_hook(with_router_logits, with_kwargs=True))
     try:
         with counting(real_tokens_here(batch, share)):
             # A cache would keep keys and values of every layer alive until backward.
@@ -81,7 +81,7 @@ def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def real_tokens_here(batch: Mapping[str, torch.Tensor], share: SequenceShare) -> torch.Tensor | None:
     """Return a mask of this rank's positions that are not padding, `[B, S]` bool, or None if no position is."""
     real_BS = real_tokens_of(batch)
-    return None if real_BS is None else share.own(real_BS, 1)
+    return None if real_BS is None else share.local(real_BS, 1)
 
 
 def base_name(model: nn.Module) -> str:
@@ -111,5 +111,6 @@ def base_name(model: nn.Module) -> str:
 
 
 def head_of(model: nn.Module) -> Any:
+    """Return the output embedding, or None; families have linear layers and classes of their own."""
     get_head: Any = model.get_output_embeddings
     return get_head()

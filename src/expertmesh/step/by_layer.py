@@ -1,20 +1,19 @@
 """Run a round of micro-batches layer by layer: all of them through one layer before the next, and back in reverse.
 
-FSDP2 gathers a layer twice for the round, once in forward and once in backward, and reduces its gradients once. By
-micro-batch it does so for each of them; without reduction until the last one, it keeps the gradients of the whole model
-unsharded. Here only the layer that runs has unsharded parameters and gradients, and the next one is gathered meanwhile.
-What is kept is what autograd keeps of every micro-batch: with full activation checkpointing the input of each block,
-which may wait in host memory (`HostInput`); without any all activations.
+FSDP2 gathers a layer twice for the round, once in forward and once in backward, and reduces its gradients once. Only
+the layer that runs has unsharded parameters and gradients, and the next one is gathered meanwhile. What is kept is what
+autograd keeps of every micro-batch: with full activation checkpointing the input of each block, which may wait in host
+memory (`HostInput`); without any all activations.
 
 The first layer runs in the model's own forward, with placeholders for everything else (parallel/stages.py). These
 record what the model calls every other block with, so the other layers are calls of their blocks alone: masks and
-rotary tables are computed once a micro-batch and shared. What is behind the blocks is the model's forward again.
-The graph is cut at each layer's input; its backward starts from the gradient of its output. FSDP2's public switches do
-the rest.
+rotary tables are computed once a micro-batch. What comes after the blocks is the model's forward again. The graph is
+cut at each layer's input; its backward starts from the gradient of its output.
 
     M micro-batches of a round, L layers
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
-from expertmesh.parallel.layers import Layers
-from expertmesh.parallel.pipeline import running
+from expertmesh.parallel.pipeline import Layers, running
 from expertmesh.parallel.sequence import Batch, padded, sequence_share
 from expertmesh.parallel.stages import BlockCall
 from expertmesh.state.other_code import media_in
@@ -114,7 +112,7 @@ class _Calls:
 
 
 class Round:
-    """The micro-batches of a round, on their way through the layers: `forward`, then `backward`, in `layers_held`."""
+    """Run the micro-batches of a round through the layers: `forward`, then `backward`, inside `layers_held`."""
 
     def __init__(
         self,
@@ -161,7 +159,11 @@ class Round:
                 for unit in self._layers.units[layer]:
                     if unit is not self._root:  # the root holds the head
                         unit.reshard()
-                received = [_leaf(forward.hidden) for forward in forwards]
+                received = []
+                for forward in forwards:
+                    assert forward.hidden is not None
+                    # The graph is cut here: the next layer's input is a leaf, and its gradient starts this backward.
+                    received.append(forward.hidden.detach().requires_grad_(forward.hidden.requires_grad))
             self._forwards.append([*forwards])
         self._calls.clear()
 
@@ -182,25 +184,33 @@ class Round:
         """
         # Frozen layers in front of all that trains have no backward, on any rank.
         last = self._layers.count - 1
-        first = next((layer for layer in range(last) if _is_trained(self._forwards[layer])), last)
+        trained = (any(f and f.hidden is not None and f.hidden.requires_grad for f in each) for each in self._forwards)
+        first = next((layer for layer, trains in zip(range(last), trained, strict=False) if trains), last)
         for layer in reversed(range(self._layers.count)):
             forwards = self._forwards[layer]
             for number, forward in enumerate(forwards):
                 assert forward is not None
                 if number == len(forwards) - 1 and layer >= first:
                     # A tied weight in front of all that trains belongs to a layer without backward.
-                    self._reduce_after_this(self._layers.units[0 if layer == first else layer : layer + 1], all_reduce)
+                    for unit in itertools.chain(*self._layers.units[0 if layer == first else layer : layer + 1]):
+                        unit.set_requires_gradient_sync(True, recurse=False)
+                        unit.set_requires_all_reduce(all_reduce, recurse=False)
+                        unit.set_reshard_after_backward(True, recurse=False)
                     self._root.set_is_last_backward(layer == first)
                 following = self._forwards[layer + 1][number] if forward.hidden is not None else None
                 if forward.on_host is not None:
                     forward.on_host.wait()
-                if (next_input := self._next_on_host(layer, number)) is not None:
-                    next_input.fetch()  # while this one runs
+                # The input that backward needs after this one comes back while this one runs.
+                upcoming = (layer, number + 1) if number + 1 < len(forwards) else (layer - 1, 0)
+                next_forward = self._forwards[upcoming[0]][upcoming[1]] if upcoming[0] > 0 else None
+                if next_forward is not None and next_forward.on_host is not None:
+                    next_forward.on_host.fetch()
                 self._backward_of(forward, following, term)
                 if following is not None:
                     self._forwards[layer + 1][number] = None
 
     def _forward_to_host(self, layer: int, number: int, received: torch.Tensor | None) -> _Forward:
+        """Run `_forward_of`, with its input on the way to host memory meanwhile."""
         assert received is not None
         on_host = HostInput(received)
         forward = self._forward_of(layer, number, received)
@@ -209,13 +219,14 @@ class Round:
             forward.on_host = on_host
         return forward
 
-    def _next_on_host(self, layer: int, number: int) -> HostInput | None:
-        """Return the input that backward needs after that of micro-batch `number` in `layer`."""
-        layer, number = (layer, number + 1) if number + 1 < len(self.batches) else (layer - 1, 0)
-        forward = self._forwards[layer][number] if layer > 0 else None
-        return None if forward is None else forward.on_host
-
     def _forward_of(self, layer: int, number: int, received: torch.Tensor | None) -> _Forward:
+        """Run one micro-batch through one layer: by calls of its blocks, or by the model's forward.
+
+        Args:
+            layer: number of the layer; the first one and what needs router logits run by the model's forward.
+            number: number of the micro-batch.
+            received: the hidden state `[B, S, ...]` of the layer before; None for the first layer.
+        """
         pipeline = self._layers.pipeline
         is_last, blocks = pipeline.is_last(layer), pipeline.stages[layer]
         batch, entering = self.batches[number], received
@@ -227,19 +238,20 @@ class Round:
             batch = {"input_ids": batch["input_ids"]}  # nothing behind the blocks looks at masks or positions
         if layer == 0:
             self._calls.append(_Calls())
-        with running(self._model, pipeline, layer, entering, behind_blocks=alone) as leaving, ExitStack() as stack:
+
+        def record(block: int, call: BlockCall) -> None:
+            self._calls[number].calls[block] = call
+            # While the model's forward runs, which forgets the tokens' numbers at its end.
+            self._calls[number].token_numbers = None if self._adapters is None else self._adapters.number_T
+
+        with running(self._model, pipeline, layer, entering, behind_blocks=alone) as result, ExitStack() as stack:
             for block, placeholder in pipeline.idle.items():
                 if layer == 0 and block not in blocks:
-                    stack.enter_context(replaced(placeholder, records=partial(self._record, number, block)))
+                    stack.enter_context(replaced(placeholder, records=partial(record, block)))
             base, empty_logits, logits = run_base(self._model, batch, router_logits=self._router_logits)
         return _Forward(
-            received, None if is_last else leaving.hidden, StageOutput(number, is_last, base, empty_logits, logits)
+            received, None if is_last else result.hidden, StageOutput(number, is_last, base, empty_logits, logits)
         )
-
-    def _record(self, number: int, block: int, call: BlockCall) -> None:
-        """Record a call while the model's forward runs, which forgets the tokens' numbers at its end."""
-        self._calls[number].calls[block] = call
-        self._calls[number].token_numbers = None if self._adapters is None else self._adapters.number_T
 
     def _call(self, number_of_block: int, number: int, received: torch.Tensor) -> torch.Tensor:
         """Run one block for one micro-batch as the model would, and return its hidden state."""
@@ -255,11 +267,9 @@ class Round:
         return hidden
 
     def _backward_of(
-        self,
-        forward: _Forward,
-        following: _Forward | None,
-        term: Callable[[StageOutput], torch.Tensor | None],
+        self, forward: _Forward, following: _Forward | None, term: Callable[[StageOutput], torch.Tensor | None]
     ) -> None:
+        """Run the backward of the layer's term, and of its output by the gradient of the `following` layer's input."""
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []
         if following is not None and forward.hidden is not None and forward.hidden.requires_grad:
@@ -267,18 +277,12 @@ class Round:
             gradient = following.received.grad
             roots.append(forward.hidden)
             gradients.append(torch.zeros_like(forward.hidden) if gradient is None else gradient)
-        own = None if forward.output is None else term(forward.output)
-        if own is not None and own.requires_grad:
-            roots.append(own)
+        layer_term = None if forward.output is None else term(forward.output)
+        if layer_term is not None and layer_term.requires_grad:
+            roots.append(layer_term)
             gradients.append(None)
         if roots:
             torch.autograd.backward(roots, gradients)
-
-    def _reduce_after_this(self, units: Sequence[Sequence[FSDPModule]], all_reduce: bool) -> None:
-        for unit in (unit for of_layer in units for unit in of_layer):
-            unit.set_requires_gradient_sync(True, recurse=False)
-            unit.set_requires_all_reduce(all_reduce, recurse=False)
-            unit.set_reshard_after_backward(True, recurse=False)
 
 
 @contextmanager
@@ -299,12 +303,3 @@ def layers_held(model: nn.Module, layers: Layers) -> Iterator[None]:
         root.set_is_last_backward(True)
         for unit in units:
             unit.set_reshard_after_forward(True, recurse=False)
-
-
-def _leaf(hidden: torch.Tensor | None) -> torch.Tensor:
-    assert hidden is not None
-    return hidden.detach().requires_grad_(hidden.requires_grad)
-
-
-def _is_trained(forwards: Sequence[_Forward | None]) -> bool:
-    return any(f is not None and f.hidden is not None and f.hidden.requires_grad for f in forwards)

@@ -13,19 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from expertmesh.config.errors import InputError
-from expertmesh.parallel.layers import Layers, layers_of
-from expertmesh.parallel.pipeline import Pipeline, pipeline_of
+from expertmesh.parallel.pipeline import Layers, Pipeline, layers_of, pipeline_of
 from expertmesh.parallel.routes import refuse_routes
 from expertmesh.parallel.sequence import Batch, sequence_share
 from expertmesh.state.model_view import ModelView, mesh_of
 from expertmesh.state.other_code import refuse_media_on_some_ranks
-from expertmesh.state.shards import placement_of
+from expertmesh.state.shards import local_part, placement_of
 from expertmesh.step.base_model import model_inputs
 from expertmesh.step.by_layer import Round, layers_held
-from expertmesh.step.loss import loss_of_base, loss_of_batch
+from expertmesh.step.loss import loss_of_base, loss_of_batch, refuse_no_targets
 from expertmesh.step.objective import CrossEntropy, Objective, Term
 from expertmesh.step.pipeline_schedule import StageOutput, StageTerm, run_pipeline, same_shape
 from expertmesh.step.router_losses import RouterLosses, active_router_losses, nothing_on_device_of, router_losses
@@ -84,11 +82,7 @@ def forward_backward(
     Collectives: every rank calls it once per step; those of forward and backward, with pp also sends and receives
     between stages.
     """
-    if isinstance(target_tokens, int) and target_tokens <= 0:
-        raise InputError(
-            f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
-            key="data.no-targets",
-        )
+    refuse_no_targets(target_tokens)
     order = _order_of(accumulate, round, keep_inputs)
     refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in micro_batches])
     return minimise(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens, order)
@@ -111,6 +105,7 @@ class Order:
 
 
 def _order_of(accumulate: str, round: int | None, keep_inputs: str) -> Order:
+    """Return the order that the arguments of `forward_backward` mean. Raises `InputError` for a wrong value."""
     by_layer = accumulate == "by_layer"
     if not by_layer and accumulate != "by_micro_batch":
         wrong = f"accumulate is {accumulate!r}; set it to by_micro_batch or by_layer"
@@ -187,10 +182,12 @@ class _Sums:
         self.figures_F = self.loss.new_zeros(len(objective.figures))
 
     def add(self, term: Term) -> None:
+        """Add one micro-batch's share."""
         self.loss = self.loss + term.loss.detach()
         self.figures_F = self.figures_F + term.figures_F
 
     def with_router_losses(self, router_loss: RouterLosses) -> StepLosses:
+        """Return this rank's shares of the step's losses."""
         return StepLosses(self.loss, router_loss.aux_loss, router_loss.z_loss, self.figures_F)
 
 
@@ -202,17 +199,20 @@ def _through_stages(
     sums: _Sums,
     chunk_tokens: int,
 ) -> StepLosses:
+    """Run the step of a model with pipeline stages. Collectives: as `forward_backward`."""
     batches = same_shape(micro_batches, sequence_share(model).parts)
     refuse_routes(model, batches)
-    # Both stages' gradients of this step are summed: what an earlier call has left was summed then.
-    tied = _tied_between_stages(model)
+    # Trained parameters that both the first and the last stage hold, in the same order on both. Their gradients of this
+    # step are summed: those of an earlier call were summed then.
+    places = [(parameter, placement_of(parameter)) for parameter in ModelView(model).parameters.values()]
+    tied = [p for p, place in places if p.requires_grad and place is not None and place.has_tied_replica]
     before = [parameter.grad for parameter in tied]
     for parameter in tied:
         parameter.grad = None
     with router_losses(model, batches) as router_loss:
-        asked = active_router_losses(model) is not None
-        term = _term_of_stage(model, batches, objective, sums, router_loss if asked else None, chunk_tokens)
-        run_pipeline(model, pipeline, batches, term, router_logits=asked)
+        has_losses = active_router_losses(model) is not None
+        term = _term_of_stage(model, batches, objective, sums, router_loss if has_losses else None, chunk_tokens)
+        run_pipeline(model, pipeline, batches, term, router_logits=has_losses)
     for parameter, earlier in zip(tied, before, strict=True):
         _sum_with_other_stage(pipeline, parameter)
         if earlier is not None:
@@ -229,6 +229,7 @@ def _by_layer(
     chunk_tokens: int,
     order: Order,
 ) -> StepLosses:
+    """Run the step in rounds, layer by layer. Collectives: as `forward_backward`."""
     count = order.rounds(len(micro_batches))
     # Rounds of nearly equal size.
     bounds = [len(micro_batches) * number // count for number in range(count + 1)]
@@ -238,13 +239,14 @@ def _by_layer(
     if router_loss.balance.aux_loss_coef and len(rounds) > 1:
         router_loss.count(micro_batches)
     with router_loss.collecting():
-        asked = active_router_losses(model) is not None
+        has_losses = active_router_losses(model) is not None
         for batches in rounds:
-            run = Round(model, layers, batches, router_logits=asked, inputs_on_host=order.inputs_on_host)
-            term = _term_of_stage(model, run.batches, objective, sums, router_loss if asked else None, chunk_tokens)
+            run = Round(model, layers, batches, router_logits=has_losses, inputs_on_host=order.inputs_on_host)
+            losses = router_loss if has_losses else None
+            term = _term_of_stage(model, run.batches, objective, sums, losses, chunk_tokens)
             with layers_held(model, layers):
                 run.forward()
-                if asked and len(rounds) == 1:
+                if has_losses and len(rounds) == 1:
                     router_loss.learn([run.router_logits(number) for number in range(len(batches))])
                 run.backward(term, all_reduce=batches is rounds[-1])
     return sums.with_router_losses(router_loss)
@@ -268,31 +270,29 @@ def _term_of_stage(
             routers = router_loss()
         if not output.is_last:
             return routers
-        own = loss_of_base(model, output.base, output.empty_logits, batch, objective, chunk_tokens)
-        sums.add(own)
-        return own.loss if routers is None else own.loss + routers
+        share = loss_of_base(model, output.base, output.empty_logits, batch, objective, chunk_tokens)
+        sums.add(share)
+        return share.loss if routers is None else share.loss + routers
 
     return term
 
 
-def _tied_between_stages(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters that both the first and the last stage hold, in the same order on both."""
-    places = [(parameter, placement_of(parameter)) for parameter in ModelView(model).parameters.values()]
-    return [p for p, place in places if p.requires_grad and place is not None and place.has_tied_replica]
-
-
 def _sum_with_other_stage(pipeline: Pipeline, parameter: nn.Parameter) -> None:
-    """Give both stages the sum of their gradients, with equal bits: each sends its shard to the other."""
+    """Give both stages the sum of their gradients, with equal bits.
+
+    Collectives: the first and the last stage call it, in the same order of parameters; one send and one receive of
+    this rank's shard.
+    """
     layout, rank = pipeline.mesh.layout, pipeline.mesh.coordinate("pp")
     first, last = 0, (len(pipeline.stages) - 1) % layout.pp
     gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    other = torch.empty_like(own)
+    local = local_part(gradient)
+    received = torch.empty_like(local)
     peer = dist.get_global_rank(pipeline.mesh.pp_group, last if rank == first else first)
-    if own.numel():
-        sends = dist.P2POp(dist.isend, own.contiguous(), peer, pipeline.mesh.pp_group)
-        receives = dist.P2POp(dist.irecv, other, peer, pipeline.mesh.pp_group)
+    if local.numel():  # both stages shard the weight equally, so the peer skips an empty shard as well
+        sends = dist.P2POp(dist.isend, local.contiguous(), peer, pipeline.mesh.pp_group)
+        receives = dist.P2POp(dist.irecv, received, peer, pipeline.mesh.pp_group)
         for work in dist.batch_isend_irecv([sends, receives]):
             work.wait()
-        own.add_(other)  # of two numbers: the same in either order
+        local.add_(received)  # of two numbers: the same in either order
     parameter.grad = gradient

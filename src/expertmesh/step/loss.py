@@ -1,14 +1,11 @@
 """Compute this rank's share of a step's loss for one micro-batch, by the objective.
 
-The step's loss is a sum that is divided by a count of the whole optimizer step. Dividing by the global count makes
-every gradient right for every layout, accumulation and uneven batches: shares add up, and FSDP2 reduces by sums. The
-full logits never exist: the model's own head runs on chunks of target tokens, a chunk's gradients are computed at once,
-and its logits are freed.
-
-Under tp each rank has the logits of its rows of the output embedding. The ranks of a tp group exchange two numbers per
-target token and the largest logit, never another logit. Their losses are equal; what one rank reports of them is its
-share. Gradients are full: the logits' gradient is each rank's own part, those of hidden states and of unsplit
-parameters are partial sums (parallel/sequence.py).
+The step's loss is a sum that is divided by a count of the whole optimizer step. So gradients are right for every
+layout, accumulation and uneven batches: shares add up, and FSDP2 reduces by sums. The full logits never exist: the
+model's own head runs on chunks of target tokens, whose gradients are computed at once. Under tp each rank has the
+logits of its rows of the output embedding; ranks exchange two numbers per target token and the largest logit. Their
+losses are equal, and what one rank reports is its share; gradients of the logits are each rank's own part, those of
+hidden states and of unsplit parameters are partial sums (parallel/sequence.py).
 
     B rows, S positions, N target tokens here, C tokens of a chunk, H hidden, V vocabulary, W rows of it on this rank
 """
@@ -36,7 +33,7 @@ from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
 from expertmesh.step.base_model import base_name, head_of, model_inputs, run_base
-from expertmesh.step.objective import IGNORED, CrossEntropy, Distilling, Objective, Term, TokenLosses
+from expertmesh.step.objective import IGNORED, CrossEntropy, Distilling, Objective, Term
 from expertmesh.step.router_losses import active_router_losses
 
 # Parameters of a head with one row per word; an adapter's A has none.
@@ -49,6 +46,7 @@ class VocabularyShare:
     """The rows of the output embedding that this rank computes with. Ranks may have different numbers of rows."""
 
     group: dist.ProcessGroup
+    """The tp group."""
     start: int
     """The first of this rank's rows."""
     stop: int
@@ -56,14 +54,15 @@ class VocabularyShare:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that share the vocabulary."""
         return self.group.size()
 
     def split(self, head: nn.Module) -> "SplitHead":
         """Return `head` by this rank's rows: views, whose gradients reach the full parameters (gathered by FSDP2
         before).
         """
-        whole = {leaf: p for leaf in _ROWS if (p := parameter_slots(head).get(leaf)) is not None}
-        return SplitHead(self, head, whole, {leaf: p[self.start : self.stop] for leaf, p in whole.items()})
+        full = {leaf: p for leaf in _ROWS if (p := parameter_slots(head).get(leaf)) is not None}
+        return SplitHead(self, head, full, {leaf: p[self.start : self.stop] for leaf, p in full.items()})
 
     def cross_entropy(self, logits_CW: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
         """Return `[C]`, equal on every rank of the group.
@@ -102,15 +101,17 @@ class SplitHead:
     """An output embedding and this rank's rows of its parameters."""
 
     share: VocabularyShare
+    """This rank's part of the vocabulary."""
     head: nn.Module
-    whole: dict[str, nn.Parameter]
+    """The output embedding."""
+    full: dict[str, nn.Parameter]
     """Its parameters, by their names in it."""
     rows: dict[str, torch.Tensor]
     """This rank's rows of each, by the same names."""
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return this rank's rows of one of the head's parameters, and any other parameter unchanged."""
-        leaf = next((leaf for leaf, whole in self.whole.items() if whole is parameter), None)
+        leaf = next((leaf for leaf, full in self.full.items() if full is parameter), None)
         return parameter if leaf is None else self.rows[leaf]
 
     def computing(self) -> AbstractContextManager[None]:
@@ -197,16 +198,16 @@ class _Divergence(torch.autograd.Function):
         reverse: bool,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        own_CW = _log_probabilities(logits_CW / temperature, group)
-        other_CW = _log_probabilities(teacher_CW.to(logits_CW.dtype, copy=True).div_(temperature), group)
-        p_CW = (own_CW if reverse else other_CW).exp()
-        ratio_CW = own_CW.sub_(other_CW) if reverse else other_CW.sub_(own_CW)
+        log_model_CW = _log_probabilities(logits_CW / temperature, group)
+        log_teacher_CW = _log_probabilities(teacher_CW.to(logits_CW.dtype, copy=True).div_(temperature), group)
+        p_CW = (log_model_CW if reverse else log_teacher_CW).exp()
+        ratio_CW = log_model_CW.sub_(log_teacher_CW) if reverse else log_teacher_CW.sub_(log_model_CW)
         # Not a product: a word without probability in both models has a ratio of NaN.
         ratio_CW.masked_fill_(p_CW == 0, 0.0)
         value_C: torch.Tensor = torch.linalg.vecdot(p_CW, ratio_CW)
         if group is not None:
             dist.all_reduce(value_C, group=group)
-        gradient_CW = ratio_CW.sub_(value_C.unsqueeze(1)).mul_(p_CW) if reverse else own_CW.exp_().sub_(p_CW)
+        gradient_CW = ratio_CW.sub_(value_C.unsqueeze(1)).mul_(p_CW) if reverse else log_model_CW.exp_().sub_(p_CW)
         # Of the two factors of the temperature one is that of the logits, which were divided by it.
         ctx.save_for_backward(gradient_CW.mul_(temperature))
         return value_C * temperature**2
@@ -260,11 +261,7 @@ def causal_lm_loss(
     Collectives: every rank calls it as often as the others, with or without targets: the model's forward and backward
     are collective. A model with a vision tower issues one small all-reduce first, and so do routes.
     """
-    if isinstance(target_tokens, int) and target_tokens <= 0:
-        raise InputError(
-            f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
-            key="data.no-targets",
-        )
+    refuse_no_targets(target_tokens)
     if pipeline_of(model) is not None:
         raise InputError(
             "causal_lm_loss computes the loss of one rank's whole model, and this one is cut into pipeline stages; use "
@@ -273,6 +270,15 @@ def causal_lm_loss(
         )
     refuse_media_on_some_ranks(model, [model_inputs(batch)])
     return loss_of_batch(model, batch, CrossEntropy(target_tokens), chunk_tokens).loss
+
+
+def refuse_no_targets(target_tokens: int | torch.Tensor) -> None:
+    """Raise `InputError` for a step without targets; a count on the device is not read, which would wait for it."""
+    if isinstance(target_tokens, int) and target_tokens <= 0:
+        raise InputError(
+            f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
+            key="data.no-targets",
+        )
 
 
 def loss_of_batch(
@@ -302,7 +308,7 @@ def loss_of_base(
         # Each rank of the tp group has a part of the vocabulary for all positions, instead of all of it for its own.
         hidden_BSH = gather(hidden_BSH, 1, vocabulary.group)
     batch = {key: tensor.to(hidden_BSH.device) for key, tensor in batch.items()}
-    target_N, place_N = _targets(batch["labels"], share.own if vocabulary is None else share.of_context)
+    target_N, place_N = _targets(batch["labels"], share.local if vocabulary is None else share.of_context)
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
     training = torch.is_grad_enabled()
     if not training and isinstance(model, FSDPModule):
@@ -311,7 +317,7 @@ def loss_of_base(
     head = _Head(model, partial(type(base), **others), split, chunk_tokens)
     # Only positions with a target get logits: prompts and padding cost no product with the vocabulary.
     hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
-    losses = _TargetLosses(head, hidden_NH, target_N, place_N // hidden_BSH.shape[1], len(hidden_BSH), share)
+    losses = TokenLosses(head, hidden_NH, target_N, place_N // hidden_BSH.shape[1], len(hidden_BSH), share)
     term = objective.term(losses, batch)
     if not training and isinstance(model, FSDPModule):
         model.reshard()
@@ -341,6 +347,7 @@ class _Head:
     """The modules behind the base model."""
 
     model: nn.Module
+    """The model, whose own code computes the logits."""
     output: BaseOutput
     """Makes the base model's output from hidden states."""
     split: SplitHead | None
@@ -359,9 +366,9 @@ class _Head:
         found = dict.fromkeys([*outside, *(head.parameters() if head is not None else [])])
         return [p if self.split is None else self.split.of(p) for p in found]
 
-    def losses(self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    def losses(self, hidden_CH: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropies of one chunk, `[C]`. Collectives: two small all-reduces over the tp group."""
-        return self._cross_entropy(self.logits(hidden_CH), target_C, wide)
+        return self.cross_entropy(self.logits(hidden_CH), target_C)
 
     def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """Return the logits of this rank's rows of the head, `[C, V]` or `[C, W]`. Collectives: none."""
@@ -372,8 +379,7 @@ class _Head:
         self, hidden_CH: torch.Tensor, target_C: torch.Tensor, teacher_CW: torch.Tensor, options: Distilling
     ) -> torch.Tensor:
         """Return `TokenLosses.distilled` of each target, `[C]`. Collectives: as there, over the tp group."""
-        wide = _wide(hidden_CH)
-        logits_CW = self.logits(hidden_CH).to(wide)
+        logits_CW = self.logits(hidden_CH).to(_wide(hidden_CH))
         if self.split is not None:
             self.split.share.refuse_other_rows(teacher_CW)
             self.split.share.refuse_other_rows(logits_CW)
@@ -386,7 +392,7 @@ class _Head:
         )
         if not options.sft_weight:
             return loss_C
-        return loss_C + options.sft_weight * self._cross_entropy(logits_CW, target_C, wide)
+        return loss_C + options.sft_weight * self.cross_entropy(logits_CW, target_C)
 
     @contextmanager
     def gathered(self) -> Iterator["_Head"]:
@@ -404,37 +410,30 @@ class _Head:
             if root is not None:
                 root.reshard()
 
-    def losses_and_hits(
-        self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `losses`, and whether each target is the first token of those with the largest logit, `[C]`.
-
-        Collectives: two more all-reduces over the tp group.
-        """
-        logits_CV = self.logits(hidden_CH)
-        return self._cross_entropy(logits_CV, target_C, wide), self._largest(logits_CV) == target_C
-
-    def largest(self, hidden_CH: torch.Tensor) -> torch.Tensor:
+    def largest(self, logits_CV: torch.Tensor) -> torch.Tensor:
         """Return the first token with the largest logit, `[C]`. Collectives: two small all-reduces over the tp
         group.
         """
-        return self._largest(self.logits(hidden_CH))
-
-    def _largest(self, logits_CV: torch.Tensor) -> torch.Tensor:
         return logits_CV.argmax(-1) if self.split is None else self.split.share.argmax(logits_CV)
 
-    def _cross_entropy(self, logits_CV: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    def cross_entropy(self, logits_CV: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropies of logits in any dtype, `[C]`. Collectives: as `losses`."""
         # The wide copy is not named, so that it is freed before backward: cross-entropy keeps its own.
         if self.split is None:
-            return F.cross_entropy(logits_CV.to(wide), target_C, reduction="none")
-        return self.split.share.cross_entropy(logits_CV.to(wide), target_C)
+            return F.cross_entropy(logits_CV.to(_wide(logits_CV)), target_C, reduction="none")
+        return self.split.share.cross_entropy(logits_CV.to(_wide(logits_CV)), target_C)
 
 
 @dataclass(frozen=True, slots=True)
-class _TargetLosses:
-    """The `TokenLosses` of this rank's targets."""
+class TokenLosses:
+    """The cross-entropies of one micro-batch's target tokens on this rank, computed on request.
+
+    Ranks that share rows (cp × tp) have some of the positions each. `total` and `distilled` have gradients where they
+    are enabled; the others have none.
+    """
 
     head: _Head
+    """The modules that compute logits."""
     hidden_NH: torch.Tensor
     """Hidden states that predict the targets."""
     target_N: torch.Tensor
@@ -444,24 +443,37 @@ class _TargetLosses:
     rows: int
     """Rows of the micro-batch."""
     share: SequenceShare
+    """This rank's part of the positions."""
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that share a row."""
         return self.share.parts
 
     def total(self, weight_B: torch.Tensor | None = None) -> torch.Tensor:
-        weight_N = None if weight_B is None else weight_B.index_select(0, self.row_N)
-        wide = _wide(self.hidden_NH)
-        return self._sum(lambda hidden_CH, part: self.head.losses(hidden_CH, self.target_N[part], wide), weight_N)
+        """Return this rank's share of their sum, each times the weight of its row: 0-dim; weights are constants.
 
-    def distilled(self, teacher: TokenLosses, options: Distilling) -> torch.Tensor:
-        assert isinstance(teacher, _TargetLosses)
+        Collectives: every rank of a tp group calls it; two small all-reduces per chunk.
+        """
+        weight_N = None if weight_B is None else weight_B.index_select(0, self.row_N)
+        return self._sum(lambda hidden_CH, part: self.head.losses(hidden_CH, self.target_N[part]), weight_N)
+
+    def distilled(self, teacher: "TokenLosses", options: Distilling) -> torch.Tensor:
+        """Return this rank's share of the sum of temperature² · KL over targets, with the cross-entropies that
+        `options` add: 0-dim.
+
+        Args:
+            teacher: Another model's for the same targets, on the same ranks.
+
+        Collectives: every rank that shares the rows calls it; one all-gather of the teacher's root at most, and
+            seven small all-reduces per chunk over the tp group.
+        """
         assert len(teacher.hidden_NH) == len(self.hidden_NH), "the teacher has run on other rows"
-        with teacher.head.gathered() as other:
+        with teacher.head.gathered() as teacher_head:
 
             def losses(hidden_CH: torch.Tensor, part: slice) -> torch.Tensor:
                 with torch.no_grad():
-                    teacher_CW = other.logits(teacher.hidden_NH[part])
+                    teacher_CW = teacher_head.logits(teacher.hidden_NH[part])
                 return self.head.distilled(hidden_CH, self.target_N[part], teacher_CW, options)
 
             return self._sum(losses)
@@ -474,37 +486,49 @@ class _TargetLosses:
 
     @torch.no_grad()
     def total_and_hits(self) -> tuple[torch.Tensor, torch.Tensor]:
-        wide, chunk = _wide(self.hidden_NH), self.head.chunk
-        total = torch.zeros((), dtype=wide, device=self.hidden_NH.device)
+        """Return `total`, and this rank's share of how many targets have the largest logit.
+
+        Collectives: as `total`, and two more all-reduces per chunk.
+        """
+        total = torch.zeros((), dtype=_wide(self.hidden_NH), device=self.hidden_NH.device)
         hits = torch.zeros((), dtype=torch.float64, device=self.hidden_NH.device)
-        for start in range(0, len(self.hidden_NH), chunk):
-            part = slice(start, start + chunk)
-            losses_C, hit_C = self.head.losses_and_hits(self.hidden_NH[part], self.target_N[part], wide)
-            total += losses_C.sum()
-            hits += hit_C.sum()
+        for part in _chunks(self.hidden_NH, self.head.chunk):
+            logits_CV, target_C = self.head.logits(self.hidden_NH[part]), self.target_N[part]
+            total += self.head.cross_entropy(logits_CV, target_C).sum()
+            hits += (self.head.largest(logits_CV) == target_C).sum()
         # Every rank of a tp group has those of the group's positions.
         ranks = 1 if self.head.split is None else self.head.split.share.ranks
         return total / ranks, hits / ranks
 
     @torch.no_grad()
     def by_row(self) -> torch.Tensor:
-        wide = _wide(self.hidden_NH)
-        return self._sums_by_row(lambda part: self.head.losses(self.hidden_NH[part], self.target_N[part], wide))
+        """Return the sum over each row, of all ranks that share it: `[B]` float64.
+
+        Collectives: every rank that shares the row calls it; one all-reduce over cp, and those of `total`.
+        """
+        return self._sums_by_row(lambda part: self.head.losses(self.hidden_NH[part], self.target_N[part]))
 
     @torch.no_grad()
     def largest_by_row(self) -> torch.Tensor:
-        return self._sums_by_row(lambda part: self.head.largest(self.hidden_NH[part]))
+        """Return the token with the largest logit at the target of each row, `[B]`; each row has one target.
+
+        Collectives: as `by_row`.
+        """
+        return self._sums_by_row(lambda part: self.head.largest(self.head.logits(self.hidden_NH[part])))
 
     def _sums_by_row(self, values: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-        chunk = self.head.chunk
         sums_B = torch.zeros(self.rows, dtype=torch.float64, device=self.hidden_NH.device)
-        for start in range(0, len(self.hidden_NH), chunk):
-            part = slice(start, start + chunk)
+        for part in _chunks(self.hidden_NH, self.head.chunk):
             sums_B.index_add_(0, self.row_N[part], values(part).double())
         # A row is cut over cp; over tp every rank has had the logits of all its positions.
         if self.share.cp > 1:
             dist.all_reduce(sums_B, group=mesh_of(self.head.model).dense.get_group("cp"))
         return sums_B
+
+
+def _chunks(hidden_NH: torch.Tensor, chunk: int) -> Iterator[slice]:
+    """Yield the slices of at most `chunk` targets; none without targets."""
+    return (slice(start, start + chunk) for start in range(0, len(hidden_NH), chunk))
 
 
 # Returns the losses `[C]` of the targets in a slice of all, by their hidden states `[C, H]`.
@@ -532,8 +556,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden_NH = torch.zeros_like(hidden_NH) if training else None
         # Chunks are summed in fp32: in bf16 each addition would round the head's gradient again.
         sums = [torch.zeros_like(parameter, dtype=wide) for parameter in wanted] if training else []
-        for start in range(0, hidden_NH.shape[0], head.chunk):
-            part = slice(start, start + head.chunk)
+        for part in _chunks(hidden_NH, head.chunk):
             with torch.set_grad_enabled(training):
                 hidden_CH = hidden_NH[part].detach().requires_grad_(training)
                 losses_C = losses(hidden_CH, part)
@@ -557,8 +580,9 @@ class _HeadLoss(torch.autograd.Function):
         return grad_hidden_NH * grad_total.to(grad_hidden_NH.dtype), *[None] * 4, *of_parameters
 
 
-def _wide(hidden_NH: torch.Tensor) -> torch.dtype:
-    return torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+def _wide(values: torch.Tensor) -> torch.dtype:
+    """Return the dtype of losses and their sums: in bf16 a sum over a vocabulary has two digits."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def head_logits(model: nn.Module, hidden_CH: torch.Tensor, output: BaseOutput = MoeModelOutputWithPast) -> torch.Tensor:
@@ -566,7 +590,9 @@ def head_logits(model: nn.Module, hidden_CH: torch.Tensor, output: BaseOutput = 
 
     `output` makes the base model's output from hidden states `[1, C, H]`; families have output classes of their own.
     """
-    with _base_returning(model, output(last_hidden_state=hidden_CH.unsqueeze(0))):
+    parent, _, name = base_name(model).rpartition(".")
+    base = _Returns(output(last_hidden_state=hidden_CH.unsqueeze(0)))
+    with exchanged(child_slots(model.get_submodule(parent)), {name: base}):
         logits: torch.Tensor = model.forward(inputs_embeds=hidden_CH.unsqueeze(0), use_cache=False).logits
     return logits.squeeze(0)
 
@@ -580,8 +606,3 @@ class _Returns(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> ModelOutput:
         return self.output
-
-
-def _base_returning(model: nn.Module, output: ModelOutput) -> AbstractContextManager[None]:
-    parent, _, name = base_name(model).rpartition(".")
-    return exchanged(child_slots(model.get_submodule(parent)), {name: _Returns(output)})

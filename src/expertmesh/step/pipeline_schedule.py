@@ -42,10 +42,13 @@ class StageOutput:
     number: int
     """Number of the micro-batch."""
     is_last: bool
+    """True for the stage with the head."""
     base: ModelOutput
     """Has the decoder's result on the last stage alone."""
     empty_logits: torch.Tensor
+    """The root's logits of no token, which keep it in the graph."""
     router_logits: tuple[torch.Tensor, ...]
+    """Router logits of the stage's MoE layers, `[T, E]`; empty if none were requested."""
 
 
 # What a stage adds for a micro-batch to the sum that is differentiated: 0-dim, or None.
@@ -66,14 +69,16 @@ def run_pipeline(
     """
     count, backward = len(batches), torch.is_grad_enabled()
     run = _PipelineRun(model, pipeline, batches, term, router_logits)
-    stages = [_torch_stage(run, number, backward) for number in pipeline.own_stages]
+    stages = [_torch_stage(run, number, backward) for number in pipeline.local_stages]
     kind: Any = schedule_kind(pipeline.mesh.layout, count)
     one_each = pipeline.mesh.layout.pp_virtual_stages == 1
-    schedule = kind(stages[0] if one_each else stages, count, loss_fn=_is_the_loss, scale_grads=False)
+    # The last stage's output is the loss. Gradients are sums: torch must not divide them by the micro-batches.
+    loss: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
+    schedule = kind(stages[0] if one_each else stages, count, **loss)
     # torch cuts its arguments into micro-batches: of numbers, each stage gets the one of its micro-batch.
     numbers = torch.arange(count)
-    first = (torch.zeros(count),) if pipeline.own_stages[0] == 0 else ()
-    target = {"target": numbers} if any(map(pipeline.is_last, pipeline.own_stages)) else {}
+    first = (torch.zeros(count),) if pipeline.local_stages[0] == 0 else ()
+    target = {"target": numbers} if any(map(pipeline.is_last, pipeline.local_stages)) else {}
     try:
         (schedule.step if backward else schedule.eval)(*first, number=numbers, **target)
     except RuntimeError as error:
@@ -160,10 +165,6 @@ def _torch_stage(run: "_PipelineRun", number: int, backward: bool) -> PipelineSt
     )
 
 
-def _is_the_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output
-
-
 class _Stage(nn.Module):
     """The module that torch's stage calls. The model is not its child: torch would take over its FSDP2 groups."""
 
@@ -177,6 +178,8 @@ class _Stage(nn.Module):
 
 @dataclass(slots=True)
 class _PipelineRun:
+    """The forwards and backwards of this rank's stages in one call of `run_pipeline`, whose arguments it has."""
+
     model: nn.Module
     pipeline: Pipeline
     batches: Sequence[Batch]
@@ -188,14 +191,14 @@ class _PipelineRun:
     def forward(self, stage: int, number: int, received: torch.Tensor) -> torch.Tensor:
         """Return the hidden state for the next stage; on the last one the stage's term, `[1]`."""
         is_last = self.pipeline.is_last(stage)
-        with running(self.model, self.pipeline, stage, received if stage else None) as leaving:
+        with running(self.model, self.pipeline, stage, received if stage else None) as result:
             base, empty_logits, logits = run_base(self.model, self.batches[number], router_logits=self.router_logits)
         term = self.term(StageOutput(number, is_last, base, empty_logits, logits))
         if is_last:
             total = torch.zeros((), device=received.device) if term is None else term
             out = total.float().reshape(1)
         else:
-            hidden = leaving.hidden
+            hidden = result.hidden
             assert hidden is not None
             if hidden.dtype != self.pipeline.dtype:
                 raise InputError(
@@ -204,9 +207,10 @@ class _PipelineRun:
                     "set parallel.pp to 1, or precision.compute to float32",
                     key="layout.pp-rounds-hidden-state",
                 )
-            # Put the root's output into the graph, so that FSDP2's root hook runs in backward.
-            extra = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled()) + empty_logits.sum()
-            out = _WithTerm.apply(hidden, extra if term is None else extra + term).contiguous()
+            # The root's output is in the graph, so that FSDP2's root hook runs in backward. The zero requires a
+            # gradient, because torch's schedule runs backward on every stage's output, whatever trains before it.
+            root = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled()) + empty_logits.sum()
+            out = _WithTerm.apply(hidden, root if term is None else root + term).contiguous()
         if out.requires_grad and self.pipeline.mesh.layout.replicate > 1:
             out.register_hook(lambda gradient: self._begin_backward(stage))
         return out
@@ -228,7 +232,7 @@ class _PipelineRun:
 
 
 class _WithTerm(torch.autograd.Function):
-    """Return the hidden state as it is; backward gives the stage's own term, on which nothing behind it depends, its
+    """Return the hidden state unchanged; backward gives the stage's own term, on which no later stage depends, its
     gradient of 1.
     """
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from expertmesh.config.errors import InputError
 from expertmesh.experts.balance import attached_balance, chosen_pairs, probability_sums, squared_logsumexp
-from expertmesh.parallel.pipeline import Pipeline, pipeline_of
+from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import Batch, padded, sequence_share
 from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.step.base_model import real_tokens_here, run_base
@@ -65,8 +65,8 @@ class RouterLosses:
         self.balance = attached_balance(model)
         self.aux_loss = self.z_loss = nothing_on_device_of(micro_batches)
         self._pipeline = pipeline_of(model)
-        own_stages = 1 if self._pipeline is None else len(self._pipeline.own_stages)
-        self._left = len(micro_batches) * (layers or own_stages)
+        local_stages = 1 if self._pipeline is None else len(self._pipeline.local_stages)
+        self._left = len(micro_batches) * (layers or local_stages)
         self._at_once = self._pipeline is None and layers is None
         self._share_of_rows = sequence_share(model)
         self._real = [self._real_here(batch) for batch in micro_batches] if self.balance.has_losses else []
@@ -99,13 +99,16 @@ class RouterLosses:
         devices = [] if device.type == "cpu" else [device]
         # Dropout draws here too; the forwards with gradients must draw what they would have without this.
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
-            if self._pipeline is not None:
-                pairs_E += self._count_through_stages(self._pipeline, micro_batches)
-                self._step = self._join(pairs_E)
-                return
-            for batch, real_T in zip(micro_batches, self._real, strict=True):
-                _, _, logits = run_base(self.model, padded(batch, self._share_of_rows), router_logits=True)
-                pairs_E += self._pairs(logits, real_T)
+            if self._pipeline is None:
+                for batch, real_T in zip(micro_batches, self._real, strict=True):
+                    _, _, logits = run_base(self.model, padded(batch, self._share_of_rows), router_logits=True)
+                    pairs_E += self._pairs(logits, real_T)
+            elif micro_batches:
+
+                def add(output: StageOutput) -> None:
+                    pairs_E.add_(self._pairs(output.router_logits, self._real[output.number]))
+
+                run_pipeline(self.model, self._pipeline, micro_batches, add, router_logits=True)
         self._step = self._join(pairs_E)
 
     def learn(self, logits: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -164,10 +167,7 @@ class RouterLosses:
             yield
         finally:
             _active.reset(token)
-        self._check_complete()
-
-    def _check_complete(self) -> None:
-        """Raise `InputError` if a share was never taken, or a micro-batch that was counted never came."""
+        # A share was never taken, or a micro-batch that was counted never came.
         if self.balance.has_losses and (self._share is not None or self._left):
             raise InputError(
                 "router_losses: the step ended without the share of every micro-batch; run causal_lm_loss and add "
@@ -180,7 +180,7 @@ class RouterLosses:
         batch = padded(batch, self._share_of_rows)
         real_BS = real_tokens_here(batch, self._share_of_rows)
         if real_BS is None:
-            real_BS = self._share_of_rows.own(torch.ones_like(batch["input_ids"], dtype=torch.bool), 1)
+            real_BS = self._share_of_rows.local(torch.ones_like(batch["input_ids"], dtype=torch.bool), 1)
         return real_BS.reshape(-1)
 
     def _pairs(self, logits: Sequence[torch.Tensor], real_T: torch.Tensor) -> torch.Tensor:
@@ -188,21 +188,6 @@ class RouterLosses:
         if not self.balance.aux_loss_coef or not logits:
             return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
         return torch.stack([chosen_pairs(logits_TE, self.balance.top_k, real_T) for logits_TE in logits]).sum(dim=0)
-
-    def _count_through_stages(self, pipeline: Pipeline, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the chosen pairs of this rank's stages, `[E]`.
-
-        Collectives: those of a forward of all stages.
-        """
-        pairs_E = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=pipeline.mesh.device)
-
-        def add(output: StageOutput) -> None:
-            nonlocal pairs_E
-            pairs_E = pairs_E + self._pairs(output.router_logits, self._real[output.number])
-
-        if micro_batches:
-            run_pipeline(self.model, pipeline, micro_batches, add, router_logits=True)
-        return pairs_E
 
     def _join(self, pairs_E: torch.Tensor) -> "_Step":
         """Sum over all ranks. Collectives: one all-reduce of E + 1 integers."""

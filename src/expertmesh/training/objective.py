@@ -33,10 +33,7 @@ from expertmesh.io.terminal import tracked
 from expertmesh.parallel.sequence import Batch
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import LogProbabilities, NextWords, Objective
-from expertmesh.step.objectives import objective_of
-from expertmesh.step.objectives.distill import Distill
-from expertmesh.step.objectives.kto import Kto
-from expertmesh.step.objectives.pairs import reference_of
+from expertmesh.step.objectives import Distill, Kto, objective_of, reference_of
 from expertmesh.training.reporting.first_loss import first_loss_lines, first_loss_of_responses_lines
 from expertmesh.training.teacher import Teacher
 

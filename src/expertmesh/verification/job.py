@@ -31,7 +31,7 @@ from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import held_boxes, held_parts, local_tensor, owns_copy
 from expertmesh.step.forward_backward import Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
-from expertmesh.step.objectives.distill import Distill
+from expertmesh.step.objectives import Distill
 from expertmesh.training.objective import RunObjective
 from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options

@@ -29,9 +29,10 @@ from expertmesh.compat import child_slots, set_weight_conversions, weight_conver
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
-from expertmesh.experts.layer import ExpertLayer, attach_layer
+from expertmesh.experts.layer import ExpertLayer
 from expertmesh.experts.module_list import FusedExperts, fuse
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
+from expertmesh.state.model_view import attach_to_module
 
 _ROWS, _LENGTH = 2, 9
 # Blocks may round routing weights to fp32; a wrong formula is off by far more.
@@ -156,7 +157,7 @@ def _fused_copy(own: nn.Module) -> nn.Module:
     spec = experts_spec("experts", copy.experts)
     mlp = mlp_spec_of(copy.experts, spec, per_expert=True)
     layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts), mlp, torch.float64, torch.arange(spec.num_experts))
-    attach_layer(copy.experts, layer)
+    attach_to_module(copy.experts, expert_layer=layer)
     assert isinstance(copy, nn.Module)
     return copy
 

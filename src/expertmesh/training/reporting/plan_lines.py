@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
-from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks
+from expertmesh.anatomy import Anatomy, decoder_blocks, names_without_blocks
 from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib, plural
@@ -78,7 +78,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield f"precision  {precision.params} {what}, {precision.compute} {base}compute, {precision.reduce} reduce{kept}"
     if plan.uncast:
         uncast = (name for name, _ in plan.view.meta.named_parameters() if name in plan.uncast)
-        yield f"           computed in float32 all the same: {alike_as_one(uncast)}"
+        yield f"           computed in float32 all the same: {names_without_blocks(uncast)}"
     router: str = config.moe.router
     if lora is not None:
         router = "adapted" if any(target.group == "router" for target in lora.targets) else "frozen"

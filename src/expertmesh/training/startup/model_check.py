@@ -24,7 +24,7 @@ from expertmesh.introspection.attention import packing_refusal
 from expertmesh.io.terminal import plural
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.checkpointing import CheckpointingMode
-from expertmesh.parallel.layers import refuse_by_layer
+from expertmesh.parallel.pipeline import refuse_by_layer
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, expert_traffic
 from expertmesh.step.forward_backward import Order
 from expertmesh.step.pipeline_schedule import interleaves

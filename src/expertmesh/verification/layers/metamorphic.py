@@ -21,7 +21,7 @@ from expertmesh.distributed.layout import resolve_layout
 from expertmesh.experts.install import close_library
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.checkpointing import checkpointed_blocks, recompute_blocks
-from expertmesh.parallel.layers import layers_of
+from expertmesh.parallel.pipeline import layers_of
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.state.model_view import ModelView, stage_names
 from expertmesh.state.shards import local_tensor

@@ -1,9 +1,11 @@
-"""Count the tokens of each expert. Padding does not count, nor does a row that only keeps a rank busy.
+"""Carry what a micro-batch's forward knows beside its tokens: samples of packed rows, real tokens, routes.
+
+An expert layer is called with tokens alone, so context variables hold these while the model runs.
 
 Padding is routed and computed like any token, as in the unsharded model; only the counts (load, router losses,
-balancing) leave it out. An expert layer is called with tokens alone, so a context says which of them are real.
+balancing) leave it out.
 
-    B rows, S positions, T tokens, E experts
+    B rows, S positions, T tokens, E experts, L MoE layers of the full model, K top-k
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -24,7 +26,7 @@ class PackedSamples:
 
     borders: Borders
     """Start and end of each sample, in tokens."""
-    _made: dict[Hashable, Any] = field(default_factory=dict)
+    _made: dict[Hashable, Any] = field(default_factory=dict)  # each key has a type of its own
 
     def once(self, key: Hashable, make: Callable[[Borders], _Made]) -> _Made:
         """Return `make` of the boundaries, computed once for all layers."""
@@ -49,9 +51,27 @@ packed_samples: ContextVar[PackedSamples | None] = ContextVar("expertmesh_packed
 _real_T: ContextVar[torch.Tensor | None] = ContextVar("expertmesh_real_tokens", default=None)
 
 
+@dataclass(eq=False, slots=True)
+class Routing:
+    """The routes of one forward; a recomputed block gets them again."""
+
+    rows: int
+    """Rows of the micro-batch."""
+    routes_TLK: torch.Tensor | None
+    """Experts to replay, on the device of the model; -1 where the router chooses. None: it chooses everywhere."""
+    recorded: list[torch.Tensor] | None = None
+    """The place for what the forward chooses; None if nobody records it."""
+    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The experts chosen, `[T, K]` int32 by number of the MoE layer."""
+
+
+routing: ContextVar[Routing | None] = ContextVar("expertmesh_routing", default=None)
+"""The routes that forwards replay or record now."""
+
+
 @dataclass(eq=False)
 class TokensPerExpert:
-    """A running count of tokens."""
+    """A running count of tokens per expert, on the device."""
 
     counts_E: torch.Tensor | None = None
     """int64; None if nothing was counted since the last `pop`."""

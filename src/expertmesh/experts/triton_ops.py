@@ -1,7 +1,8 @@
-"""Wrap the kernels as operators of torch, for `torch.compile`, fake tensors and activation checkpointing.
+"""Triton's kernels of `moe.kernels`, as operators of torch that torch.compile, fake tensors and checkpointing know.
 
-They are called inside of autograd functions, so none has a derivative. Tensors are on one device that
-experts/install.py has proven.
+They do the memory-bound work around the experts' products. triton_kernels.py has the kernels; install.py decides
+whether this device runs them. The torch code beside their callers (pairs.py, mlp_spec.py) defines what they compute,
+and runs wherever they do not. They are called inside of autograd functions, so none has a derivative.
 
     P pairs, I intermediate, N items, R rows, H hidden
 """
@@ -18,15 +19,10 @@ _SORT_BLOCK = 64
 
 @torch.library.custom_op("expertmesh::swiglu", mutates_args=())
 def swiglu(
-    pre_P2I: torch.Tensor,
-    weight_P: torch.Tensor,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
-    offset: float,
+    pre_P2I: torch.Tensor, weight_P: torch.Tensor, interleaved: bool, alpha: float, limit: float | None, offset: float
 ) -> torch.Tensor:
     """Return `weight * gate * sigmoid(alpha * gate) * (up + offset)`, `[P, I]`, gate and up clamped to `limit`."""
-    from expertmesh.experts.kernels import triton_kernels
+    from expertmesh.experts import triton_kernels
 
     act_PI = pre_P2I.new_empty(pre_P2I.shape[0], pre_P2I.shape[1] // 2)
     pairs, width = act_PI.shape
@@ -37,14 +33,7 @@ def swiglu(
 
 
 @swiglu.register_fake
-def _(
-    pre_P2I: torch.Tensor,
-    weight_P: torch.Tensor,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-) -> torch.Tensor:
+def _(pre_P2I: torch.Tensor, weight_P: torch.Tensor, *form: object) -> torch.Tensor:
     return pre_P2I.new_empty(pre_P2I.shape[0], pre_P2I.shape[1] // 2)
 
 
@@ -63,7 +52,7 @@ def swiglu_backward_(
     In place, `grad_act_PI`, the gradient of the weighted activation, becomes that activation, and `pre_P2I` its
     gradient.
     """
-    from expertmesh.experts.kernels import triton_kernels
+    from expertmesh.experts import triton_kernels
 
     grad_weight_P = torch.empty_like(weight_P, memory_format=torch.contiguous_format)
     pairs, width = grad_act_PI.shape
@@ -75,22 +64,14 @@ def swiglu_backward_(
 
 
 @swiglu_backward_.register_fake
-def _(
-    pre_P2I: torch.Tensor,
-    grad_act_PI: torch.Tensor,
-    weight_P: torch.Tensor,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-) -> torch.Tensor:
+def _(pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, *form: object) -> torch.Tensor:
     return torch.empty_like(weight_P, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("expertmesh::segment_sum", mutates_args=())
 def segment_sum(values_NH: torch.Tensor, item_N: torch.Tensor, start_R1: torch.Tensor) -> torch.Tensor:
     """Sum `values_NH[item]` over `item_N[start_R1[r]:start_R1[r + 1]]`, in that order: `out_RH[r]`."""
-    from expertmesh.experts.kernels import triton_kernels
+    from expertmesh.experts import triton_kernels
 
     rows, hidden = start_R1.shape[0] - 1, values_NH.shape[1]
     out_RH = values_NH.new_empty(rows, hidden)
@@ -113,7 +94,7 @@ def counting_sort(key_N: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.T
     """Return (`order_N`, `place_N`): the stable order of items by `key_N` (int64, in `range(keys)`), and its
     inverse.
     """
-    from expertmesh.experts.kernels import triton_kernels
+    from expertmesh.experts import triton_kernels
 
     key_N = key_N.contiguous()  # a column, where each token has one expert
     order_N, place_N = torch.empty_like(key_N), torch.empty_like(key_N)

@@ -84,14 +84,7 @@ def swiglu_backward(
 
 @triton.jit
 def segment_sum(
-    values_ptr,
-    item_ptr,
-    start_ptr,
-    out_ptr,
-    values_stride,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    values_ptr, item_ptr, start_ptr, out_ptr, values_stride, H: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     """Sum values_NH[item] over the items of row r, in their order: out_RH[r]. A program a row and block of H.
 
