@@ -2,6 +2,7 @@
 
     python -m benchmarks.placement            # rows and pairs, simulated; no rank is started
     python -m benchmarks.placement --time     # steps on two ranks of one thread
+    python -m benchmarks.placement --routes MODEL ROWS.jsonl   # the routes that a model takes for 300 rows of text
 
 A token takes the top k of Zipf(1.0) log-probabilities with Gumbel noise of its own, so that experts are drawn without
 replacement. Which expert is how popular is drawn anew for each layer. The placement is made from one half of the tokens
@@ -10,6 +11,8 @@ and judged on the other half. Rows are what travels: a token once to each rank t
     T tokens, K top-k, E experts, R ranks
 """
 
+import itertools
+import json
 import sys
 import tempfile
 import time
@@ -23,11 +26,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import expertmesh as em
 from benchmarks.probes import median
 from benchmarks.result import markdown
+from expertmesh.experts.pairs import count_together
 from expertmesh.experts.placement import (
     Copied,
     Placement,
@@ -177,7 +181,63 @@ def model(moe: em.MoeConfig, lora: em.LoraConfig | None) -> Any:
     return em.parallelize(Qwen3MoeForCausalLM(config), em.init_mesh(em.ParallelConfig(ep=2)), moe=moe, lora=lora)
 
 
+ROUTED_ROWS, ROUTED_POSITIONS = 300, 256
+
+
+def recorded_choices(directory: str, rows: Path) -> list[torch.Tensor]:
+    """Return the experts that an unsharded model chooses for the first lines of a file, `[T, K]` by layer, shuffled."""
+    model = AutoModelForCausalLM.from_pretrained(directory, output_router_logits=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    chosen = list[list[torch.Tensor]]()
+    with rows.open() as lines, torch.no_grad():
+        for line in itertools.islice(lines, ROUTED_ROWS):
+            text = " ".join(map(str, json.loads(line).values()))
+            ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=ROUTED_POSITIONS)
+            chosen.append(
+                [logits.topk(model.config.num_experts_per_tok).indices for logits in model(**ids).router_logits]
+            )
+    layers = [torch.cat(layer) for layer in zip(*chosen, strict=True)]
+    return [layer[torch.randperm(len(layer), generator=torch.Generator().manual_seed(SEED))] for layer in layers]
+
+
+def recorded_figures(chosen_TK: torch.Tensor, experts: int, ep: int, nodes: int) -> list[list[float]]:
+    """Return the figures of one layer under contiguous, balanced and co-located placement.
+
+    They are made from the first half of the tokens and judged on the other: pairs of the busiest rank over the mean,
+    its rows over all tokens, and the ranks and nodes that a token is sent to.
+    """
+    seen, later = chosen_TK.chunk(2)
+    pairs_EE = count_together(seen, experts)
+    load = {"": pairs_EE.diagonal().tolist()}
+    orders = [tuple(range(experts)), *(balanced(load, ep, 0, each).orders[""] for each in (None, {"": pairs_EE}))]
+    figures = []
+    for order in orders:
+        rank_TK = (torch.tensor(order).argsort() // (experts // ep))[later]
+        hit_TR = torch.zeros(len(later), ep).scatter_(1, rank_TK, 1.0)
+        pairs_R = rank_TK.flatten().bincount(minlength=ep)
+        hit_TN = hit_TR.view(-1, nodes, ep // nodes).amax(-1)
+        work = hit_TR.sum(0).max(), hit_TR.sum(), hit_TN.sum()
+        figures.append([int(pairs_R.max()) * ep / rank_TK.numel(), *(float(each) / len(later) for each in work)])
+    return figures
+
+
+def print_recorded(directory: str, rows: Path) -> None:
+    """Print the figures of every layout for one model and one file of rows."""
+    layers = recorded_choices(directory, rows)
+    experts = AutoConfig.from_pretrained(directory).num_experts
+    table = []
+    for ep, nodes in ((4, 2), (8, 2), (8, 4), (16, 2), (16, 4)):
+        found = np.array([recorded_figures(chosen, experts, ep, nodes) for chosen in layers]).mean(0)
+        for name, figures in zip(("contiguous", "balanced", "balanced, with pairs"), found, strict=True):
+            table.append([f"{ep} on {nodes} nodes", name, *(f"{figure:.2f}" for figure in figures)])
+    print(markdown(["ep", "placement", "pairs: busiest rank", "rows: busiest rank", "ranks", "nodes"], table))
+
+
 def main() -> None:
+    if "--routes" in sys.argv:
+        directory, rows = sys.argv[sys.argv.index("--routes") + 1 :]
+        print_recorded(directory, Path(rows))
+        return
     if "--time" in sys.argv:
         with tempfile.TemporaryDirectory() as directory:
             mp.spawn(step_times, (directory,), 2)  # type: ignore[no-untyped-call]

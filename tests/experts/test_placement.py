@@ -1,5 +1,6 @@
 """Which EP rank holds which expert: the balanced order by its properties, and the two files by what is refused."""
 
+import itertools
 import json
 import random
 import re
@@ -8,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from expertmesh.experts.pairs import count_pairs, count_together
 from expertmesh.experts.placement import (
     LOAD_FILE,
+    PAIRS_FILE,
     Placement,
+    balanced,
     balanced_copies,
     balanced_order,
     busiest,
@@ -20,8 +25,10 @@ from expertmesh.experts.placement import (
     least_busiest,
     rank_loads,
     read_loads,
+    read_pairs,
     read_placement,
     write_loads,
+    write_pairs,
     write_placement,
 )
 from tests.support.errors import refused
@@ -98,6 +105,81 @@ def test_experts_stay_where_contiguous_placement_has_them_where_ranks_are_free()
     order = balanced_order(load_E, 2)
     assert rank_loads(load_E, order, 2) == [20, 20]
     assert sum(slot // 4 == expert // 4 for slot, expert in enumerate(order)) >= 4
+
+
+def chosen_in_clusters(experts: int, seed: int, tokens: int = 500, top_k: int = 4) -> torch.Tensor:
+    """Return the experts of each token `[T, K]`, int64; a token prefers those of one of its cluster."""
+    draw = torch.Generator().manual_seed(seed)
+    cluster_E = torch.arange(experts)[torch.randperm(experts, generator=draw)] % 4
+    likes_TE = (torch.randint(4, (tokens, 1), generator=draw) == cluster_E) * 1.5
+    return (likes_TE + torch.randn(tokens, experts, generator=draw)).topk(top_k).indices
+
+
+def rows_to(chosen_TK: torch.Tensor, order: tuple[int, ...], groups: int) -> int:
+    """Return how many rows travel: a token once to each of `groups` equal parts of the order that it needs."""
+    place_E = torch.tensor(order).argsort() // (len(order) // groups)
+    return sum(len(set(each)) for each in place_E[chosen_TK].tolist())
+
+
+@pytest.mark.parametrize(("experts", "ep"), [(8, 2), (16, 4), (32, 8), (12, 3), (64, 8)])
+def test_experts_that_tokens_choose_together_share_ranks(experts: int, ep: int) -> None:
+    for seed in range(4):
+        chosen_TK = chosen_in_clusters(experts, seed)
+        pairs_EE = count_together(chosen_TK, experts)
+        load_E = pairs_EE.diagonal().tolist()
+        apart, found = (balanced({LAYER: load_E}, ep, 0, each).orders[LAYER] for each in (None, {LAYER: pairs_EE}))
+        assert sorted(found) == list(range(experts))
+        ranks = [found[first : first + experts // ep] for first in range(0, experts, experts // ep)]
+        assert all(list(rank) == sorted(rank) for rank in ranks)
+        limit = max(*rank_loads(load_E, apart, ep), sum(load_E) * 102 // (100 * ep))
+        assert max(rank_loads(load_E, found, ep)) <= limit
+        assert found == balanced({LAYER: load_E}, ep, 0, {LAYER: pairs_EE}).orders[LAYER]
+        if experts >= 16:
+            assert rows_to(chosen_TK, found, ep) < rows_to(chosen_TK, apart, ep)
+        # No exchange is left: one would be over the limit, or part more than it joins.
+        apart_EE = pairs_EE - pairs_EE.diagonal().diag()
+        loads = rank_loads(load_E, found, ep)
+        for (a, one), (b, other) in itertools.combinations(enumerate(ranks), 2):
+            for x, y in itertools.product(one, other):
+                gain = apart_EE[x, list(other)].sum() + apart_EE[y, list(one)].sum() - 2 * apart_EE[x, y]
+                gain -= apart_EE[x, list(one)].sum() + apart_EE[y, list(other)].sum()
+                moved = load_E[x] - load_E[y]
+                assert gain <= 0 or loads[a] - moved > limit or loads[b] + moved > limit
+
+
+def test_ranks_that_share_tokens_are_neighbours() -> None:
+    """Eight experts on four ranks: 0 and 4, 1 and 5 and so on are always chosen together, and so are two such pairs."""
+    chosen_TK = torch.tensor([[0, 4, 2, 6], [1, 5, 3, 7]] * 50)
+    pairs_EE = count_together(chosen_TK, 8)
+    order = balanced({LAYER: pairs_EE.diagonal().tolist()}, 4, 0, {LAYER: pairs_EE}).orders[LAYER]
+    assert [rows_to(chosen_TK, order, groups) for groups in (4, 2)] == [200, 100]
+
+
+def test_tokens_that_chose_both_of_two_experts_are_counted_without_padding() -> None:
+    chosen_TK, real_T = chosen_in_clusters(16, 0), torch.arange(500) % 3 > 0
+    expected = torch.zeros(16, 16, dtype=torch.int64)
+    for token in chosen_TK[real_T].tolist():
+        for one, other in itertools.product(token, token):
+            expected[one, other] += 1
+    assert torch.equal(count_together(chosen_TK, 16, real_T), expected)
+    assert torch.equal(expected.diagonal(), count_pairs(chosen_TK, 16, real_T))
+
+
+def test_a_file_of_pairs_returns_what_was_written_and_is_refused_for_another_model(tmp_path: Path) -> None:
+    pairs = {LAYER: count_together(chosen_in_clusters(8, 0), 8)}
+    loads = {LAYER: [0] * 8}
+    assert read_pairs(tmp_path, loads) == {}
+    write_pairs(tmp_path, pairs)
+    assert torch.equal(read_pairs(tmp_path, loads)[LAYER], pairs[LAYER])
+    for other in ({LAYER: [0] * 4}, {"model.layers.9.mlp.experts": [0] * 8}):
+        with refused("placement.other-model"):
+            read_pairs(tmp_path, other)
+    write_pairs(tmp_path, {LAYER: pairs[LAYER].int()})
+    with refused("placement.other-model"):
+        read_pairs(tmp_path, loads)
+    (tmp_path / PAIRS_FILE).write_bytes((tmp_path / PAIRS_FILE).read_bytes()[:-1])
+    with refused("placement.damaged"):
+        read_pairs(tmp_path, loads)
 
 
 def test_both_files_return_what_was_written(tmp_path: Path) -> None:

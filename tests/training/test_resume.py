@@ -10,7 +10,7 @@ import torch
 
 from expertmesh.config.errors import InputError
 from expertmesh.data.encoding.encode import Encoder
-from expertmesh.experts.placement import Placement, balanced_order, busiest, read_loads
+from expertmesh.experts.placement import Placement, balanced, busiest, read_loads, read_pairs
 from expertmesh.training.reporting.metrics import placement_advice
 from expertmesh.training.reporting.record import read_record
 from expertmesh.training.run import train
@@ -76,7 +76,11 @@ def test_a_balanced_run_is_placed_anew_by_its_load_when_it_goes_on(
     assert re.search(r"balanced by a calibration in \d\S* s: the busiest EP rank has \d\.\d\d \(at most ", first)
     assert f"balanced by the load in {tmp_path / 'placed' / 'expert_load.json'}: the busiest EP rank has " in second
     assert [each.plan is not None and each.plan.ranks_max_over_mean is not None for each in record.starts] == [True] * 2
-    orders = [balanced_order(load_E, 2) for load_E in got[0]["expert_tokens"]]
+    # Two micro-batches of each rank are the first step; experts that they choose together share ranks.
+    loads = dict(zip(read_loads(tmp_path / "placed"), got[0]["expert_tokens"], strict=True))
+    together = read_pairs(tmp_path / "placed", loads)
+    assert [pairs_EE.diagonal().tolist() for pairs_EE in together.values()] == list(loads.values())
+    orders = list(balanced(loads, 2, 0, together).orders.values())
     assert orders != [tuple(range(8))] * 2
     for rows, placement in ((expected, [range(8)] * 2), (got[1:], orders)):
         for row in rows:

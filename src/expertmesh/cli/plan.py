@@ -26,7 +26,15 @@ from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
 from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, divisors, explicit, node_crossing
-from expertmesh.experts.placement import Placement, balanced, check_layers, least_busiest, read_loads, write_placement
+from expertmesh.experts.placement import (
+    Placement,
+    balanced,
+    check_layers,
+    least_busiest,
+    read_loads,
+    read_pairs,
+    write_placement,
+)
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.io.terminal import plural
 from expertmesh.model import ModelOptions, build_model, plan_model
@@ -448,7 +456,7 @@ def run_placement(options: PlanOptions) -> int:
                 "and can copy the others alone",
                 key="moe.replicas-unsupported",
             )
-    placement = balanced(loads, ep, options.replicas or 0)
+    placement = balanced(loads, ep, options.replicas or 0, read_pairs(options.placement, loads))
     write_placement(placement, path)
     console = Terminal()
     print_loads(console, options.placement, loads, [placement])

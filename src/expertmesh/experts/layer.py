@@ -43,7 +43,7 @@ from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
 from expertmesh.experts.lora_state import running_adapters_of
 from expertmesh.experts.micro_batch import TokensPerExpert, real_tokens
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
-from expertmesh.experts.pairs import Segments, count_pairs, segment_sum, segments_of, sorted_choice
+from expertmesh.experts.pairs import Segments, count_pairs, count_together, segment_sum, segments_of, sorted_choice
 from expertmesh.experts.placement import Copied, slots_from
 from expertmesh.io.boxes import inverse
 from expertmesh.state.model_view import module_state
@@ -77,8 +77,8 @@ class ExpertLayer:
     does not count again."""
     step_tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
     """The same; popped once per optimizer step."""
-    counts_evaluation: bool = False
-    """True to count in forwards without training, too."""
+    together_EE: torch.Tensor | None = None
+    """Real tokens that chose both of two experts, int64, counted where it is given; its diagonal is tokens of one."""
 
     def forward(
         self, experts: nn.Module, hidden: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -163,7 +163,9 @@ class ExpertLayer:
         confirm_choice(index_TK)
         # A forward without gradients counts for a router loss; the same tokens come again with gradients.
         trains = experts.training and torch.is_grad_enabled() and not is_recomputing()
-        if trains or self.counts_evaluation:
+        if self.together_EE is not None:
+            self.together_EE += count_together(index_TK, self.spec.num_experts, real_T)
+        if trains:
             tokens_E = count_pairs(index_TK, self.spec.num_experts, real_T)
             self.tokens_per_expert.add(tokens_E)
             self.step_tokens_per_expert.add(tokens_E)

@@ -107,6 +107,15 @@ def count_pairs(index_TK: torch.Tensor, num_experts: int, real_T: torch.Tensor |
     return index_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), one_TK.reshape(-1))
 
 
+def count_together(index_TK: torch.Tensor, num_experts: int, real_T: torch.Tensor | None = None) -> torch.Tensor:
+    """Count the tokens that chose both of two experts on this rank, int64 `[E, E]`, as `count_pairs` does."""
+    # float32 sums of ones are exact up to 2^24 tokens of a call.
+    chosen_TE = torch.zeros(len(index_TK), num_experts, device=index_TK.device).scatter_(1, index_TK, 1.0)
+    if real_T is not None:
+        chosen_TE = chosen_TE * real_T[:, None]
+    return (chosen_TE.T @ chosen_TE).long()
+
+
 def order_received(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Order received pairs by (expert, source rank); they are received by (source rank, expert).
 

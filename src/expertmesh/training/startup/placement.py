@@ -1,7 +1,8 @@
 """Place the experts of a run on EP ranks by their load, for `moe.placement: balanced`.
 
 The load is that of the steps before, in `expert_load.json` of output_dir, or else that of a calibration: forwards of
-the first rows through a frozen copy of the model, which is freed before the run's own is allocated.
+the first rows through a frozen copy of the model, which is freed before the run's own is allocated. A calibration also
+counts which experts tokens choose together, in `expert_pairs.safetensors` of output_dir.
 """
 
 import gc
@@ -21,12 +22,20 @@ from expertmesh.distributed.all_ranks import object_from_rank_0, raise_on_all_ra
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import close_library
 from expertmesh.experts.layer import layer_of
-from expertmesh.experts.placement import LOAD_FILE, Placement, balanced, check_layers, read_loads
+from expertmesh.experts.placement import (
+    LOAD_FILE,
+    PAIRS_FILE,
+    Placement,
+    balanced,
+    check_layers,
+    read_loads,
+    read_pairs,
+    write_pairs,
+)
 from expertmesh.state.model_view import stage_names
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objectives import objective_of
 from expertmesh.training.objective import evaluating, on_device
-from expertmesh.training.reporting.metrics import ExpertLoad
 from expertmesh.training.teacher import Teacher
 from expertmesh.weights.load import fill
 
@@ -34,6 +43,7 @@ if TYPE_CHECKING:
     from expertmesh.training.startup.model_check import Checked
 
 Loads = Mapping[str, Sequence[int]]
+Together = Mapping[str, torch.Tensor]
 
 
 def place_experts(
@@ -54,21 +64,29 @@ def place_experts(
         return checked
     if mesh.layout.ep == 1:
         return replace(checked, placement="as in the model: at ep 1 each rank holds all experts")
-    loads: Loads | None = None
+    found: tuple[Loads, Together] | None = None
     with raise_on_all_ranks("reading the load of experts"):
         file = Path(config.output_dir, LOAD_FILE)
         if dist.get_rank() == 0 and file.is_file():
             loads = read_loads(file)
             layers = {spec.name: spec.num_experts for spec in checked.anatomy.experts}
             check_layers(str(file), {name: len(load) for name, load in loads.items()}, layers)
-    loads, said = object_from_rank_0(loads), f"the load in {file}"
-    if loads is None:
+            found = loads, read_pairs(config.output_dir, loads)
+    found, said = object_from_rank_0(found), f"the load in {file}"
+    if found is None:
         began = time.monotonic()
         say(f"calibrating on {config.moe.calibration_batches} micro-batches of each data rank")
-        loads = _calibrate(config, checked, mesh, batches)
+        together = _calibrate(config, checked, mesh, batches)
+        with raise_on_all_ranks(f"writing {PAIRS_FILE}"):
+            if dist.get_rank() == 0:
+                write_pairs(config.output_dir, together)
+        found = {name: pairs_EE.diagonal().tolist() for name, pairs_EE in together.items()}, together
         said = f"a calibration in {time.monotonic() - began:.3g} s"
-    placement = balanced(loads, mesh.layout.ep, config.moe.replicas)
+    loads, together = found
+    placement = balanced(loads, mesh.layout.ep, config.moe.replicas, together)
     plan, line = replace(checked.plan, placement=placement), _line(loads, placement, said)
+    if together and not placement.replicas:
+        line += "; experts that tokens choose together share ranks"
     return replace(checked, plan=plan, placement=line, expected_load=placement.over(loads)[1])
 
 
@@ -82,10 +100,8 @@ def _line(loads: Loads, placement: Placement, said: str) -> str:
 
 def _calibrate(
     config: Config, checked: "Checked", mesh: Mesh, batches: TrainingBatches | StreamBatches
-) -> dict[str, list[int]]:
-    """Return the tokens of each expert in the first `moe.calibration_batches` micro-batches of all data ranks.
-
-    By layer.
+) -> dict[str, torch.Tensor]:
+    """Return the tokens that chose both of two experts in the first micro-batches of all data ranks, `[E, E]` by layer.
 
     Collectives: every rank calls it; those of loading a frozen model, of its forwards, and an all-reduce.
     """
@@ -95,18 +111,23 @@ def _calibrate(
         frozen = Teacher.planned(config, checked.model_config, checked.directory, mesh.layout)
     frozen.shard(mesh)
     fill(frozen.model, frozen.directory, allocate_on=mesh.device, seed=checked.weights_seed)
-    for name in stage_names(frozen.model, [spec.name for spec in checked.anatomy.experts]):
-        layer_of(frozen.model.get_submodule(name)).counts_evaluation = True
-    counts = ExpertLoad(frozen.model, checked.anatomy, mesh, checked.plan.placement)
+    specs = checked.anatomy.experts
+    pairs_LEE = torch.zeros(
+        len(specs), checked.anatomy.num_experts, checked.anatomy.num_experts, dtype=torch.int64, device=mesh.device
+    )
+    here = set(stage_names(frozen.model, [spec.name for spec in specs]))
+    for spec, pairs_EE in zip(specs, pairs_LEE, strict=True):
+        if spec.name in here:  # the layer of another pipeline stage stays zero
+            layer_of(frozen.model.get_submodule(spec.name)).together_EE = pairs_EE
     rows = itertools.chain.from_iterable(step.micro_batches for step in batches.steps(0, None))
     objective = objective_of(ObjectiveConfig(), rows=1, target_tokens=1)
     with evaluating(frozen.model):
         for batch in itertools.islice(rows, config.moe.calibration_batches):
             evaluate_terms(frozen.model, [on_device(batch, mesh.device)], objective)
-    counts_LE, _ = counts.take()
+    dist.all_reduce(pairs_LEE)
     close_library(frozen.model)
-    del frozen, counts
+    del frozen
     gc.collect()
     if mesh.device.type != "cpu":
         torch.accelerator.empty_cache()
-    return dict(zip((spec.name for spec in checked.anatomy.experts), counts_LE.tolist(), strict=True))
+    return {spec.name: pairs_EE for spec, pairs_EE in zip(specs, pairs_LEE.cpu(), strict=True)}
