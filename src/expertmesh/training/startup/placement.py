@@ -68,19 +68,19 @@ def place_experts(
     with raise_on_all_ranks("reading the load of experts"):
         file = Path(config.output_dir, LOAD_FILE)
         if dist.get_rank() == 0 and file.is_file():
-            loads = read_loads(file)
+            own = read_loads(file)
             layers = {spec.name: spec.num_experts for spec in checked.anatomy.experts}
-            check_layers(str(file), {name: len(load) for name, load in loads.items()}, layers)
-            found = loads, read_pairs(config.output_dir, loads)
+            check_layers(str(file), {name: len(load_E) for name, load_E in own.items()}, layers)
+            found = own, read_pairs(config.output_dir, own)
     found, said = object_from_rank_0(found), f"the load in {file}"
     if found is None:
         began = time.monotonic()
         say(f"calibrating on {config.moe.calibration_batches} micro-batches of each data rank")
-        together = _calibrate(config, checked, mesh, batches)
+        counted = _calibrate(config, checked, mesh, batches)
         with raise_on_all_ranks(f"writing {PAIRS_FILE}"):
             if dist.get_rank() == 0:
-                write_pairs(config.output_dir, together)
-        found = {name: pairs_EE.diagonal().tolist() for name, pairs_EE in together.items()}, together
+                write_pairs(config.output_dir, counted)
+        found = {name: pairs_EE.diagonal().tolist() for name, pairs_EE in counted.items()}, counted
         said = f"a calibration in {time.monotonic() - began:.3g} s"
     loads, together = found
     placement = balanced(loads, mesh.layout.ep, config.moe.replicas, together)
