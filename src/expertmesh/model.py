@@ -110,6 +110,7 @@ def parallelize(
     before = BeforeSharding.of(model)
     peft = peft_adapters(model, lora)
     if precision is None:
+        # Of a PeftModel the frozen base has the compute dtype, and its adapters that of the masters.
         dtype = _name(next(p for p in model.parameters() if peft is None or not p.requires_grad).dtype)
         master = dtype if peft is None else _name(peft.dtype)
         precision = PrecisionConfig(params=master, compute=dtype, reduce=master)  # type: ignore[arg-type]
@@ -120,6 +121,7 @@ def parallelize(
     if lora is not None:
         adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
     options = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile)
+    # Together: a rank that is refused alone would leave the others waiting in the first collective.
     with raise_on_all_ranks("planning the shards"):
         plan = plan_model(model, mesh.layout, options)
     shard_model(model, plan, mesh)

@@ -275,7 +275,7 @@ class ContextAttention:
 
 
 def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], mesh: Mesh) -> None:
-    """Make the planned attention layers of `blocks` exchange positions for heads; `shard` calls it.
+    """Make the planned attention layers of `blocks` exchange positions for heads; `shard_model` calls it.
 
     Args:
         blocks: the decoder blocks that this rank holds.

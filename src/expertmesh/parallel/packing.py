@@ -193,7 +193,7 @@ assert _MASKS.keys() == MASKED_KINDS
 
 
 def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
-    """Install hooks, mixins and variable-length attention that keep packed samples apart; `shard` calls it.
+    """Install hooks, mixins and variable-length attention that keep packed samples apart; `shard_model` calls it.
 
     Args:
         anatomy: the anatomy of the full model; only the blocks of this rank's pipeline stages are changed.

@@ -172,7 +172,7 @@ def _decoder_stores(model: nn.Module, anatomy: Anatomy) -> bool:
 
 
 def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callable[[str], bool]) -> None:
-    """Install hooks that make the decoder's blocks run on this rank's positions; `shard` calls it.
+    """Install hooks that make the decoder's blocks run on this rank's positions; `shard_model` calls it.
 
     The first block cuts full rows, or the decoder does if it stores hidden states between blocks. All blocks get rotary
     tables for the positions that their attention computes: those of the tp group, or of the full row if it is gathered.
@@ -198,6 +198,7 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callab
 
 
 def _refuse_added(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise `InputError` for values that the decoder adds to hidden states itself; a pre-hook."""
     if kwargs.get(_ADDED_BY_DECODER) is not None:
         raise InputError(
             f"parallel: the decoder adds {_ADDED_BY_DECODER} of images to whole rows between its blocks, which cp and "
@@ -284,7 +285,7 @@ def _part(entered: _Entered, key: str, value: Any, length: int) -> Any:
         return value if entered.gathers else tree_map_only(torch.Tensor, cut, value)
     if key in _BESIDE_ATTENTION and value is not None:
         return share.local(value, _BESIDE_ATTENTION[key])
-    # Of the attention before, whose positions are those of this one only if neither or both gather over cp.
+    # Results of the attention before fit only if it computes the same positions: without cp, or those of full rows.
     known = key in _FULL_ROWS | _BETWEEN_BLOCKS
     known |= key in _BETWEEN_ATTENTION and (share.cp == 1 or entered.gathers)
     if isinstance(value, torch.Tensor) and not known:

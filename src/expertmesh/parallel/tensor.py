@@ -73,8 +73,8 @@ def split_parts(model: nn.Module, tensor: Sequence[TensorPart], context: Sequenc
         tensor: the parts of tp in this rank's blocks.
         context: the parts of cp in this rank's blocks.
 
-    Collectives: every rank calls it, from `shard`; none here. Each forward of a part gathers and reduce-scatters over
-    the tp and cp groups, and backward does the reverse.
+    Collectives: every rank calls it, from `shard_model`, and it issues none. Each forward of a part gathers and
+    reduce-scatters over the tp and cp groups, and backward does the reverse.
     """
     axes: dict[str, list[_Axis]] = {}
     for name, parts in (("tp", tensor), ("cp", context)):

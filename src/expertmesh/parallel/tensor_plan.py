@@ -118,7 +118,7 @@ class TensorPlan:
 
 
 def attached_plan(model: nn.Module) -> TensorPlan:
-    """Return the plan that `shard` carried out on `model`; it is empty if tp is 1."""
+    """Return the plan that `shard_model` carried out on `model`; it is empty if tp is 1."""
     plan = sharded(model).shard_plan
     return TensorPlan(1, (), ()) if plan is None else plan.tensor
 
