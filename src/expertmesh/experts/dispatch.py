@@ -48,8 +48,15 @@ class Dispatcher(Protocol):
     """
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        """Send `hidden_TH`, the experts chosen for each token `index_TK` and their weights `weight_TK` to
-        expert ranks.
+        """Send tokens to the ranks of their experts.
+
+        Args:
+            hidden_TH: hidden states in the compute dtype.
+            index_TK: the experts of each token, int64, as numbers of slots.
+            weight_TK: their routing weights, in any float dtype.
+
+        Returns:
+            (`rows_RH`, `weight_P`, pairs by local expert, metadata for the other methods).
         """
         ...
 

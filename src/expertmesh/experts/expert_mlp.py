@@ -76,15 +76,23 @@ def expert_mlp(
     adapters: Adapters | None = None,
     dropout: Dropout | None = None,
 ) -> torch.Tensor:
-    """Return for each row the weighted sum of its experts' outputs, `[R, H]`.
+    """Compute for each row the weighted sum of its experts' outputs. Differentiable in rows, weights and parameters.
 
-    Differentiable in rows, weights and parameters. Rows without pairs give zeros. Every trained parameter always gets a
-    gradient (zeros without tokens), so that FSDP2's reduce-scatter is never skipped on a rank.
+    Every trained parameter always gets a gradient (zeros without tokens), so that FSDP2's reduce-scatter is never
+    skipped on a rank. Parameters of another dtype (fp32 masters) are cast for each use, never kept in both, and their
+    gradients have their own dtype. Packed weights (`PackedTensor`) are dequantised for each use.
 
-    Computes in the dtype of `rows_RH`. Parameters of another dtype (fp32 masters) are cast for each use, never kept in
-    both, and their gradients have their own dtype. Packed weights (`PackedTensor`) are dequantised for each use.
-    `weight_P` may be wider. With `adapters` the weights are frozen; `dropout` is that of the adapters, and numbers the
-    rows.
+    Args:
+        rows_RH: the rows received, in the dtype to compute in.
+        weight_P: the routing weight of each pair, in that dtype or a wider one.
+        pairs: the pairs, ordered by this rank's experts.
+        weights: this rank's experts, in any dtype or packed.
+        mlp: how the family's experts compute.
+        adapters: LoRA's; the weights are frozen then.
+        dropout: the adapters', with the number of each row's token.
+
+    Returns:
+        `[R, H]` in the dtype of `rows_RH`; zeros for rows without pairs.
     """
     if mlp.per_expert and adapters is None:
         return in_two_parts(PerExpertMlp, rows_RH, weight_P, *weights.flat(), pairs, mlp)

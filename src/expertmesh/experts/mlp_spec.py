@@ -120,11 +120,19 @@ def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) 
 def activation_backward(
     pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Take d(weighted activation); return the weighted activation again, d(pre-activation) and d(routing weight).
+    """Compute the gradients of the weighted activation of `activate`, in place.
 
     Both arguments are consumed: the activation replaces its gradient, d(pre-activation) the pre-activation. So backward
     holds no third tensor of their size, and can run once (a second one raises: autograd sees that a saved tensor was
     changed). Torch works on rows in parts, whose temporaries are small.
+
+    Args:
+        pre_P2I: the pre-activation.
+        grad_act_PI: the gradient of the weighted activation.
+        weight_P: the routing weights, possibly in a wider dtype.
+
+    Returns:
+        (the weighted activation `[P, I]`, d(pre-activation) `[P, 2I]`, d(routing weight) `[P]`).
     """
     if mlp.triton and mlp.gate is not None:
         return grad_act_PI, pre_P2I, triton_ops.swiglu_backward_(pre_P2I, grad_act_PI, weight_P, *mlp.gate.flat())
