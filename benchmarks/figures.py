@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.diagrams import diagrams
-from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
+from expertmesh.distributed.layout import TopKRouter, rows_per_token
 
 ROOT = Path(__file__).parents[1]
 CURVES = ROOT / "benchmarks" / "data" / "curves.json"

@@ -34,8 +34,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from benchmarks.result import machine
 from expertmesh.config import Config, load_config
 from expertmesh.data import BatchLayout, TrainingBatches, build_dataset, load_tokenizer
-from expertmesh.demo.dataset import stdlib_samples, write_dataset
-from expertmesh.demo.run import train_tokenizer
+from expertmesh.demo.run import stdlib_samples, train_tokenizer, write_dataset
 from expertmesh.training.optimizers.build import build_optimizer
 
 TOLERANCE = 1e-4

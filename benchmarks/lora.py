@@ -30,7 +30,7 @@ from benchmarks.layer import (
 )
 from benchmarks.probes import peak_bytes
 from benchmarks.result import markdown
-from expertmesh.training.reporting.machine import device_name
+from expertmesh.training.reporting.start import device_name
 
 R, ALPHA = 16, 32
 PROJECTIONS = ("gate_up_proj", "down_proj")

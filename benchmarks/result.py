@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from expertmesh import __version__
-from expertmesh.training.reporting.machine import device_name
+from expertmesh.training.reporting.start import device_name
 
 
 class ResultsDiffer(RuntimeError):

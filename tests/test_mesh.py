@@ -21,11 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import expertmesh as em
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
 from expertmesh.distributed.layout import (
     DENSE_AXES,
     EXPERT_AXES,
+    ExpertTraffic,
     Layout,
+    TopKRouter,
     ep_reason,
     explicit,
     node_crossing,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import figures
 from expertmesh.demo import run as demo
-from expertmesh.demo.dataset import Sample
+from expertmesh.demo.run import Sample
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]

@@ -15,6 +15,7 @@ from expertmesh.checkpoint.manifest import MANIFEST, parse_manifest
 from expertmesh.checkpoint.remote import RemoteCheckpoints, download, local_checkpoint
 from expertmesh.checkpoint.uploads import Shares, Uploads, divided
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.distributed.job_store import JobStore
 from expertmesh.io import storage as storage_module
 from expertmesh.io.hub import local_model
 from expertmesh.io.urls import refuse_url
@@ -187,7 +188,7 @@ def _ranks(root: Path, store: ObjectStore) -> tuple[list[Shares], ObjectStore]:
     theirs, post = ObjectStore(), dist.HashStore()
     theirs.objects = store.objects
     networks = [store, theirs, store]
-    return [Shares(post, rank, 3, each.storage(), root) for rank, each in enumerate(networks)], theirs
+    return [Shares(JobStore(post, ""), rank, 3, each.storage(), root) for rank, each in enumerate(networks)], theirs
 
 
 def test_a_checkpoint_is_published_when_the_share_of_the_slowest_rank_has_arrived(
@@ -235,7 +236,7 @@ def test_a_rank_that_cannot_upload_or_is_lost_is_named_and_the_checkpoint_tried_
     assert remote.newest() is None
     broken.fail = 0
     assert remote.publish(checkpoint, first.put)
-    alone = Shares(dist.HashStore(), 0, 2, store.storage(), tmp_path)
+    alone = Shares(JobStore(dist.HashStore(), ""), 0, 2, store.storage(), tmp_path)
     with refused("storage.failed", naming="rank 1 has not answered"):
         remote.publish(_checkpoint(tmp_path, 2), alone.put)
     assert remote.complete() == [1]

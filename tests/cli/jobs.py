@@ -24,7 +24,7 @@ from expertmesh.config import Config, DataConfig, DataSource, DistributedConfig,
 from expertmesh.launcher import launch as launcher
 from expertmesh.launcher import supervise
 from expertmesh.launcher.launch import RunOptions
-from expertmesh.launcher.supervise import STOP_SIGNALS
+from expertmesh.launcher.supervise import HANDLED_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 FAKE = "tests.cli.fake_training"
@@ -106,7 +106,7 @@ def _launch(
     output: Path, train: str, ranks: int, options: RunOptions, timeout: int, environment: dict[str, str]
 ) -> None:
     os.setpgid(0, 0)  # as a shell does, so that a test can press Ctrl-C
-    for number in STOP_SIGNALS:
+    for number in HANDLED_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     descriptor = os.open(environment.get("OUTPUT", output), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -9,8 +9,8 @@ import pytest
 
 from expertmesh.config import DistributedFailure, ExpertmeshError, InputError, IntegrityError
 from expertmesh.launcher.rank_files import RankFailure, failures_in, root_cause
-from expertmesh.launcher.torchrun import has_to_tell
-from expertmesh.training.progress import RankStatus, StopState
+from expertmesh.launcher.torchrun import must_print
+from expertmesh.training.control import RankStatus, StopState
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: boom\n"
 STATUSES = {rank: RankStatus(1, 1, 0.0, 7, "update", 0.0, StopState.ACCEPTING) for rank in range(2)}
@@ -87,27 +87,27 @@ def rank_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
 def test_under_torchrun_one_rank_tells_what_all_would(rank_of_torchrun: Callable[[int], Path]) -> None:
     told = rank_of_torchrun(1)
-    assert has_to_tell("ep 3 does not divide", may_follow=False)
+    assert must_print("ep 3 does not divide", may_follow=False)
     assert json.loads(told.read_text())["message"]["message"] == "ep 3 does not divide"
     silent = rank_of_torchrun(0)
-    assert not has_to_tell("ep 3 does not divide", may_follow=False)
-    assert not has_to_tell("connection closed by peer", may_follow=True)
+    assert not must_print("ep 3 does not divide", may_follow=False)
+    assert not must_print("connection closed by peer", may_follow=True)
     assert not silent.exists()
-    assert has_to_tell("another cause", may_follow=False)
+    assert must_print("another cause", may_follow=False)
 
 
 def test_under_torchrun_the_first_lost_connection_is_told_if_nothing_else_is(
     rank_of_torchrun: Callable[[int], Path],
 ) -> None:
     rank_of_torchrun(0)
-    assert has_to_tell("connection closed by peer 1", may_follow=True)
+    assert must_print("connection closed by peer 1", may_follow=True)
     rank_of_torchrun(1)
-    assert not has_to_tell("connection closed by peer 0", may_follow=True)
-    assert has_to_tell("the cause, which came later", may_follow=False)
+    assert not must_print("connection closed by peer 0", may_follow=True)
+    assert must_print("the cause, which came later", may_follow=False)
 
 
 def test_a_rank_tells_its_error_where_there_is_no_place_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert has_to_tell("x", may_follow=True)
+    assert must_print("x", may_follow=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/nowhere/0/error.json")
-    assert has_to_tell("x", may_follow=False)
+    assert must_print("x", may_follow=False)

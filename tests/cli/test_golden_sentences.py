@@ -13,7 +13,7 @@ from expertmesh.distributed.layout import resolve_layout
 from expertmesh.launcher.hangs import RankSnapshot, hang_error
 from expertmesh.launcher.launch import RunOptions, join_job
 from expertmesh.launcher.rank_files import RankFailure, root_cause
-from expertmesh.training.progress import RankStatus, StopState
+from expertmesh.training.control import RankStatus, StopState
 from tests.config.minimal import MINIMAL
 
 

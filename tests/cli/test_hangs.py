@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from expertmesh.distributed.environment import Rank
-from expertmesh.launcher.hangs import RankSnapshot, hang_error, read_stack, timed_out
+from expertmesh.launcher.hangs import Answer, RankSnapshot, hang_error, judge, read_stack, timed_out
 from expertmesh.launcher.rank_files import RankFailure, root_cause
-from expertmesh.launcher.roll_call import Answer, judge
-from expertmesh.training.progress import RankStatus, StopState
+from expertmesh.training.control import RankStatus, StopState
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from tests.cli.jobs import CONFIG
 

@@ -18,7 +18,7 @@ from expertmesh.config import Config, DistributedFailure, InputError, IntegrityE
 from expertmesh.io.parent import watch_parent
 from expertmesh.launcher.launch import RunOptions, _continued, _with_next_start, join_job, launch, local_ranks, run
 from expertmesh.launcher.rank_files import stopped_sentence
-from expertmesh.launcher.supervise import STOP_SIGNALS
+from expertmesh.launcher.supervise import HANDLED_SIGNALS
 from expertmesh.launcher.torchrun import TorchrunAgent
 from tests.cli.jobs import CONFIG, FAKE, ForkedJob, is_alive, own_temporary, wait_until
 from tests.support.errors import refused
@@ -376,7 +376,7 @@ def test_ranks_default_to_the_accelerators_or_two(monkeypatch: pytest.MonkeyPatc
 def state() -> tuple[object, ...]:
     """What a launch might change in this process while it runs."""
     environment = {name: value for name, value in os.environ.items() if name not in (*JOB, "PYTEST_CURRENT_TEST")}
-    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    handlers = [signal.getsignal(number) for number in HANDLED_SIGNALS]
     return environment, handlers, logging.root.manager.disable
 
 

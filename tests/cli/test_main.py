@@ -18,7 +18,7 @@ from expertmesh.cli.options import PlanOptions
 from expertmesh.config import IntegrityError, SecurityError
 from expertmesh.config.schema import schema_text
 from expertmesh.launcher.launch import RunOptions
-from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.launcher.worker import lazy_imports
 
 VERBS = (
     "train",

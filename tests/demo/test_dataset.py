@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.demo.dataset import MAX_CHARACTERS, Sample, clean_docstring, stdlib_samples, write_dataset
+from expertmesh.demo.run import MAX_CHARACTERS, Sample, clean_docstring, stdlib_samples, write_dataset
 from tests.support.errors import refused
 
 

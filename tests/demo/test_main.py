@@ -8,7 +8,7 @@ import pytest
 
 from expertmesh.config import load_config
 from expertmesh.demo import run as demo
-from expertmesh.demo.dataset import Sample
+from expertmesh.demo.run import Sample
 
 SAMPLES = [Sample(f"module.name{i}", f"What does `module.name{i}` do?", f"It returns {i}.") for i in range(20)]
 
@@ -54,7 +54,7 @@ def test_an_interrupted_build_is_never_taken_for_complete(tmp_path: Path, monkey
     def interrupt(*_: object) -> tuple[int, int]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "_build_model", interrupt)
+    monkeypatch.setattr(demo, "write_checkpoint", interrupt)
     with pytest.raises(KeyboardInterrupt):
         demo.build_inputs(tmp_path)
     assert not (tmp_path / "inputs.json").exists()

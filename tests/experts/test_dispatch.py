@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.distributed import collectives
-from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
+from expertmesh.distributed.layout import TopKRouter, rows_per_token
 from expertmesh.experts import dispatch
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, HierarchicalDispatcher, LocalDispatcher
 from expertmesh.experts.pairs import LocalPairs, segments_of

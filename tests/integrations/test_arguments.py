@@ -20,7 +20,7 @@ from transformers import Trainer
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
 import expertmesh as em
-from expertmesh.integrations import callbacks
+from expertmesh.integrations import refusals
 from tests.integrations.support import (
     CONFIGS,
     ONE_LAYER,
@@ -403,7 +403,7 @@ def test_the_docs_have_what_is_refused_and_what_has_no_effect() -> None:
     text = (ROOT / "docs" / "trainers.md").read_text()
     refused, _, without = text.partition("## Arguments without effect")
     refused = refused.partition("## What is refused")[2]
-    assert [name for name in (*REFUSED, *callbacks.REFUSED) if f"`{name}`" not in refused] == []
+    assert [name for name in (*REFUSED, *refusals.REFUSED_CALLBACKS) if f"`{name}`" not in refused] == []
     assert [name for name in WITHOUT_EFFECT if f"`{name}`" not in without] == []
 
 

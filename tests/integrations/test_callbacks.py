@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from trl import BEMACallback, LogCompletionsCallback
 
 import expertmesh as em
-from expertmesh.integrations import callbacks
+from expertmesh.integrations import refusals
 from tests.integrations.support import ONE_LAYER, Job, accumulating, build, sharded, stock
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import shared_ranks
@@ -44,8 +44,8 @@ def test_every_callback_of_the_libraries_is_known() -> None:
         for name, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, TrainerCallback)
     }
-    depends = {*callbacks._VARIABLES, *callbacks._GENERATING}
-    assert found == {*HARMLESS, *callbacks.REFUSED, *depends}
+    depends = {*refusals._VARIABLES, *refusals._GENERATING}
+    assert found == {*HARMLESS, *refusals.REFUSED_CALLBACKS, *depends}
 
 
 class _Average(TrainerCallback):  # type: ignore[misc]
@@ -130,5 +130,5 @@ def test_a_callback_that_is_added_later_is_refused_before_training(tmp_path: Pat
 def test_prompts_that_ranks_would_generate_for_in_different_numbers() -> None:
     trainer: Any = types.SimpleNamespace(eval_dataset=Dataset.from_list([{"prompt": "a"}] * 3))
     with refused("trainer.unsupported-callback", naming="num_prompts"):
-        callbacks.refuse_callbacks([LogCompletionsCallback(trainer)], ranks=2)
-    callbacks.refuse_callbacks([LogCompletionsCallback(trainer, num_prompts=2)], ranks=2)
+        refusals.refuse_callbacks([LogCompletionsCallback(trainer)], ranks=2)
+    refusals.refuse_callbacks([LogCompletionsCallback(trainer, num_prompts=2)], ranks=2)

@@ -15,7 +15,7 @@ from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.parallel.stages import balanced, plan_cut, stages_of
 from expertmesh.state.model_view import meta_copy
 from expertmesh.step.pipeline_schedule import interleaves, same_shape
-from expertmesh.training.reporting.plan_lines import bubble_fraction
+from expertmesh.training.reporting.start import bubble_fraction
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.tiny import tiny_config
 from tests.support.errors import refused

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planning import POINTS, Honesty, Point, measure
 from expertmesh.config import ParallelConfig
-from expertmesh.distributed.expert_traffic import RoutedTokens, TopKRouter
+from expertmesh.distributed.layout import RoutedTokens, TopKRouter
 from expertmesh.planning import traffic
 
 BY_NAME = {point.name: point for point in POINTS}

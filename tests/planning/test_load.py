@@ -10,8 +10,7 @@ import pytest
 from benchmarks.shapes import qwen3_30b_a3b
 from expertmesh.cli.main import main
 from expertmesh.config import PrecisionConfig
-from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import Layout, TopKRouter, rows_per_token
 from expertmesh.experts.placement import LOAD_FILE, balanced_order, read_placement, write_loads
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.memory import memory_of

@@ -15,8 +15,7 @@ from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.cli.main import main
 from expertmesh.cli.plan import print_candidates
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_config
-from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import Layout, TopKRouter, rows_per_token
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning import probe
 from expertmesh.planning.hardware import Devices, hardware_table, name_of, parse_devices

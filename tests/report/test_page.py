@@ -17,7 +17,7 @@ from expertmesh.report import page as page_module
 from expertmesh.report.page import render, write
 from expertmesh.report.run import RESULTS, read_run
 from expertmesh.training.lock import RunLock
-from expertmesh.training.reporting.data_record import Bin, DataRecord, ShownSample, TextPiece
+from expertmesh.training.reporting.record import Bin, DataRecord, ShownSample, TextPiece
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, write_json
 from tests.report.made_up import PREDICTED, row, start, write_run

@@ -23,10 +23,10 @@ from expertmesh.config import CheckpointConfig, Config
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimConfig
 from expertmesh.distributed.layout import Layout
-from expertmesh.training import checkpoints, resume
-from expertmesh.training.checkpoints import RunCheckpoints
+from expertmesh.training import resume, run_state
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.run import train
+from expertmesh.training.run_state import RunCheckpoints
 from expertmesh.training.startup import prepare
 from expertmesh.training.startup.preflight import preflight
 from tests.data import tokenizers_on_the_fly as on_the_fly
@@ -378,12 +378,12 @@ def _train_by_a_clock(config: Config, minutes_per_step: float) -> list[int]:
         keep(of_run, counters)
 
     asked, keep = RunCheckpoints.overdue, RunCheckpoints.save
-    began = checkpoints.time.monotonic()
+    began = run_state.time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: began + 60 * minutes[0])
     with (
         mock.patch.object(RunCheckpoints, "overdue", overdue),
         mock.patch.object(RunCheckpoints, "save", save),
-        mock.patch.object(checkpoints, "time", clock),
+        mock.patch.object(run_state, "time", clock),
     ):
         train(config)
     return saved
@@ -403,8 +403,8 @@ def test_the_best_interval_follows_from_what_saves_cost_and_how_often_ranks_fail
     def saved(paused: float, seconds: float) -> SavedCheckpoint:
         return SavedCheckpoint(Path("step-00000004"), 4, 1, 1, 1, paused, seconds)
 
-    assert checkpoints.best_interval(saved(2, 60), 3600) == 120  # the root of 2 · 2 · 3600
-    assert checkpoints.best_interval(saved(2, 300), 3600) == 300  # the disk does no more
+    assert run_state.best_interval(saved(2, 60), 3600) == 120  # the root of 2 · 2 · 3600
+    assert run_state.best_interval(saved(2, 300), 3600) == 300  # the disk does no more
     settings = CheckpointConfig(every_minutes="auto", device_hours_per_failure=4)
     mesh = SimpleNamespace(rank=0, layout=Layout(fsdp=4))
     run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=settings), mesh=mesh)
@@ -412,8 +412,8 @@ def test_the_best_interval_follows_from_what_saves_cost_and_how_often_ranks_fail
     kept = RunCheckpoints(run, none, none, {}, none, 0, none, none, saved_at=time.monotonic() - 200)
     assert not kept.overdue()  # the first is after 5 minutes
     with caplog.at_level("INFO"):
-        kept._tell(saved(2, 60))
-        kept._tell(saved(2.1, 60))
+        kept._print_saved(saved(2, 60))
+        kept._print_saved(saved(2.1, 60))
     assert kept.overdue()
     said = "saved every 2 minutes from here on: a save pauses training for 2.00 s, and 4 ranks fail every 1 h"
     assert caplog.text.count("saved every") == caplog.text.count(said) == 1

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from expertmesh.training import control as control_module
-from expertmesh.training import progress as progress_module
-from expertmesh.training.control import Control, Stopped, StopReason
-from expertmesh.training.progress import Progress, StopState
+from expertmesh.training.control import Control, Progress, Stopped, StopReason, StopState
 
 LIMIT = 120.0  # only what hangs takes as long
 
@@ -196,7 +194,7 @@ def test_a_rank_that_has_not_come_up_or_not_begun_has_a_place_too(tmp_path: Path
 
 
 def test_a_reader_never_sees_half_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "_WRITING_SECONDS", LIMIT)  # the writer may have to wait for a core
+    monkeypatch.setattr(control_module, "_WRITING_SECONDS", LIMIT)  # the writer may have to wait for a core
     progress = Progress(tmp_path / "p")
     progress.at(0, "x" * 100)
 

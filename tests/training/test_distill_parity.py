@@ -26,8 +26,8 @@ from expertmesh.step.forward_backward import minimise
 from expertmesh.step.loss import count_targets, head_logits
 from expertmesh.step.objectives import Distill
 from expertmesh.training import loop
+from expertmesh.training.objective import Teacher
 from expertmesh.training.run import train
-from expertmesh.training.teacher import Teacher
 from expertmesh.verification.reference import unsharded
 from tests.support.ranks import shared_ranks
 from tests.support.reference import worst

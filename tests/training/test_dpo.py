@@ -21,7 +21,7 @@ from expertmesh.data import loader
 from expertmesh.step import loss as loss_module
 from expertmesh.step.objectives import OF_PAIRS, Dpo, Orpo, PairObjective, objective_of
 from expertmesh.training import objective
-from expertmesh.training.reporting.first_loss import first_loss_of_responses_lines
+from expertmesh.training.objective import first_loss_of_responses_lines
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused, refused_on_ranks

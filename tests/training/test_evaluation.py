@@ -17,10 +17,10 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, TokenizedDataset
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import EvaluatedCrossEntropy
-from expertmesh.training.checkpoints import Selection
 from expertmesh.training.evaluation import generate, prompt_of
 from expertmesh.training.resume import Best, Counters, read_counters
 from expertmesh.training.run import train
+from expertmesh.training.run_state import Selection
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import metrics, run_config, write_inputs

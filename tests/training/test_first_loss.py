@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
-from expertmesh.training.reporting.first_loss import first_loss_lines, untrained_excess
+from expertmesh.training.objective import first_loss_lines, untrained_excess
 from expertmesh.training.reporting.metrics import StepMetrics
 from expertmesh.training.reporting.record import MoeLayer
 from expertmesh.training.reporting.reporter import Collapse

@@ -13,7 +13,7 @@ from expertmesh.experts.placement import Placement
 from expertmesh.io import terminal
 from expertmesh.io.terminal import duration, print_log, tracked
 from expertmesh.training.reporting.metrics import StepMetrics, placement_advice
-from expertmesh.training.reporting.reporter import Reporter
+from expertmesh.training.reporting.reporter import Console, Reporter
 
 log = logging.getLogger("expertmesh.of.some.part")
 
@@ -95,13 +95,12 @@ def test_a_line_has_time_pace_share_of_the_peak_and_what_is_left(
     print_log("info")
     clock = _Clock(monkeypatch)
     written: list[dict[str, Any]] = []
-    reporter = Reporter(total_steps=10, devices=8, peak_tokens_per_second=10_000.0)
-    rows: Any = type("Rows", (), {"write": written.append})
-    reporter.rows = rows
-    reporter.step(_metrics(1))
+    rows: Any = type("Rows", (), {"take": lambda event: written.append(event.row())})
+    reporter = Reporter([rows, Console(10, 0, devices=8)], peak_tokens_per_second=10_000.0)
+    reporter.emit(_metrics(1))
     clock.now += 30
-    reporter.step(_metrics(3, skipped="the loss is nan on rank 1"))
-    reporter.step(_metrics(10))
+    reporter.emit(_metrics(3, skipped="the loss is nan on rank 1"))
+    reporter.emit(_metrics(10))
     first, second, last = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d  step 1/10  epoch 0\.25  loss 2\.0000  grad norm 1\.500  lr 1\.00e-05  2 s/step  "

@@ -12,10 +12,10 @@ from expertmesh.anatomy import describe
 from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config import LoraConfig, OptimConfig
 from expertmesh.state.shards import local_tensor
-from expertmesh.training.optimizers import build, matrices
-from expertmesh.training.optimizers.blocks import Blocks, Codebook, Noise
+from expertmesh.training.optimizers import build, muon
+from expertmesh.training.optimizers.adamw import Blocks, Codebook, Noise
 from expertmesh.training.optimizers.build import build_optimizer, moment_bytes
-from expertmesh.training.optimizers.matrices import matrices_of
+from expertmesh.training.optimizers.muon import matrices_of
 from expertmesh.training.run import train
 from expertmesh.verification.checkpoint import verify
 from tests.checkpoint.damage import change_manifest
@@ -156,8 +156,8 @@ def test_muon_is_that_of_whole_matrices_on_every_layout(
 
 def _parts_by_themselves() -> None:
     """As if each rank's part of a matrix were a matrix."""
-    matrices.Matrices.are_local = True  # type: ignore[assignment]
-    matrices.Matrices.shape = property(lambda own: own.parameter.to_local().shape[-2:])  # type: ignore[assignment]
+    muon.Matrices.are_local = True  # type: ignore[assignment]
+    muon.Matrices.shape = property(lambda own: own.parameter.to_local().shape[-2:])  # type: ignore[assignment]
 
 
 def test_parts_orthogonalised_by_themselves_would_be_noticed() -> None:

@@ -11,8 +11,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.planning.forecast import train_with_forecast
 from expertmesh.step.forward_backward import Order
-from expertmesh.training.reporting.data_record import DataRecord
-from expertmesh.training.reporting.record import Forecast, Share, Start, read_record
+from expertmesh.training.reporting.record import DataRecord, Forecast, Share, Start, read_record
 from expertmesh.training.run import train
 from tests.report.made_up import record, start
 from tests.support.errors import refused

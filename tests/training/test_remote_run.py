@@ -12,8 +12,8 @@ from expertmesh.config import Config
 from expertmesh.io import directory as directory_module
 from expertmesh.io import storage as storage_module
 from expertmesh.training.run import train
-from expertmesh.training.startup import uploads as uploads_module
-from expertmesh.training.startup.uploads import has_result, upload_result, withdraw_result
+from expertmesh.training.startup import output_dir
+from expertmesh.training.startup.output_dir import has_result, upload_result, withdraw_result
 from tests.checkpoint.object_store import Killed, ObjectStore
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import run_ranks, shared_ranks
@@ -78,7 +78,7 @@ def test_a_result_is_there_when_all_of_it_is(tmp_path: Path, monkeypatch: pytest
         store.objects |= {
             f"bucket/run/model/{name}": name.encode() for name in ("config.json", "of-before.safetensors")
         }
-        monkeypatch.setattr(uploads_module, "open_remote", lambda _: RemoteCheckpoints(store.storage()))
+        monkeypatch.setattr(output_dir, "open_remote", lambda _: RemoteCheckpoints(store.storage()))
         store.die_at = died_at
         return store
 

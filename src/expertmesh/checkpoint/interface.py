@@ -121,7 +121,7 @@ def load_checkpoint(
     """
     with raise_on_all_ranks("looking for the checkpoint"):
         found, _ = locate(Path(path))
-    return load_directory(model, optimizer, Path(from_rank_0(str(found))), weights=weights)
+    return load_directory(model, optimizer, from_rank_0(found), weights=weights)
 
 
 def load_directory(

@@ -6,7 +6,6 @@ next checkpoint and at the end; training continues. A checkpoint that waits for 
 If uploads are slower than saves, only the best and the newest of the waiting checkpoints are uploaded.
 """
 
-import json
 import logging
 import re
 import threading
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from expertmesh.checkpoint.directory import step_name
 from expertmesh.checkpoint.manifest import step_of
@@ -26,6 +24,7 @@ from expertmesh.checkpoint.remote import Put, RemoteCheckpoints
 from expertmesh.compat import job_store
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.all_ranks import from_rank_0
+from expertmesh.distributed.job_store import JobStore
 from expertmesh.io.directory import wait_until_seen
 from expertmesh.io.storage import Storage
 
@@ -60,7 +59,7 @@ class Shares:
     thread at a time, and then `end`; the other ranks call `wait`.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, run: Storage, output: Path) -> None:
+    def __init__(self, store: JobStore, rank: int, ranks: int, run: Storage, output: Path) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._run, self._output, self._number = run, output, 0
         self._pause_seconds = POLL_SECONDS * max(1.0, ranks / OFTEN_RANKS)
@@ -104,14 +103,15 @@ class Shares:
         """Send each other rank its request by the job's store: directory, target and file names; None to end."""
         self._number += 1
         for rank in range(1, self._ranks):
-            self._store.set(f"ask/{rank}", json.dumps([self._number, questions[rank]]))
+            self._store.put(f"ask/{rank}", [self._number, questions[rank]])
 
     def _answers(self) -> list[str]:
         """Wait for the answers of all other ranks, and return sentences about failures."""
         problems, waiting = [], dict.fromkeys(range(1, self._ranks), (-1, time.monotonic()))
         while waiting:
             for rank, (beat, since) in list(waiting.items()):
-                answer = self._answer_of(rank)
+                found = self._store.get(f"answer/{rank}")
+                answer = None if found is None or found["number"] != self._number else _Answer(**found)
                 if answer is not None and answer.done:
                     del waiting[rank]
                     problems += [] if answer.error is None else [f"rank {rank}: {answer.error}"]
@@ -127,30 +127,20 @@ class Shares:
                 time.sleep(self._pause_seconds)
         return problems
 
-    def _answer_of(self, rank: int) -> _Answer | None:
-        """Return the last answer of a rank about the current upload; None if there is none."""
-        key = f"answer/{rank}"
-        answer = _Answer(**json.loads(self._store.get(key))) if self._store.check([key]) else None
-        return answer if answer is not None and answer.number == self._number else None
-
     def _serve(self) -> None:
         """Upload what rank 0 requests until it ends. Runs on a thread of every other rank."""
         try:
-            while (question := self._next()) is not None:
+            while True:
+                while (request := self._store.take(f"ask/{self._rank}")) is None:
+                    time.sleep(self._pause_seconds)
+                self._number, question = request
+                if question is None:
+                    break
                 directory, target, names = question
                 self._upload(self._output / directory, self._run.below(target), names)
             self._say(_Answer(self._number, done=True))
         except dist.DistError as error:  # the store ends with rank 0 or its machine
             log.debug(f"no more uploads: {error}")
-
-    def _next(self) -> list[Any] | None:
-        """Wait for the next request of rank 0, and return it; None at the end."""
-        key = f"ask/{self._rank}"
-        while not self._store.check([key]):
-            time.sleep(self._pause_seconds)
-        self._number, question = json.loads(self._store.get(key))
-        self._store.delete_key(key)
-        return question  # type: ignore[no-any-return]
 
     def _upload(self, directory: Path, target: Storage, names: list[str]) -> None:
         """Upload files on another thread, and write a heartbeat until it ends, then the answer."""
@@ -177,7 +167,7 @@ class Shares:
         self._say(_Answer(self._number, done=True, error=errors[0]))
 
     def _say(self, answer: _Answer) -> None:
-        self._store.set(f"answer/{self._rank}", json.dumps(asdict(answer)))
+        self._store.put(f"answer/{self._rank}", asdict(answer))
 
 
 def open_shares(run: Storage, output: Path) -> Shares | None:
@@ -188,7 +178,7 @@ def open_shares(run: Storage, output: Path) -> Shares | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     start = from_rank_0(f"{time.time_ns():x}")
-    store = PrefixStore(f"expertmesh-uploads-{start}", job_store())
+    store = JobStore(job_store(), f"expertmesh-uploads-{start}/")
     return Shares(store, dist.get_rank(), dist.get_world_size(), run, output)
 
 

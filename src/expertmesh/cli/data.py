@@ -49,12 +49,12 @@ from expertmesh.data import (
 )
 from expertmesh.data.loader import accumulation_of
 from expertmesh.data.sources import RowShare
+from expertmesh.distributed.environment import processors
 from expertmesh.distributed.layout import CONFIGURED_AXES
 from expertmesh.io.terminal import counted, plural, printable
 from expertmesh.launcher.launch import has_room_for, job_size
-from expertmesh.launcher.supervise import processors
 from expertmesh.planning.forecast import forecast
-from expertmesh.training.reporting.data_record import pieces_of
+from expertmesh.training.reporting.start import pieces_of
 from expertmesh.training.startup.data import held_by_another, stop_where_taught
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight

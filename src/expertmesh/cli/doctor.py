@@ -34,7 +34,7 @@ from expertmesh.io.safetensors_writer import sync
 from expertmesh.io.terminal import printable
 from expertmesh.planning.forecast import devices_here, host_memory
 from expertmesh.training.lock import RunLock
-from expertmesh.training.reporting.machine import device_name, versions
+from expertmesh.training.reporting.start import device_name, versions
 
 HIDDEN = "***"
 # What decides where ranks meet, what they compute on and what they download.

@@ -37,9 +37,9 @@ from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
 from expertmesh.planning.read_model import figures_of_teacher
 from expertmesh.planning.search import GIB, Candidate, Job, Plan, plan, run_costs, variants
+from expertmesh.training.objective import Teacher
 from expertmesh.training.startup.model_check import Checked, OrderWish
 from expertmesh.training.startup.preflight import preflight
-from expertmesh.training.teacher import Teacher
 from expertmesh.weights.meta_model import read_model_config
 from expertmesh.weights.quantised.published import quantisation
 

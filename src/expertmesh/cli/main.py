@@ -47,9 +47,8 @@ from expertmesh.config.schema import schema_text
 from expertmesh.io.terminal import prepare_output, print_log, tell
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.launch import run as run_ranks
-from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.torchrun import report as report_error
-from expertmesh.launcher.worker import leave
+from expertmesh.launcher.worker import lazy_imports, leave
 from expertmesh.training.startup.packages import refuse_missing_packages
 
 INTERRUPTED = 130

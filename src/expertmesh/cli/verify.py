@@ -20,7 +20,7 @@ from expertmesh.distributed.layout import CONFIGURED_AXES, DENSE_AXES
 from expertmesh.io.terminal import plural, tell
 from expertmesh.launcher.launch import RunOptions, job_size
 from expertmesh.launcher.launch import run as run_ranks
-from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.launcher.worker import lazy_imports
 from expertmesh.verification.options import DEFAULT_TOKENS, LAYERS, VerifyOptions
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import numpy as np
 
 from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
-from expertmesh.data.encoding.encode import Encoded
-from expertmesh.data.encoding.preference import ResponseEncoder
+from expertmesh.data.encoding.encode import Encoded, Encoder
 from expertmesh.data.formats import (
     Conversation,
     Judged,
@@ -68,9 +67,7 @@ class BlockEncoder:
     Raises `InputError` for what they stop at, and for a token id without an embedding.
     """
 
-    def __init__(
-        self, sources: Sequence[DataSource], config: DataConfig, encoder: ResponseEncoder, vocab_size: int
-    ) -> None:
+    def __init__(self, sources: Sequence[DataSource], config: DataConfig, encoder: Encoder, vocab_size: int) -> None:
         self._sources, self._config, self._encoder, self._vocab_size = sources, config, encoder, vocab_size
 
     def encode(self, place: Place, rows: Sequence[RawRow], format_name: str) -> Block:

@@ -20,7 +20,7 @@ from expertmesh.config.explain import close_to
 from expertmesh.config.objective import objectives_of
 from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.data.blocks import Block, BlockEncoder, BlockFacts, Place
-from expertmesh.data.encoding.preference import ResponseEncoder
+from expertmesh.data.encoding.encode import Encoder
 from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import FORMATS, PREFERENCE, UNPAIRED, fitting_formats, names_of, suggested_columns
 from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport
@@ -74,7 +74,7 @@ class Recipe:
         return tuple(name for name in FORMATS if name not in (PREFERENCE, UNPAIRED))
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def required(self) -> tuple[str, ...]:
         """The columns that rows must have, or those of one of their formats."""
         if self.responses == PREFERENCE:
             return "prompt", "chosen", "rejected"
@@ -160,7 +160,7 @@ def encoder_of(recipe: Recipe) -> BlockEncoder:
     """Return the encoder of blocks of rows."""
     config = recipe.config
     options = ChatOptions(config.loss_on, config.thinking, config.template_args, recipe.date or datetime.date.today())
-    return BlockEncoder(recipe.sources, config, ResponseEncoder(recipe.tokenizer, options), recipe.model_vocab_size)
+    return BlockEncoder(recipe.sources, config, Encoder(recipe.tokenizer, options), recipe.model_vocab_size)
 
 
 def source_report(recipe: Recipe, source: DataSource) -> SourceReport:
@@ -268,7 +268,7 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
 
 def _how_to_name(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> str:
     """Return what to write so that the row fits a format: the source as it is, and `columns` that were guessed."""
-    guesses = suggested_columns(row, recipe.asked) or [dict.fromkeys(recipe.asked, "COLUMN")]
+    guesses = suggested_columns(row, recipe.required) or [dict.fromkeys(recipe.required, "COLUMN")]
     if recipe.tokenizer.chat_template is None:
         guesses = guesses[:1]
     key, source = recipe.config.configured(source)

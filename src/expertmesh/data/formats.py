@@ -61,9 +61,7 @@ Messages = tuple[Mapping[str, Any], ...]
 
 
 class MalformedRow(Exception):
-    """Why one row cannot be used, and how to `mend` that; becomes an `InputError` with file and line, or a counted
-    skip.
-    """
+    """Why one row cannot be used, and how to `mend` it; becomes an `InputError` with its place, or a counted skip."""
 
     def __init__(self, reason: str, mend: str = "correct the row") -> None:
         super().__init__(reason)
@@ -351,9 +349,7 @@ def _calls(value: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def _listed(value: Any, what: str) -> list[Any]:
-    """Return a list, or one object, that may be written as JSON in a string, as tables keep what has no fixed
-    columns.
-    """
+    """Return a list, or one object as a list; tables may hold it as JSON in a string."""
     value = _json(value, what) if isinstance(value, str) else value
     if not isinstance(value, (list, Mapping)):
         raise MalformedRow(f"{what} is {_kind(value)}, not a list")
@@ -512,8 +508,13 @@ def _parse_responses(
 
 def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     """Return how many items both begin with; at least one is left to each."""
-    most = min(len(chosen), len(rejected)) - 1
-    return next((place for place in range(most) if chosen[place] != rejected[place]), most)
+    return min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+
+
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items both begin with."""
+    length = min(len(first), len(second))
+    return next((place for place in range(length) if first[place] != second[place]), length)
 
 
 def _role(value: Any, where: str, roles: Mapping[str, str]) -> str:
@@ -585,10 +586,6 @@ def _its_keys(row: Mapping[str, Any]) -> str:
 def _is_empty(value: Any) -> bool:
     """Return whether a column has nothing in it; 0 and false are something."""
     return value is None or value in ("", [], {})
-
-
-def _keys(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, row)) or "none"
 
 
 _BESIDE_PATH = "beside the path of its source"

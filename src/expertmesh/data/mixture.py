@@ -67,9 +67,7 @@ class Mixture:
         return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))] if shuffle else rows
 
     def _drawn(self, source: int, seed: int, start: int, stop: int) -> Order:
-        """Return those of places `start` … `stop`-1 of the endless sequence of a source: all of its rows, again and
-        again.
-        """
+        """Return rows `start` … `stop`-1 of the endless sequence of a source: all of its rows, again and again."""
         count = self.rows[source]
         parts = [np.empty(0, np.int64)]
         for cycle in range(start // count, -(-stop // count)) if stop > start else ():

@@ -227,11 +227,11 @@ class Preparation:
         """Return where the processes that know this name make the tokens together."""
         return self.directory / f"{_BUILDING}{self.key}-{name}"
 
-    def write_share(self, building: Path, share: RowShare, told: Callable[[int], None]) -> None:
+    def write_share(self, building: Path, share: RowShare, progress: Callable[[int], None]) -> None:
         """Tokenize the share of this process into `building`. Bad rows are noted, and raised by `finish`.
 
         Args:
-            told: Called with the number of rows of each block.
+            progress: Called with the number of rows of each block.
         """
         with _unwritable(building):
             building.mkdir(parents=True, exist_ok=True)
@@ -251,14 +251,16 @@ class Preparation:
                     for sample in block.samples:
                         stream.write(sample.data)
                         tokens += len(sample)
-                    told(block.report.rows)
+                    progress(block.report.rows)
                     if any(failure.place < reader.place for failure in _failures(building)):
                         break
             except (InputError, SecurityError) as error:
                 failure = _Failure(place=reader.place, kind=type(error).__name__, message=str(error), key=error.key)
                 replace_synced(building / f"failed-{share.index:05d}.json", failure.model_dump_json().encode())
         with _unwritable(building):
-            np.savez(building / f"index-{share.index:05d}.npz", **_joined_index(indices))
+            parts = [index_of([], 0, 0, [], []), *indices]
+            index: Any = {field: np.concatenate([getattr(each, field) for each in parts]) for field in _FIELDS}
+            np.savez(building / f"index-{share.index:05d}.npz", **index)
             written = _Written(stamps=stamps, sources=reader.sources, blocks=facts)
             (building / f"facts-{share.index:05d}.json").write_text(written.model_dump_json())
 
@@ -377,11 +379,6 @@ def _shard(directory: Path, process: int) -> Path:
 
 def _index(directory: Path, field: str) -> Path:
     return directory / f"{field}.npy"
-
-
-def _joined_index(parts: list[SampleIndex]) -> dict[str, Any]:
-    nothing = index_of([], 0, 0, [], [])
-    return {field: np.concatenate([getattr(each, field) for each in (nothing, *parts)]) for field in _FIELDS}
 
 
 def _in_order(building: Path, order: list[tuple[Place, int, int]], written: list[_Written]) -> dict[str, Any]:

@@ -112,9 +112,7 @@ class TokenizedDataset:
         desirable: Sequence[bool] = (),
         **facts: Any,
     ) -> "TokenizedDataset":
-        """Return a data set of coded samples: `file_of` and `rows` are the origin of each, `desirable` its label;
-        `facts` as for the class.
-        """
+        """Return a data set of coded samples, each of a row of a file, with its label; `facts` as for the class."""
         origin = np.zeros(len(samples), np.int64)
         index = index_of(samples, 0, 0, file_of if len(file_of) else origin, rows if len(rows) else origin, desirable)
         return cls([np.concatenate([np.empty(0, np.int32), *samples])], index, **facts)
@@ -189,10 +187,10 @@ class _Mismatched(TokenizedDataset):
         self.samples_per_row, self.desirable, self.reference, self.mismatched_reference = 1, None, None, None
 
     def sample(self, index: int) -> Sample:
-        asked, other = (self._of.sample(int(each[index])) for each in (self._prompts, self._completions))
+        prompt, other = (self._of.sample(int(each[index])) for each in (self._prompts, self._completions))
         length, targets = int(self.lengths[index]), int(self.target_counts[index])
         answer = other.input_ids[len(other.input_ids) - int(self._of.target_counts[self._completions[index]]) :]
-        input_ids = np.concatenate([asked.input_ids[: length - targets], answer[:targets]])
+        input_ids = np.concatenate([prompt.input_ids[: length - targets], answer[:targets]])
         return Sample(input_ids, np.where(np.arange(length) < length - targets, IGNORE, input_ids))
 
 

@@ -108,9 +108,7 @@ def _is_deepseek_v4(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> b
 
 
 def _has_its_encoder(model: ModelConfig) -> bool:
-    """Return whether the encoder beside the weights is that of DeepSeek-V4. A directory may have been copied without
-    any.
-    """
+    """Return whether the encoder beside the weights is that of DeepSeek-V4, or there is none in a directory."""
     encoder, directory = "encoding/encoding_dsv4.py", Path(model.name_or_path)
     if directory.is_dir():
         return not (directory / "encoding").is_dir() or (directory / encoder).exists()

@@ -5,7 +5,6 @@ failed, every rank raises the same sentence, that of the lowest failing rank. Ne
 communicates: a rank that raised would leave its peers inside that collective.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -24,7 +23,6 @@ from expertmesh.config.errors import (
 
 _KINDS = (InputError, MissingHereError, IntegrityError, SecurityError, DistributedFailure)
 _CLASSES = {kind.__name__: kind for kind in _KINDS}
-_MESSAGE_BYTES = 16384
 T = TypeVar("T")
 
 
@@ -36,7 +34,7 @@ def raise_on_all_ranks(doing: str) -> Iterator[None]:
         ExpertmeshError: With its own class, sentence and key on every rank.
         DistributedFailure: On the other ranks, naming the rank on which any other exception was raised.
 
-    Collectives: every rank enters it; one all-reduce of an integer on the default group, and one broadcast after a
+    Collectives: every rank enters it; one all-reduce of an integer on the default group, and two broadcasts after a
     failure. None without a process group.
     """
     error: Exception | None = None
@@ -44,24 +42,32 @@ def raise_on_all_ranks(doing: str) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    _compare(error, doing)
-
-
-def from_rank_0(text: str) -> str:
-    """Return the text of rank 0 on every rank. Collectives: every rank calls it; one broadcast on the default group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return text
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=collective_device())
-    if dist.get_rank() == 0:
-        encoded = text.encode()
-        assert len(encoded) <= _MESSAGE_BYTES
-        message.copy_(torch.frombuffer(bytearray(encoded.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8))
-    dist.broadcast(message, src=0)
-    return bytes(message.cpu().tolist()).rstrip(b"\0").decode()
+        if error is not None:
+            raise error
+        return
+    rank, world = dist.get_rank(), dist.get_world_size()
+    failed = torch.tensor([rank if error is not None else world], device=collective_device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MIN)
+    first = int(failed.item())
+    if first == world:
+        return
+    name, text, key = type(error).__name__, str(error), getattr(error, "key", "")
+    if name not in _CLASSES:
+        text = f"rank {rank} failed while {doing}: {name}: {text}; its own log has the traceback"
+        name, key = DistributedFailure.__name__, "rank.unexpected-error"
+    sent = [(name, text, key)]
+    dist.broadcast_object_list(sent, src=first)
+    name, text, key = sent[0]
+    raised = error if rank == first else _CLASSES[name](text, key=key)
+    assert raised is not None
+    if isinstance(raised, ExpertmeshError):
+        raised.on_all_ranks = True
+    raise raised from (None if raised is error else error)
 
 
-def object_from_rank_0(own: T) -> T:
-    """Return the object of rank 0, pickled between the ranks of a job.
+def from_rank_0(own: T) -> T:
+    """Return the value of rank 0 on every rank, pickled between the ranks of a job.
 
     Collectives: every rank calls it; two broadcasts on the default group.
     """
@@ -99,43 +105,3 @@ def collective_device() -> torch.device:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     return torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def _compare(error: Exception | None, doing: str) -> None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return
-    rank, world = dist.get_rank(), dist.get_world_size()
-    failed = torch.tensor([rank if error is not None else world], device=collective_device())
-    dist.all_reduce(failed, op=dist.ReduceOp.MIN)
-    first = int(failed.item())
-    if first == world:
-        return
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=collective_device())
-    if rank == first:
-        assert error is not None
-        message.copy_(_encode(error, f"rank {rank} failed while {doing}"))
-    dist.broadcast(message, src=first)
-    raised = error if rank == first else _decode(message)
-    assert raised is not None
-    if isinstance(raised, ExpertmeshError):
-        raised.on_all_ranks = True
-    raise raised from (None if raised is error else error)
-
-
-def _encode(error: Exception, prefix: str) -> torch.Tensor:
-    name, text, key = type(error).__name__, str(error), getattr(error, "key", "")
-    if name not in _CLASSES:
-        name, text = DistributedFailure.__name__, f"{prefix}: {name}: {text}; its own log has the traceback"
-        key = "rank.unexpected-error"
-    # Cut by characters until the encoded form fits, so that it stays valid JSON.
-    while len(encoded := json.dumps([name, text, key]).encode()) > _MESSAGE_BYTES:
-        text = text[: len(text) // 2]
-    padded = bytearray(encoded.ljust(_MESSAGE_BYTES))
-    return torch.frombuffer(padded, dtype=torch.uint8)
-
-
-def _decode(message: torch.Tensor) -> ExpertmeshError:
-    name, text, key = json.loads(bytes(message.cpu().tolist()))
-    return _CLASSES[name](text, key=key)

@@ -35,9 +35,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
 
 
 def own_part(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a copy of this rank's part of `dim`, of a tensor that every rank of `group` has in full. No
-    communication.
-    """
+    """Return a copy of this rank's part of `dim`, of a tensor that is full on every rank. No communication."""
     part = x.shape[dim] // group.size()
     assert part * group.size() == x.shape[dim], f"{x.shape[dim]} in {group.size()} parts"
     return x.narrow(dim, group.rank() * part, part).clone(memory_format=torch.contiguous_format)

@@ -201,7 +201,9 @@ def find_start(output_dir: Path, resume: str | bool | None, *, saves: bool) -> P
 
 
 def _find_start(output_dir: Path, resume: str | bool | None, saves: bool) -> str | None:
-    checkpoints = _checkpoints(output_dir)
+    found = output_dir.iterdir() if output_dir.is_dir() else ()
+    matches = [(_NAME.fullmatch(path.name), path) for path in found if path.is_dir()]
+    checkpoints = sorted((int(match[1]), path) for match, path in matches if match)  # oldest first
     complete = [(step, path) for step, path in checkpoints if is_complete(path)]
     start: tuple[int, Path | None] = (-1, None)
     if resume is True:
@@ -231,14 +233,6 @@ def _named(path: Path) -> tuple[int, Path]:
             key="trainer.incomplete-checkpoint",
         )
     return int(match[1]), path
-
-
-def _checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Return (step, directory) of every checkpoint-N, oldest first."""
-    if not output_dir.is_dir():
-        return []
-    matches = [(_NAME.fullmatch(path.name), path) for path in output_dir.iterdir() if path.is_dir()]
-    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def _clear_way(output_dir: Path, step: int, checkpoints: list[tuple[int, Path]]) -> None:

@@ -20,7 +20,7 @@ from transformers.trainer_utils import rotate_checkpoints
 import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.integrations import callbacks, checkpoints, patches, reference, refusals
+from expertmesh.integrations import checkpoints, patches, refusals
 from expertmesh.integrations.routes import RouteReplay
 from expertmesh.launcher.torchrun import OneSentence
 
@@ -72,7 +72,7 @@ class ShardedTrainer(Trainer):
         arguments = given["args"] = given.get("args") or _stock_arguments(of_trl, model)
         refusals.refuse_arguments(arguments, given)
         reporting = get_reporting_integration_callbacks(arguments.report_to)
-        callbacks.refuse_callbacks([*(given.get("callbacks") or ()), *reporting], ranks=1)
+        refusals.refuse_callbacks([*(given.get("callbacks") or ()), *reporting], ranks=1)
         refusals.refuse_parallel(parallel)
         lora = _lora(lora, given.pop("peft_config", None))
         refusals.refuse_moe(moe, arguments, of_trl)
@@ -96,20 +96,20 @@ class ShardedTrainer(Trainer):
         given["model"] = sharded = em.like_ddp(_sharded(model, mesh, arguments, options))
         # The base of a policy with adapters is the reference: no second model in memory.
         if compares and frozen is None and self._has_adapters:
-            frozen = reference.AdaptersOff(sharded)
+            frozen = patches.AdaptersOff(sharded)
         if asks:
             given["ref_model"] = frozen
         if moe is not None and moe.aux_loss_coef == 0.0:
             sharded.config.get_text_config().output_router_logits = False
         if of_trl is not None:
             refusals.refuse_adapted_head(sharded)
-        with reference.handed_over(frozen):
+        with patches.handed_over(frozen):
             super().__init__(**given)
         if self._has_adapters:
             sharded.register_forward_pre_hook(patches.RowNumbers(self), with_kwargs=True, prepend=True)
 
         handler: Any = self.callback_handler
-        handler.call_event = callbacks.on_shards(handler.call_event)
+        handler.call_event = refusals.on_shards(handler.call_event)
         if of_trl == "GRPOTrainer":
             lockstep = patches.Lockstep(sharded)
             for name in ("rollout_func", "_tool_call_loop"):
@@ -150,7 +150,7 @@ class ShardedTrainer(Trainer):
             InputError: A callback cannot work on shards; also as `checkpoints.find_start`, with `IntegrityError`.
         """
         # Again, with the callbacks that were added since, and now with the number of ranks.
-        callbacks.refuse_callbacks(self.callback_handler.callbacks, self.args.world_size)
+        refusals.refuse_callbacks(self.callback_handler.callbacks, self.args.world_size)
         saves = self.args.save_strategy != "no"
         start = checkpoints.find_start(self._output, resume_from_checkpoint, saves=saves)
         return super().train(None if start is None else str(start), trial, ignore_keys_for_eval)
@@ -217,8 +217,8 @@ def _lora(lora: Any, peft_config: Any) -> LoraConfig | None:
     """Return the requested adapters, from either argument, as our configuration."""
     if lora is not None and peft_config is not None:
         raise InputError("lora= and peft_config= are both given; leave one out", key="trainer.unsupported-argument")
-    asked = peft_config if lora is None else lora
-    return em.lora_from_peft(asked) if asked is not None and not isinstance(asked, LoraConfig) else asked
+    requested = peft_config if lora is None else lora
+    return requested if requested is None or isinstance(requested, LoraConfig) else em.lora_from_peft(requested)
 
 
 def _by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -276,4 +276,4 @@ def _reference(given: dict[str, Any], mesh: Any, options: dict[str, Any]) -> Pre
     elif not isinstance(source, str | Path):
         refusals.refuse_in_memory(source, args, None)
     wanted = {"precision": options["precision"], "moe": options["moe"] and options["moe"].unplaced, "lora": None}
-    return reference.freeze(_sharded(source, mesh, args, wanted))
+    return patches.freeze(_sharded(source, mesh, args, wanted))

@@ -226,3 +226,8 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min" if minutes < 72 * 60 else f"{seconds / 86400:.1f} days"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, for the end of a sentence; without a text its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

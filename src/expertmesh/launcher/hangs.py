@@ -1,20 +1,36 @@
 """Find the rank that the others waited for in vain, with its step, its phase and its Python stack.
 
-A rank that hangs shows only in the others, whose collectives time out. At the first timeout a snapshot is taken of
-every rank that still runs: is it stopped by a signal, does its heartbeat go on, is its stack inside a collective?
+A rank that hangs shows only in the others, whose collectives time out. At the first timeout our launcher takes a
+snapshot of every rank that still runs: is it stopped by a signal, does its heartbeat go on, is its stack inside a
+collective?
+
+Under torchrun or srun, or on several machines, no single launcher of ours sees all ranks (`Liveness`). There each rank
+has a connection of its own to the store where the job met, and a thread that waits there. The first rank whose
+collective times out asks all others: every rank that can answers with its place and its Python stack, whatever its main
+thread does. That rank names the one that the others waited for, or those that did not answer; all ranks end by that one
+sentence. Ranks that would wait on are ended, so that a lost network is a failure and no hang.
 """
 
+import logging
 import os
 import re
+import socket
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from expertmesh.config.errors import DistributedFailure
+from expertmesh.distributed.environment import Rank
+from expertmesh.distributed.job_store import JobStore
 from expertmesh.launcher.rank_files import RankFailure
-from expertmesh.training.progress import RankStatus
+from expertmesh.training.control import Progress, RankStatus, StopState
 
+log = logging.getLogger(__name__)
 # Of a long stack: where it is, and from where in the training loop that was called.
 INNERMOST, OUTERMOST = 8, 6
 # A heartbeat comes twice a second; a busy machine may delay it.
@@ -34,6 +50,13 @@ _COLLECTIVES = (
 _STARTERS = ("<frozen runpy>", f"launcher{os.sep}worker.py")
 # And of one that waits for its device, so for the collectives given to it; backward runs on other threads then.
 _DEVICE_WAITS = ("/torch/accelerator/", "/torch/cuda/", "/torch/autograd/graph.py")
+STACKS_FILE = "stacks.txt"
+# How long ranks get to answer, and to connect for it; how long they get to end by themselves afterwards.
+ANSWER_SECONDS = 5.0
+LEAVE_SECONDS = 5.0
+_CALLED, _VERDICT = "called", "verdict"
+_EVER_SECONDS = 365 * 86400.0
+_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +180,190 @@ def shortened(stack: Sequence[str]) -> tuple[str, ...]:
     if len(kept) > INNERMOST + OUTERMOST + 1:
         kept = [*kept[:INNERMOST], "  ...", *kept[-OUTERMOST:]]
     return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A rank's answer about itself."""
+
+    host: str
+    """The name of its machine."""
+    step: int
+    """The optimizer step that it is in."""
+    phase: str
+    """The phase that it is in."""
+    since: float
+    """Seconds in its phase."""
+    stack: tuple[str, ...]
+    """Lines of its Python stack, innermost call first."""
+    failed: bool
+    """True if it has failed already."""
+
+    def snapshot(self, rank: int) -> RankSnapshot:
+        """Return the answer as a snapshot of one machine's launcher, by this machine's clock."""
+        now = time.monotonic()
+        status = RankStatus(1, 0, now - self.since, self.step, self.phase, now, StopState.NOT_ACCEPTING)
+        return RankSnapshot(rank, status, now, stopped=False, stack=self.stack, still_running=True)
+
+
+class Liveness:
+    """One rank's part in finding the rank that hangs.
+
+    `report` is called with the verdict in a rank that is ended; all stacks are written to `stacks`. `attempt` is the
+    same for all ranks of one start, and another in the next.
+    """
+
+    def __init__(
+        self,
+        place: Rank,
+        progress: Progress,
+        attempt: str,
+        stacks: Path,
+        report: Callable[[DistributedFailure], None],
+    ) -> None:
+        self.place = place
+        self.progress = progress
+        self.prefix = f"expertmesh/liveness/{attempt}/"
+        self.stacks = stacks
+        self._report = report
+        self._main_thread = threading.get_ident()
+        self._failed = False
+
+    def start(self, timeout_seconds: float) -> None:
+        """Listen in a thread, once the store is there, which is waited for at most `timeout_seconds`."""
+        threading.Thread(target=self._listen, args=(timeout_seconds,), name="liveness", daemon=True).start()
+
+    def verdict_on(self, error: BaseException) -> DistributedFailure | None:
+        """Return what all ranks end by, if `error` shows that this rank, which failed, has waited in vain."""
+        if not timed_out(RankFailure.of(self.place.rank, error)):
+            return None
+        self._failed = True
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        found: list[DistributedFailure] = []
+        # A store behind a network that is lost may not even time out.
+        thread = threading.Thread(target=lambda: found.append(self._call(message)), name="asking", daemon=True)
+        thread.start()
+        thread.join(3 * ANSWER_SECONDS)
+        return found[0] if found else self._unreachable(message)
+
+    def _call(self, message: str) -> DistributedFailure:
+        from torch.distributed import DistError
+
+        try:
+            store = self._connect(ANSWER_SECONDS)
+            if store.count(_CALLED) > 1:
+                sentence, key = store.wait(_VERDICT, 2 * ANSWER_SECONDS)
+                return DistributedFailure(sentence, key=key)
+            verdict = judge(self._answers(store), self.place, self.progress.status(), message, self.stacks)
+            store.put(_VERDICT, [str(verdict), verdict.key])
+            return verdict
+        except DistError as error:
+            log.debug(f"no rank could be asked where it is: {error}")
+            return self._unreachable(message)
+
+    def _answers(self, store: JobStore) -> dict[int, Answer]:
+        """Return the answers of all ranks that answer in time."""
+        deadline, answers = time.monotonic() + ANSWER_SECONDS, dict[int, Answer]()
+        while len(answers) < self.place.world_size and time.monotonic() < deadline:
+            for rank in range(self.place.world_size):
+                if rank not in answers and (answer := store.get(str(rank))) is not None:
+                    answers[rank] = Answer(**answer)
+            time.sleep(0.05)
+        return answers
+
+    def _listen(self, timeout_seconds: float) -> None:
+        from torch.distributed import DistError
+
+        try:
+            store = self._connect(timeout_seconds)
+            store.wait(_CALLED, _EVER_SECONDS)
+            status, frame = self.progress.status(), sys._current_frames().get(self._main_thread)
+            lines = [f'  File "{f.filename}", line {f.lineno} in {f.name}' for f in traceback.extract_stack(frame)]
+            since = time.monotonic() - status.since
+            host, stack = socket.gethostname(), shortened(lines[::-1])
+            store.put(f"{self.place.rank}", asdict(Answer(host, status.step, status.phase, since, stack, self._failed)))
+            sentence, key = store.wait(_VERDICT, 2 * ANSWER_SECONDS)
+        except DistError as error:
+            # The store has ended with the job or with its machine: then whoever waits for that machine times out.
+            log.debug(f"no rank asks any more: {error}")
+            return
+        time.sleep(LEAVE_SECONDS)
+        verdict = DistributedFailure(sentence, key=key)
+        self._report(verdict)
+        os._exit(verdict.exit_code)
+
+    def _connect(self, seconds: float) -> JobStore:
+        address, port = self.place.address, self.place.port
+        assert address is not None
+        assert port is not None
+        return JobStore.connect(address, port, self.prefix, seconds)
+
+    def _unreachable(self, message: str) -> DistributedFailure:
+        return DistributedFailure(
+            f"rank {self.place.rank} (host {socket.gethostname()}) waited for others in vain "
+            f"{self.progress.status()}, and {self.place.address}:{self.place.port}, where the job met, cannot be "
+            f"reached from here: that machine or the network to it is lost: {message}",
+            key="rank.lost",
+        )
+
+
+def judge(
+    answers: Mapping[int, Answer], caller: Rank, status: RankStatus, message: str, stacks: Path
+) -> DistributedFailure:
+    """Return whom the others waited for, by `answers`; `status` and `message`: of the caller, who gave up first."""
+    written = _write(answers, stacks)
+    silent = [rank for rank in range(caller.world_size) if rank not in answers]
+    if silent:
+        named = ", ".join(map(str, silent[:_NAMED])) + " ..." * (len(silent) > _NAMED)
+        local = caller.local_world_size
+        nodes = sorted({rank // local for rank in silent}) if local and local < caller.world_size else []
+        where = f" (node {', '.join(map(str, nodes))} of {caller.world_size // (local or 1)})" if nodes else ""
+        return DistributedFailure(
+            f"rank {named}{where} did not answer within {ANSWER_SECONDS:.0f} s when the others had waited in vain: "
+            "stopped, ended, or their machine or the network to it is lost\n"
+            f"rank {caller.rank} gave up waiting {status}: {message}{written}",
+            key="rank.lost",
+        )
+    snapshots = [answer.snapshot(rank) for rank, answer in answers.items() if not answer.failed]
+    first = RankFailure(caller.rank, 1, message, "", time.time_ns())
+    error = hang_error(snapshots, first, status)
+    if error is None:
+        sentence = f"all ranks waited in vain; rank {caller.rank} was the first to give up {status}: {message}"
+        return DistributedFailure(sentence + written, key="rank.hung")
+    return DistributedFailure(str(error) + written, key=error.key)
+
+
+def _write(answers: Mapping[int, Answer], file: Path) -> str:
+    """Write every stack into `file`; return what there is to report about it."""
+    lines: list[str] = []
+    for rank, answer in sorted(answers.items()):
+        where = f"at step {answer.step}, {answer.phase}" if answer.step else f"before the first step, {answer.phase}"
+        lines += [f"rank {rank} on {answer.host} {where}, for {answer.since:.0f} s:", *answer.stack, ""]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(lines), encoding="utf-8")
+    except OSError as error:
+        return f"\nstacks of all ranks could not be written: {error}"
+    return f"\nstacks of all ranks: {file}"
+
+
+def open_liveness(
+    progress: Progress,
+    config: Any,
+    report: Callable[[DistributedFailure], None],
+    environment: Mapping[str, str] = os.environ,
+) -> Liveness | None:
+    """Return this rank's part by its environment, listening; None if there is no other rank, or no store."""
+    if int(environment.get("WORLD_SIZE", "1")) == 1 or not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return None
+    local = environment.get("LOCAL_WORLD_SIZE")
+    place = Rank(
+        "", int(environment["RANK"]), int(environment["WORLD_SIZE"]), None, int(local) if local else None,
+        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]),
+    )  # fmt: skip
+    # A store that outlives an attempt keeps its answers; agents that keep none may count attempts differently.
+    kept = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
+    found = Liveness(place, progress, attempt, Path(config.output_dir, STACKS_FILE), report)
+    found.start(config.distributed.first_step_timeout_seconds)
+    return found

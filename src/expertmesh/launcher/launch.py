@@ -9,7 +9,6 @@ port. On several it is at the address that all have, and none starts ranks befor
 """
 
 import contextlib
-import datetime
 import itertools
 import json
 import logging
@@ -26,12 +25,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, InputError
-from expertmesh.distributed.environment import LOCALHOST, Node, Rank, find_place
+from expertmesh.distributed.environment import LOCALHOST, Node, Rank, find_place, processors
+from expertmesh.distributed.job_store import JobStore
 from expertmesh.io.terminal import lasting_output, plural, print_log, tell
-from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.rank_files import newest_checkpoint, stopped_sentence
-from expertmesh.launcher.supervise import Attempt, StopRequests, processors, start_ranks, stop_requests
+from expertmesh.launcher.supervise import Attempt, StopRequests, start_ranks, stop_requests
 from expertmesh.launcher.torchrun import TorchrunAgent, refuse_elastic, run_here
+from expertmesh.launcher.worker import lazy_imports
 from expertmesh.training.control import Control
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CPU_RANKS = 2
+_PREFIX = "expertmesh/"
 POLL_SECONDS = 0.1
 THIS_MACHINE = Node("expertmesh", 0, 1, None, LOCALHOST, 0)
 
@@ -64,10 +65,10 @@ class RunOptions:
     elastic: tuple[int, int] | None = None
     """The fewest and most ranks of torchrun that a start of the job may have."""
 
-    def told(self) -> dict[str, Any]:
+    def for_control(self) -> dict[str, Any]:
         """Return the options as ranks get them, for `Control`."""
-        told = {"audit": self.audit, "profile": self.profile, "arguments": self.arguments}
-        return told | {"elastic": self.elastic is not None}
+        given = {"audit": self.audit, "profile": self.profile, "arguments": self.arguments}
+        return given | {"elastic": self.elastic is not None}
 
 
 def run(
@@ -82,38 +83,33 @@ def run(
     once what cannot work. Prints what is being done. Returns the exit code; raises `ExpertmeshError` before ranks
     start, or when they have ended by it.
     """
+    options = options or RunOptions()
+    deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     print_log(config.log.level)
     with lasting_output():
-        return _run(config, function, options or RunOptions(), preflight)
-
-
-def _run(
-    config: Config, function: str, options: RunOptions, preflight: Callable[[Config, int, int], object] | None
-) -> int:
-    deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
-    place = join_job(options)
-    if isinstance(place, Rank):
-        if place.rank == 0:
-            by = "" if place.starter == "RANK" else f" that {place.starter} has started"
-            log.info(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
-        launch_id = TorchrunAgent.of(os.environ).run_id if options.elastic is not None else None
-        return run_here(config, function, Control(deadline=deadline, launch=launch_id, **options.told()))
-    for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
-        os.environ.pop(name, None)
-    log.info("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
-    node = place or THIS_MACHINE
-    try:
-        with lazy_imports():
-            ranks = local_ranks(options.nproc or node.ranks)
-        if preflight is not None:
-            preflight(config, ranks * node.count, ranks)
-        where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
-        each = "each of which imports torch and transformers"
-        log.info(f"           {plural(ranks, 'rank')} on this machine{where}, {each}")
-        return launch(config, ranks, function, options, deadline, node)
-    except KeyboardInterrupt:  # outside of `launch`, which notes it
-        tell(stopped_sentence(signal.SIGINT, None, _run_of(config, options)), error=True)
-        raise
+        place = join_job(options)
+        if isinstance(place, Rank):
+            if place.rank == 0:
+                by = "" if place.starter == "RANK" else f" that {place.starter} has started"
+                log.info(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
+            launch_id = TorchrunAgent.of(os.environ).run_id if options.elastic is not None else None
+            return run_here(config, function, Control(deadline=deadline, launch=launch_id, **options.for_control()))
+        for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
+            os.environ.pop(name, None)
+        log.info("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
+        node = place or THIS_MACHINE
+        try:
+            with lazy_imports():
+                ranks = local_ranks(options.nproc or node.ranks)
+            if preflight is not None:
+                preflight(config, ranks * node.count, ranks)
+            where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
+            each = "each of which imports torch and transformers"
+            log.info(f"           {plural(ranks, 'rank')} on this machine{where}, {each}")
+            return launch(config, ranks, function, options, deadline, node)
+        except KeyboardInterrupt:  # outside of `launch`, which notes it
+            tell(stopped_sentence(signal.SIGINT, None, _run_of(config, options)), error=True)
+            raise
 
 
 def join_job(options: RunOptions) -> Rank | Node | None:
@@ -211,9 +207,9 @@ def launch(
     `deadline` is of `time.monotonic()`.
     """
     options = options or RunOptions()
-    control = {"deadline": deadline, "launch": uuid.uuid4().hex, **options.told()}
+    control = {"deadline": deadline, "launch": uuid.uuid4().hex, **options.for_control()}
     worker = [function, str(os.getpid()), json.dumps(control)]
-    meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
+    rendezvous = Rendezvous(ranks, node, config.distributed.first_step_timeout_seconds)
     with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
         config_path = Path(temporary, "config.yaml")
         for restart in itertools.count(1):
@@ -222,7 +218,13 @@ def launch(
             directory.mkdir()
             try:
                 attempt = Attempt([], directory, requests, config.distributed.timeout_seconds)
-                code = _run_attempt([str(config_path), str(directory), *worker], attempt, meeting)
+                # A store for each attempt: in an old one ranks would read addresses of the dead.
+                if (store := rendezvous.open(requests)) is None:
+                    code = requests.exit_code
+                else:
+                    places, arguments = rendezvous.places(store.port), [str(config_path), str(directory), *worker]
+                    attempt.ranks = start_ranks(arguments, places, directory)
+                    code = attempt.supervise()
                 if code and not attempt.has_saved():
                     number = requests.forced or requests.requested
                     at = attempt.ranks[0].progress.status() if attempt.ranks else None
@@ -261,7 +263,7 @@ def _continued(config: Config) -> Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """The rendezvous of a job's launchers."""
 
     ranks: int
@@ -285,12 +287,12 @@ class Meeting:
         Raises `InputError` if this machine cannot hold it or another machine starts another number of ranks, and
         `DistributedFailure` for a machine that does not come.
         """
-        from torch.distributed import DistError, DistNetworkError, TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import DistError, DistNetworkError
 
         node, deadline = self.node, time.monotonic() + self.timeout_seconds
         if node.number == 0:
             try:
-                store = self._hold(node)
+                store = JobStore(self._hold(node), _PREFIX)
             except (DistNetworkError, OSError) as error:
                 raise InputError(
                     f"MASTER_PORT {node.port} cannot be had on this machine ({str(error).splitlines()[0]}); end what "
@@ -298,14 +300,14 @@ class Meeting:
                     key="launch.port-taken",
                 ) from error
         elif _reached(node, deadline, requests):
-            left = datetime.timedelta(seconds=max(1.0, deadline - time.monotonic()))
-            store = TCPStore(node.address, node.port, is_master=False, wait_for_workers=False, timeout=left)
+            left = max(1.0, deadline - time.monotonic())
+            store = JobStore.connect(node.address, node.port, _PREFIX, left)
         else:
             return None
         if node.count == 1:
-            return store
+            return store.store
         try:
-            return store if self._all_came(store, deadline, requests) else None
+            return store.store if self._all_came(store, deadline, requests) else None
         except DistError as error:
             raise DistributedFailure(
                 f"node 0, which this machine met at {node.address}:{node.port}, has ended; its own output says why",
@@ -313,9 +315,7 @@ class Meeting:
             ) from error
 
     def _hold(self, node: Node) -> "TCPStore":
-        """Open the store, at this machine's own address if the job is on no other machine: nobody else then
-        reaches it.
-        """
+        """Open the store; of a job on this machine alone at an address that no other machine reaches."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if node.count > 1:
@@ -324,30 +324,30 @@ class Meeting:
             port, descriptor = listening.getsockname()[1], listening.detach()
         return TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
-    def _all_came(self, store: "TCPStore", deadline: float, requests: StopRequests) -> bool:
+    def _all_came(self, store: JobStore, deadline: float, requests: StopRequests) -> bool:
         """Compare numbers of ranks with the other launchers; return False on a request to stop before all are there."""
         node = self.node
-        keys = [f"expertmesh/node-{number}" for number in range(node.count)]
-        store.set(keys[node.number], str(self.ranks))
-        while not store.check(keys):
+        keys = [f"node-{number}" for number in range(node.count)]
+        store.put(keys[node.number], self.ranks)
+        while not store.has(*keys):
             if requests.requested or requests.forced:
                 return False
             if time.monotonic() > deadline:
-                missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+                missing = [str(number) for number, key in enumerate(keys) if not store.has(key)]
                 raise DistributedFailure(
                     f"node {', '.join(missing)} of {node.count} did not come to {node.address}:{node.port} within "
                     f"{self.timeout_seconds:.0f} s (distributed.first_step_timeout_seconds)",
                     key="launch.node-missing",
                 )
             time.sleep(POLL_SECONDS)
-        ranks = [int(store.get(key)) for key in keys]
-        read = store.add("expertmesh/read", 1)
+        ranks = [store.get(key) for key in keys]
+        read = store.count("read")
         # The store ends with this process: the others read it first.
         while node.number == 0 and read < node.count and time.monotonic() < deadline:
             if requests.requested or requests.forced:
                 return False
             time.sleep(POLL_SECONDS)
-            read = store.add("expertmesh/read", 0)
+            read = store.count("read", 0)
         if len(set(ranks)) > 1:
             raise InputError(
                 f"the machines of this job start {', '.join(map(str, ranks))} ranks; start the same number on each "
@@ -357,20 +357,8 @@ class Meeting:
         return True
 
 
-def _run_attempt(arguments: list[str], attempt: Attempt, meeting: Meeting) -> int:
-    """Start all ranks, with nothing left of an attempt before, and wait for them."""
-    # A store for each attempt: in an old one ranks would read addresses of the dead.
-    store = meeting.open(attempt.requests)
-    if store is None:
-        return attempt.requests.exit_code
-    attempt.ranks = start_ranks(arguments, meeting.places(store.port), attempt.directory)
-    return attempt.supervise()
-
-
 def _reached(node: Node, deadline: float, requests: StopRequests) -> bool:
-    """Wait until the first machine's launcher listens; return False on a request to stop. A signal does not end torch's
-    own wait.
-    """
+    """Wait until the first machine's launcher listens; return False on a signal, which torch's own wait ignores."""
     while not (requests.requested or requests.forced):
         with contextlib.suppress(OSError), socket.create_connection((node.address, node.port), timeout=1):
             return True

@@ -25,13 +25,13 @@ from expertmesh.config.errors import (
     IntegrityError,
     SecurityError,
 )
-from expertmesh.training.progress import RankStatus
+from expertmesh.training.control import RankStatus
 
 SHOW_STACK = signal.SIGUSR2
 UNEXPECTED = 1
 _BY_EXIT_CODE = {error.exit_code: error for error in (InputError, IntegrityError, SecurityError, DistributedFailure)}
 TRACEBACK_LINES = 20
-# What the ranks of a job have found out together (roll_call.py).
+# What the ranks of a job have found out together (hangs.py).
 VERDICTS = ("rank.hung", "rank.lost")
 TRACEBACK_FOLLOWS = "; the last lines of its traceback:"
 

@@ -18,12 +18,18 @@ from pathlib import Path
 from types import FrameType
 
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError
-from expertmesh.distributed.environment import Rank
+from expertmesh.distributed.environment import Rank, processors
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, read_stack, timed_out
 from expertmesh.launcher.rank_files import SHOW_STACK, failures_in, progress_file, root_cause, stack_file
-from expertmesh.training.control import ONE_REQUEST_SECONDS, StopReason
-from expertmesh.training.control import STOP_SIGNALS as REQUESTS
-from expertmesh.training.progress import Progress, RankStatus, StopState
+from expertmesh.training.control import (
+    ONE_REQUEST_SECONDS,
+    STOP_SIGNALS,
+    Progress,
+    RankStatus,
+    StopReason,
+    StopState,
+    handling,
+)
 
 POLL_SECONDS = 0.05
 # How long ranks get to fail by themselves after the first has: an error that all share is then known to be shared.
@@ -33,8 +39,8 @@ STACK_SECONDS = 2.0
 STOPPED_SECONDS = 5.0
 # A process in an uninterruptible wait (a dead disk or driver) does not even end by SIGKILL; the launcher still must.
 KILL_SECONDS = 30.0
-_WAITED_FOR = REQUESTS
-STOP_SIGNALS = (*_WAITED_FOR, signal.SIGHUP, signal.SIGQUIT)
+# Beside those that a run waits to save by.
+HANDLED_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _ENDED_WELL = (0, 130, 143)
 
 
@@ -52,7 +58,7 @@ class StopRequests:
     def exit_code(self) -> int:
         """The exit code of a launcher that ends by the request."""
         number = self.forced or self.requested
-        return StopReason(number).exit_code if number in _WAITED_FOR else 128 + number
+        return StopReason(number).exit_code if number in STOP_SIGNALS else 128 + number
 
     @property
     def seconds_ago(self) -> float:
@@ -61,28 +67,18 @@ class StopRequests:
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number in _WAITED_FOR and not self.requested:
+        if number in STOP_SIGNALS and not self.requested:
             self.requested, self._requested_at = number, now
-        elif number not in _WAITED_FOR or now - self._requested_at > ONE_REQUEST_SECONDS:
+        elif number not in STOP_SIGNALS or now - self._requested_at > ONE_REQUEST_SECONDS:
             self.forced = number
 
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Record the signals that stop a job instead of ending by them; restore old handlers. In the main thread only.
-
-    A signal that is ignored stays ignored: a job under `nohup` must outlive its terminal.
-    """
+    """Record the signals that stop a job instead of ending by them. In the main thread only."""
     requests = StopRequests()
-    old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    old = {number: handler for number, handler in old.items() if handler is not signal.SIG_IGN}
-    try:
-        for number in old:
-            signal.signal(number, requests.receive)
+    with handling(HANDLED_SIGNALS, requests.receive):
         yield requests
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 @dataclass(slots=True)
@@ -103,9 +99,7 @@ class LocalRank:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def ask_for_stack(self) -> bool:
-        """Let it write its Python stacks, also if it is stopped; return whether it was. No stack before it is
-        running.
-        """
+        """Let it write its Python stacks, once it runs, even if it is stopped; return whether it was."""
         stopped = is_stopped(self.process.pid)
         if self.runs and self.progress.status().process:
             self.process.send_signal(SHOW_STACK)
@@ -128,9 +122,7 @@ class Attempt:
     _looked_at: float = 0.0
 
     def supervise(self) -> int:
-        """Wait for the ranks; return 0, or 130 or 143 if they were stopped. Raises the error by which the job
-        failed.
-        """
+        """Wait for the ranks; return 0, or 130 or 143 if they were stopped. Raises what the job failed by."""
         try:
             while self._running() and not self._failed() and not self._stuck():
                 if self._must_end():
@@ -142,8 +134,13 @@ class Attempt:
             if self._ended_by_request():
                 return self.requests.exit_code
             raise error
-        finally:
-            self._end()
+        finally:  # end all ranks and everything that they have started
+            for rank in self._running():
+                rank.kill()
+            deadline = time.monotonic() + KILL_SECONDS
+            for rank in self.ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(max(0.0, deadline - time.monotonic()))
 
     def has_saved(self) -> bool:
         """Return whether all ranks have stopped as requested, with a checkpoint."""
@@ -152,7 +149,10 @@ class Attempt:
     def _running(self) -> list[LocalRank]:
         for rank in self.ranks:
             if not rank.runs and rank.rank not in self.exit_codes:
-                self.exit_codes[rank.rank] = code = _exit_code(rank)
+                code = rank.process.wait()
+                if code > 0 and code in _ENDED_WELL and rank.progress.stop_state is not StopState.STOPPED:
+                    code = 128 - code  # a second signal has ended it in its loop
+                self.exit_codes[rank.rank] = code
                 if code not in _ENDED_WELL:
                     rank.kill()  # what it had started
         return [rank for rank in self.ranks if rank.runs]
@@ -161,9 +161,7 @@ class Attempt:
         return any(code not in _ENDED_WELL for code in self.exit_codes.values()) or bool(failures_in(self.directory))
 
     def _must_end(self) -> bool:
-        """Pass a request to stop on to the ranks; return whether it cannot wait for them, because one is not in its
-        loop.
-        """
+        """Pass a request to stop on to the ranks; return whether it cannot wait, because one is not in its loop."""
         if self.requests.forced:
             return True
         if not self.requests.requested:
@@ -234,15 +232,6 @@ class Attempt:
     def _statuses(self) -> dict[int, RankStatus]:
         return {rank.rank: rank.progress.status() for rank in self.ranks}
 
-    def _end(self) -> None:
-        """End all ranks and everything that they have started."""
-        for rank in self._running():
-            rank.kill()
-        deadline = time.monotonic() + KILL_SECONDS
-        for rank in self.ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
-
 
 def start_ranks(arguments: Sequence[str], places: Sequence[Rank], directory: Path) -> list[LocalRank]:
     """Start a process of launcher/worker.py with `arguments` for each rank."""
@@ -269,16 +258,3 @@ def start_ranks(arguments: Sequence[str], places: Sequence[Rank], directory: Pat
             rank_started.process.wait()
         raise
     return started
-
-
-def processors() -> int:
-    """Return the processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _exit_code(rank: LocalRank) -> int:
-    """Return a rank's exit code. A second signal ends a rank in its loop by 128 + its number: it was ended by it."""
-    code = rank.process.wait()
-    if code > 0 and code in _ENDED_WELL and rank.progress.stop_state is not StopState.STOPPED:
-        return 128 - code
-    return code

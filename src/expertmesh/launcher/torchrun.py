@@ -24,16 +24,16 @@ from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputE
 from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.parent import watch_parent
 from expertmesh.io.terminal import printable, tell
+from expertmesh.launcher.hangs import open_liveness
 from expertmesh.launcher.rank_files import UNEXPECTED, VERDICTS, RankFailure, stopped_sentence
-from expertmesh.launcher.roll_call import open_roll_call
 from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_TOLD = "expertmesh-told-"
+_PRINTED = "expertmesh-told-"
 _REFUSED = "expertmesh-refused.json"
-# What every process on a machine finds wrong alike: the command line, the configuration's file, the installation.
-_SAID_ONCE = ("cli.", "config.", "install.", "launch.nproc-differs", "launch.restarts-in-job", "launch.elastic-start")
+# Keys of what every process on a machine finds, so that one prints it: the command line, its file, the installation.
+_ONCE = ("cli.", "config.", "install.", "launch.nproc-differs", "launch.restarts-in-job", "launch.elastic-start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TorchrunAgent:
     """The rank that it started."""
     attempt: int
     """Number of the agent's start, from 0."""
-    notes: Path | None
+    directory: Path | None
     """A directory that is the same for all of its attempts; None if it has none."""
     world_size: int = 1
     """The number of ranks of the job."""
@@ -62,21 +62,21 @@ class TorchrunAgent:
 
     @property
     def is_there(self) -> bool:
-        return self.notes is not None
+        return self.directory is not None
 
     def remember(self, error: ExpertmeshError) -> None:
         """Record what no further attempt of equally many ranks can change."""
-        if self.notes is not None and not isinstance(error, DistributedFailure):
-            with contextlib.suppress(OSError), (self.notes / _REFUSED).open("x", encoding="utf-8") as file:
+        if self.directory is not None and not isinstance(error, DistributedFailure):
+            with contextlib.suppress(OSError), (self.directory / _REFUSED).open("x", encoding="utf-8") as file:
                 json.dump({"world_size": self.world_size, "failure": asdict(RankFailure.of(self.rank, error))}, file)
 
     def refuse_again(self) -> None:
         """Raise the error by which an earlier attempt has ended, if it would end this one too."""
-        if self.notes is None or self.attempt == 0:
+        if self.directory is None or self.attempt == 0:
             return
         try:
-            note = json.loads((self.notes / _REFUSED).read_text(encoding="utf-8"))
-            failure, ranks = RankFailure(**note["failure"]), note["world_size"]
+            record = json.loads((self.directory / _REFUSED).read_text(encoding="utf-8"))
+            failure, ranks = RankFailure(**record["failure"]), record["world_size"]
         except (OSError, ValueError, TypeError, KeyError):
             return
         if ranks == self.world_size:
@@ -84,14 +84,12 @@ class TorchrunAgent:
 
 
 def run_here(config: Config, function: str, control: Control) -> int:
-    """Run `function` as one rank of another launcher's job, where no launcher of ours reports a bug; return its exit
-    code.
-    """
+    """Run `function` as one rank of another launcher's job, which reports no bug of ours; return the exit code."""
     agent = TorchrunAgent.of(os.environ)
     agent.refuse_again()
     if agent.is_there:
         watch_parent(os.getppid(), control.progress.beat)
-    call = open_roll_call(control.progress, config, _tell_verdict)
+    liveness = open_liveness(control.progress, config, _tell_verdict)
     try:
         return run_rank(config, function, control)
     except ExpertmeshError as error:
@@ -103,17 +101,17 @@ def run_here(config: Config, function: str, control: Control) -> int:
             tell(stopped_sentence(signal.SIGINT, control.progress.status(), directory), error=True)
         raise
     except (Exception, SystemExit) as error:
-        if call is not None and (verdict := call.verdict_on(error)) is not None:
+        if liveness is not None and (verdict := liveness.verdict_on(error)) is not None:
             raise verdict from error
         what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
-        if has_to_tell(what, may_follow=True):
+        if must_print(what, may_follow=True):
             tell(f"error: {what}", error=True)
         return UNEXPECTED
 
 
 def _tell_verdict(verdict: DistributedFailure) -> None:
     """Print the verdict in a rank that is ended because the others have waited for it in vain."""
-    if has_to_tell(str(verdict), may_follow=False):
+    if must_print(str(verdict), may_follow=False):
         tell(f"error: {verdict}", error=True)
 
 
@@ -148,12 +146,10 @@ def refuse_elastic(ranks: tuple[int, int], place: Rank | Node | None, environmen
 
 
 def report(error: ExpertmeshError, *, as_json: bool = False) -> int:
-    """Print the sentence of the error that ends this process, on one of the ranks that end by it; return its
-    exit code.
-    """
+    """Print the error that ends this process, on one of the ranks that end by it; return its exit code."""
     rank = os.environ.get("RANK", "")
     may_follow = isinstance(error, DistributedFailure) and error.key not in VERDICTS
-    if _told_by_another(error) or not has_to_tell(str(error), may_follow=may_follow):
+    if _printed_by_another(error) or not must_print(str(error), may_follow=may_follow):
         return error.exit_code
     if as_json:
         record = {"key": error.key, "exit_code": error.exit_code, "message": str(error)}
@@ -164,15 +160,15 @@ def report(error: ExpertmeshError, *, as_json: bool = False) -> int:
     return error.exit_code
 
 
-def _told_by_another(error: ExpertmeshError) -> bool:
+def _printed_by_another(error: ExpertmeshError) -> bool:
     """Return whether another process of a job of srun, mpirun or the like prints `error` for this one.
 
     Rank 0 prints what all ranks raise, the first rank of a machine what all of that machine find. For torchrun see
-    `has_to_tell`.
+    `must_print`.
     """
     if error.on_all_ranks and not TorchrunAgent.of(os.environ).is_there:
         return os.environ.get("RANK", "0") != "0"
-    if not error.key.startswith(_SAID_ONCE):
+    if not error.key.startswith(_ONCE):
         return False
     try:
         place = find_place()
@@ -202,7 +198,7 @@ class OneSentence:
         self.before(kind, error, trace)
 
 
-def has_to_tell(message: str, *, may_follow: bool) -> bool:
+def must_print(message: str, *, may_follow: bool) -> bool:
     """Return whether this rank has to print `message`. Always true where torchrun has not started it.
 
     `may_follow`: the error may follow from that of another rank, so anything that has been printed counts in place of
@@ -214,9 +210,9 @@ def has_to_tell(message: str, *, may_follow: bool) -> bool:
     attempt = file.parents[1]  # of all local ranks; each has a directory of its own below
     what = "first" if may_follow else hashlib.sha256(message.encode()).hexdigest()[:16]
     try:
-        if may_follow and any(attempt.glob(f"{_TOLD}*")):
+        if may_follow and any(attempt.glob(f"{_PRINTED}*")):
             return False
-        (attempt / f"{_TOLD}{what}").touch(exist_ok=False)
+        (attempt / f"{_PRINTED}{what}").touch(exist_ok=False)
         content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         file.write_text(json.dumps({"message": content}), encoding="utf-8")
     except FileExistsError:

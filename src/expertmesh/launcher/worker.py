@@ -6,6 +6,7 @@ attempt, and the launcher reports one for all.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import logging
@@ -13,17 +14,17 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from expertmesh.config import Config, load_config
 from expertmesh.io.parent import end_with_parent, watch_parent
 from expertmesh.io.terminal import lasting_output, prepare_output
-from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.launcher.hangs import open_liveness
 from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stack_when_asked
-from expertmesh.launcher.roll_call import open_roll_call
-from expertmesh.training.control import STOP_SIGNALS, Control, Stopped
-from expertmesh.training.progress import Progress
+from expertmesh.training.control import STOP_SIGNALS, Control, Progress, Stopped
 
 TEARDOWN_SECONDS = 30
 
@@ -47,6 +48,24 @@ def run_rank(config: Config, function: str, control: Control) -> int:
             signal.signal(number, signal.SIG_IGN)
         return stopped.exit_code
     return 0
+
+
+@contextmanager
+def lazy_imports() -> Iterator[None]:
+    """Make imports of torch inside the block faster.
+
+    They make a million objects that stay. Python's garbage collector would search them again and again meanwhile, and
+    later in every full collection.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def take_allocator_settings() -> None:
@@ -104,15 +123,15 @@ def main() -> NoReturn:
     progress.start()
     end_with_parent()
     watch_parent(int(parent), progress.beat)
-    call = None
+    liveness = None
     with lasting_output():
         try:
             read = load_config(config)
             if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:  # the launcher sees its own machine alone
-                call = open_roll_call(progress, read, lambda verdict: RankFailure.of(rank, verdict).write(directory))
+                liveness = open_liveness(progress, read, lambda verdict: RankFailure.of(rank, verdict).write(directory))
             code = run_rank(read, function, Control(progress, **json.loads(control)))
         except (Exception, SystemExit) as error:
-            verdict = call.verdict_on(error) if call is not None else None
+            verdict = liveness.verdict_on(error) if liveness is not None else None
             failure = RankFailure.of(rank, verdict or error)
             failure.write(directory)
             code = failure.exit_code

@@ -69,7 +69,7 @@ def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
 def choose_placement(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> Placement:
     """Return the places of experts as `moe.placement` says before any token was routed.
 
-    `balanced` is contiguous here: a run replaces it when it knows the load (training/startup/placement.py).
+    `balanced` is contiguous here: a run replaces it when it knows the load (training/startup/prepare.py).
 
     Raises:
         InputError: ep is 1, the file does not fit the model, or the model cannot have `moe.replicas`.

@@ -22,8 +22,7 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks, describe, i
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import BYTES_OF
-from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import ExpertTraffic, Layout, TopKRouter
 from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels

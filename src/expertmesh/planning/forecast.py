@@ -21,7 +21,7 @@ from expertmesh.planning.read_model import figures_of_plan, figures_of_teacher
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, plan, supported_mode
 from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
-from expertmesh.training.reporting.record import Arrangement, Forecast, Prediction
+from expertmesh.training.reporting.record import ChosenLayout, Forecast, Prediction
 from expertmesh.training.run import train
 from expertmesh.training.startup.model_check import Checked, OrderWish, checkpointing_mode
 
@@ -32,7 +32,7 @@ def train_with_forecast(config: Config, control: Control | None = None) -> None:
     train(config, control, predict=forecast, arrange=arrange if elastic else None)
 
 
-def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], Checked]) -> Arrangement:
+def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], Checked]) -> ChosenLayout:
     """Return the layout of a start of an elastic job: that of `config` if it can be had, else the fastest planned one.
 
     Nothing communicates.
@@ -46,7 +46,7 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     mode = config.train.activation_checkpointing
     try:
         preflight(config, world_size)
-        return Arrangement(config.parallel, config.train.micro_batch_size, mode, "laid out as configured")
+        return ChosenLayout(config.parallel, config.train.micro_batch_size, mode, "laid out as configured")
     except InputError as error:
         if not error.key.startswith("layout.") and error.key != "config.combination":
             raise
@@ -67,7 +67,7 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     rows = 1 if config.objective.pairs else best.workload.batch.rows
     axes = ", ".join(f"{axis} {best.layout.size(axis)}" for axis in CONFIGURED_AXES if best.layout.size(axis) > 1)
     reason = f"planned anew ({axes or 'one rank'}, micro-batch {rows}), as {why}"
-    return Arrangement(explicit(best.layout), rows, best.workload.mode, reason)
+    return ChosenLayout(explicit(best.layout), rows, best.workload.mode, reason)
 
 
 def forecast(config: Config, checked: Checked, devices: Devices | None = None) -> Forecast:

@@ -18,8 +18,7 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks
 from expertmesh.config import PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import BYTES_OF, OptimizerName
-from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import ExpertTraffic, Layout, TopKRouter
 from expertmesh.parallel.context import ContextPlan
 from expertmesh.parallel.pipeline import refuse_by_layer
 from expertmesh.parallel.shard_plan import KeptInFp32, ShardPlan, plan_axes

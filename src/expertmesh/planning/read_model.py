@@ -32,8 +32,8 @@ from expertmesh.planning.model_figures import (
 )
 from expertmesh.planning.probe import NotProbed, Packed, kept_apart, probe
 from expertmesh.state.model_view import is_adapter
-from expertmesh.training.optimizers.matrices import matrices_of
-from expertmesh.training.teacher import Teacher
+from expertmesh.training.objective import Teacher
+from expertmesh.training.optimizers.muon import matrices_of
 from expertmesh.weights.meta_model import kept_in_fp32
 
 if TYPE_CHECKING:

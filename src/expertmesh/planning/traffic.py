@@ -12,8 +12,7 @@ from math import gcd, lcm
 from typing import Literal
 
 from expertmesh.config.sections import BYTES_OF
-from expertmesh.distributed.expert_traffic import RoutedTokens, rows_per_token
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import Layout, RoutedTokens, rows_per_token
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import CHUNK_TOKENS, RankMemory
 from expertmesh.planning.model_figures import Block, Experts, ModelFigures, group_bytes
@@ -25,7 +24,7 @@ from expertmesh.planning.stages import (
     prefetches_in_vain,
     runs_shared_beside,
 )
-from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
+from expertmesh.training.optimizers.adamw import is_quantised, scale_shape
 
 # The ranks of an EP group with the same place in their nodes.
 EP_NODES = "ep, between nodes"

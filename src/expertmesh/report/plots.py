@@ -30,7 +30,7 @@ from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter, N
 
 from expertmesh.report.metrics import WORST
 from expertmesh.report.run import Run
-from expertmesh.training.reporting.data_record import Bin
+from expertmesh.training.reporting.record import Bin
 
 MAX_POINTS = 600
 MAX_COLUMNS = 320

@@ -22,8 +22,7 @@ from expertmesh.config.files import config_from
 from expertmesh.io.reading import first_problem, read_file, read_json, shortened
 from expertmesh.report.metrics import Metrics, read_metrics
 from expertmesh.training.lock import Holder, holder
-from expertmesh.training.reporting.data_record import DATA_FILE, DataRecord
-from expertmesh.training.reporting.record import RECORD_FILE, RunRecord, Start, read_record
+from expertmesh.training.reporting.record import DATA_FILE, RECORD_FILE, DataRecord, RunRecord, Start, read_record
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from transformers import PreTrainedConfig, masking_utils
 from expertmesh.compat import FakeTensorMode, number_of_groups, without_shape_messages
 from expertmesh.config import LoraConfig, MoeConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
-from expertmesh.distributed.layout import Layout, explicit
+from expertmesh.distributed.layout import Layout, TopKRouter, explicit, rows_per_token
 from expertmesh.distributed.mesh import Mesh, init_mesh
 from expertmesh.experts import dispatch
 from expertmesh.model import ModelOptions, prepare_model

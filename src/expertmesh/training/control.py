@@ -1,25 +1,149 @@
-"""Connect a running training loop with its surroundings: requests to stop, and its status.
+"""Connect a running training loop with its surroundings: requests to stop, and the status of a rank.
 
 The command line passes a `Control` to `train(config, control)`; `Control()` serves tests and Python callers. The loop
 asks it each step whether to stop, exchanges the answer with the other ranks, so that a signal to one rank suffices, and
-reports its status to it. Imports neither torch nor anything else that is heavy; communicates with no rank.
+reports its status (step, phase, heartbeat) to it: a few bytes that outlive the process. Under our launcher they are a
+small memory-mapped file, so that the launcher can report where every rank was even after SIGKILL, and can ask a rank to
+stop without a signal. Elsewhere they are plain memory, for the rank's own messages. Writing costs no system call and no
+lock: one process writes each field. Imports neither torch nor anything else that is heavy; communicates with no rank.
 """
 
+import mmap
 import os
 import signal
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
+from types import FrameType
 from typing import Literal
 
-from expertmesh.training.progress import Progress, StopState
-
+_PHASE_BYTES = 128
+_IDENTITY = struct.Struct("<qQ")  # process id, identity of its main thread
+_PLACE = struct.Struct(f"<dq{_PHASE_BYTES}s")  # since when, step, phase
+_BEAT = struct.Struct("<d")
+_NUMBER = struct.Struct("<q")
+_IDENTITY_AT = 0
+_VERSION_AT = _IDENTITY_AT + _IDENTITY.size
+_PLACE_AT = _VERSION_AT + _NUMBER.size
+_BEAT_AT = _PLACE_AT + _PLACE.size
+_STOP_STATE_AT = _BEAT_AT + _BEAT.size
+_STOP_AT = _STOP_STATE_AT + _NUMBER.size
+_SIZE = _STOP_AT + _NUMBER.size
+_WRITING_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A scheduler and a launcher may both deliver what is one request: signals this close together count as one.
 ONE_REQUEST_SECONDS = 0.5
+
+
+class StopState(IntEnum):
+    """What a rank does with a request to stop."""
+
+    NOT_ACCEPTING = 0
+    """Not in the training loop: only ending the process stops it."""
+    ACCEPTING = 1
+    """In the loop: it will finish its step, save and leave."""
+    STOPPED = 2
+    """It has stopped and saved, and must be left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank at one moment. Times are of `time.monotonic()`, which all processes of a machine share."""
+
+    process: int
+    """Its id; 0 until the rank is running."""
+    main_thread: int
+    since: float
+    """Start of its phase."""
+    step: int
+    """The step, from 1; 0 before the first."""
+    phase: str
+    heartbeat: float
+    """Its last sign of life."""
+    stop_state: StopState
+
+    def __str__(self) -> str:
+        place = f"at step {self.step}" if self.step else "before the first step"
+        return f"{place}, {self.phase}"
+
+
+class Progress:
+    """The bytes of one rank: in `path`, created if it does not exist, or in memory."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._version = 0
+        self._bytes: mmap.mmap | bytearray = bytearray(_SIZE)
+        if path is not None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.truncate(descriptor, _SIZE)
+                self._bytes = mmap.mmap(descriptor, _SIZE)
+            finally:
+                os.close(descriptor)
+
+    def start(self) -> None:
+        """Record that the process is running. The rank's main thread calls it."""
+        _IDENTITY.pack_into(self._bytes, _IDENTITY_AT, os.getpid(), threading.get_ident())
+        self.at(0, "starting")
+        self.beat()
+
+    def at(self, step: int, phase: str) -> None:
+        """Record that the rank is now in `phase` of `step` (from 1; 0 before the first step)."""
+        place = _PLACE.pack(time.monotonic(), step, phase.encode()[:_PHASE_BYTES])
+        # Odd while the place is being written, so that a reader can tell.
+        self._version += 1
+        _NUMBER.pack_into(self._bytes, _VERSION_AT, self._version)
+        self._bytes[_PLACE_AT : _PLACE_AT + _PLACE.size] = place
+        self._version += 1
+        _NUMBER.pack_into(self._bytes, _VERSION_AT, self._version)
+
+    def beat(self) -> None:
+        """Record that this process still runs. A thread of its own calls it about once a second."""
+        _BEAT.pack_into(self._bytes, _BEAT_AT, time.monotonic())
+
+    @property
+    def stop_state(self) -> StopState:
+        return StopState(_NUMBER.unpack_from(self._bytes, _STOP_STATE_AT)[0])
+
+    @stop_state.setter
+    def stop_state(self, state: StopState) -> None:
+        _NUMBER.pack_into(self._bytes, _STOP_STATE_AT, state)
+
+    @property
+    def stop(self) -> int:
+        """Return the signal by which the launcher was asked to stop, or 0. Only the launcher writes it."""
+        return int(_NUMBER.unpack_from(self._bytes, _STOP_AT)[0])
+
+    @stop.setter
+    def stop(self, number: int) -> None:
+        _NUMBER.pack_into(self._bytes, _STOP_AT, number)
+
+    def status(self) -> RankStatus:
+        """Return all fields at one moment, also for a reader in another process."""
+        process, main_thread = _IDENTITY.unpack_from(self._bytes, _IDENTITY_AT)
+        since, step, phase = _PLACE.unpack(self._place())
+        (heartbeat,) = _BEAT.unpack_from(self._bytes, _BEAT_AT)
+        text = phase.rstrip(b"\0").decode(errors="ignore") or "starting"
+        return RankStatus(process, main_thread, since, step, text, heartbeat, self.stop_state)
+
+    def _place(self) -> bytes:
+        """Return the bytes that `at` wrote, complete: the writer may be in the middle, and may not run for a while.
+
+        A writer that was killed or stopped in the middle never finishes; then the bytes are taken as they are.
+        """
+        deadline = time.monotonic() + _WRITING_SECONDS
+        while True:
+            before = _NUMBER.unpack_from(self._bytes, _VERSION_AT)[0]
+            place = bytes(self._bytes[_PLACE_AT : _PLACE_AT + _PLACE.size])
+            whole = before % 2 == 0 and before == _NUMBER.unpack_from(self._bytes, _VERSION_AT)[0]
+            if whole or time.monotonic() > deadline:
+                return place
+            time.sleep(0)
 
 
 class StopReason(IntEnum):
@@ -107,12 +231,28 @@ class Control:
 
 
 @contextmanager
+def handling(signals: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `handler` for signals inside the block, and restore the old handlers behind it. In the main thread only.
+
+    A signal that is ignored stays ignored: a job under `nohup` must outlive its terminal.
+    """
+    old = {number: signal.getsignal(number) for number in signals}
+    old = {number: before for number, before in old.items() if before is not signal.SIG_IGN}
+    try:
+        for number in old:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before or signal.SIG_DFL)
+
+
+@contextmanager
 def _calling_on_signal(received: Callable[[int], None]) -> Iterator[None]:
     """Call `received(number)` for each of STOP_SIGNALS, at once, in a thread of its own.
 
     Python runs a signal's handler between two lines of the main thread, which may be inside a collective for minutes;
-    the interpreter writes a byte to the wake-up descriptor as soon as the signal comes. A signal that is ignored stays
-    ignored.
+    the interpreter writes a byte to the wake-up descriptor as soon as the signal comes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -122,15 +262,10 @@ def _calling_on_signal(received: Callable[[int], None]) -> Iterator[None]:
     thread = threading.Thread(target=_listen, args=(reading, received), name="stop-signals", daemon=True)
     thread.start()
     old_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
     try:
-        for number in handlers:
-            signal.signal(number, lambda number, frame: None)
-        yield
+        with handling(STOP_SIGNALS, lambda number, frame: None):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
         signal.set_wakeup_fd(old_descriptor)
         os.close(writing)  # the thread reads the end of the pipe
         thread.join()

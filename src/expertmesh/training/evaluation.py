@@ -5,8 +5,9 @@ keys and values: it is the same computation in every layout, pipeline stages inc
 has to be right. That suits a few short answers, not serving. Every rank calls all of it, and gets the same results.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,28 +79,21 @@ class Evaluation:
         )
 
     def _samples(self, model: nn.Module) -> list[EvalSample]:
+        # The first sample of each of the first rows; of preferences the chosen one.
         found = [
             (name, dataset.position(index), *prompt_of(dataset, index))
             for name, dataset in self.datasets.items()
-            for index in _first_rows(dataset, self.config.eval.samples)
+            for index in range(len(dataset))[:: dataset.samples_per_row][: self.config.eval.samples]
         ]
         config = self.config
         most = [min(config.eval.sample_tokens, config.data.max_length - len(prompt)) for *_, prompt, _ in found]
         ends = end_tokens(model)
         answers = generate(model, self.mesh, self.layout, [prompt for *_, prompt, _ in found], most, ends)
+        decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
         return [
-            EvalSample(name, source, *(self._text(ids) for ids in (prompt, answer, expected)))
+            EvalSample(name, source, *(str(decode(ids.tolist())) for ids in (prompt, answer, expected)))
             for (name, source, prompt, expected), answer in zip(found, answers, strict=True)
         ]
-
-    def _text(self, ids: Ids) -> str:
-        return str(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
-
-
-def _first_rows(dataset: TokenizedDataset, count: int) -> Iterator[int]:
-    """Yield the first sample of each of the first rows; of preferences the chosen one."""
-    each = dataset.samples_per_row
-    yield from range(0, min(count * each, len(dataset)), each)
 
 
 def prompt_of(dataset: TokenizedDataset, index: int) -> tuple[Ids, Ids]:
@@ -129,16 +123,14 @@ def generate(
     rows = list(prompts)
     unpacked = replace(layout, packing=False)
     for number in tracked(range(max(most, default=0)), max(most, default=0), "generating", "tokens"):
-        going = [at for at, row in enumerate(rows) if _goes_on(row[len(prompts[at]) :], number, most[at], ends)]
+        # A row ends at `most` tokens, or at one of `ends` behind its prompt.
+        ended = (len(row) > len(prompts[at]) and int(row[-1]) in ends for at, row in enumerate(rows))
+        going = [at for at, ends_here in enumerate(ended) if number < most[at] and not ends_here]
         if not going:
             break
         for at, word in zip(going, _next_words(model, mesh, unpacked, [rows[at] for at in going]), strict=True):
             rows[at] = np.append(rows[at], int(word))
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
-
-
-def _goes_on(answer: Ids, number: int, most: int, ends: set[int]) -> bool:
-    return number < most and not (len(answer) and int(answer[-1]) in ends)
 
 
 def _next_words(model: nn.Module, mesh: Mesh, layout: BatchLayout, rows: list[Ids]) -> npt.NDArray[np.float64]:

@@ -70,7 +70,7 @@ def exchange(
     counts += [facts.status == status for status in STATUSES]
     # Pinned, so that the copy to an accelerator does not wait for what runs there.
     on_host = torch.tensor([float(count) for count in counts], dtype=torch.float64, pin_memory=device.type != "cpu")
-    norm = grad_norm.to(device, torch.float64)
+    norm = grad_norm.to(device, torch.float64)  # not summed: it is a norm over all shards already
     shares = torch.stack([share.to(device, torch.float64) for share in (losses.loss, losses.aux_loss, losses.z_loss)])
     not_finite = ~(shares[0].isfinite() & norm.isfinite())
     own = [shares, not_finite.double().view(1), on_host.to(device, non_blocking=True), losses.figures_F.to(device)]
@@ -78,9 +78,9 @@ def exchange(
     dist.all_reduce(sums)
     loss, aux_loss, z_loss, bad, overdue, *rest, own_norm = torch.cat([sums, norm.view(1)]).tolist()
     rest, values = rest[: len(counts) - 1], rest[len(counts) - 1 :]
-    asked = [reason for reason, count in zip(_STOP_REASONS, rest, strict=False) if count]
+    requested = [reason for reason, count in zip(_STOP_REASONS, rest, strict=False) if count]
     statuses = tuple(int(count) for count in rest[len(_STOP_REASONS) :])
-    stop = max(asked, default=StopReason.NONE)
+    stop = max(requested, default=StopReason.NONE)
     named = dict(zip(figures, values, strict=True))
     return StepFacts(loss, aux_loss, z_loss, own_norm, int(bad), stop, bool(overdue), statuses, named)
 
@@ -129,9 +129,7 @@ def _who_is_not_finite(losses: StepLosses, grad_norm: float, model: nn.Module) -
 
 
 def gradients_are_finite(model: nn.Module) -> bool:
-    """Return whether this rank's gradient shards are finite. Called only when something is not; waits for the
-    device.
-    """
+    """Return whether this rank's gradient shards are finite. Waits for the device: only after a step that failed."""
     for parameter in model.parameters():
         gradient = parameter.grad
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

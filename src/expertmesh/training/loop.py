@@ -1,41 +1,45 @@
 """Run the training loop, to be read from top to bottom: steps, accumulation, clipping, update, report, evaluation.
 
 It gets a sharded model and batches, and does not know how they were made. Every rank runs it in step: each call of
-`_train_step` is the same sequence of collectives on all of them.
+`_train_step` is the same sequence of collectives on all of them. With `train --profile 3:5` some of its steps are
+recorded by torch.profiler, at the end of this file.
 """
 
 import itertools
 import logging
+import os
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from expertmesh.compat import memory_page, record_memory
 from expertmesh.config import Config
+from expertmesh.data import Step, StreamBatches, TrainingBatches
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.experts.placement import LOAD_FILE
+from expertmesh.io.terminal import plural
 from expertmesh.step.forward_backward import Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
-from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.evaluation import Evaluation
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
 from expertmesh.training.objective import RunObjective, on_device
 from expertmesh.training.reporting.metrics import ExpertLoad, StepMetrics, tokens_are_due
-from expertmesh.training.reporting.profiling import profiling
-
-if TYPE_CHECKING:
-    from expertmesh.data import Step, StreamBatches, TrainingBatches
-    from expertmesh.training.reporting.reporter import Reporter
-    from expertmesh.training.resume import Counters
+from expertmesh.training.reporting.reporter import Reporter
+from expertmesh.training.resume import Counters
+from expertmesh.training.run_state import RunCheckpoints
 
 log = logging.getLogger(__name__)
+_MEMORY_EVENTS = 200_000
 
 
 @dataclass(slots=True)
@@ -49,14 +53,14 @@ class TrainingLoop:
     order: Order
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
-    train_batches: "TrainingBatches | StreamBatches"
+    train_batches: TrainingBatches | StreamBatches
     evaluation: Evaluation
     total_steps: int
-    reporter: "Reporter"
+    reporter: Reporter
     expert_load: ExpertLoad
     checkpoints: RunCheckpoints
     control: Control
-    counters: "Counters"
+    counters: Counters
 
     def run(self) -> None:
         """Train up to `total_steps` optimizer steps.
@@ -73,7 +77,10 @@ class TrainingLoop:
         profile = profiling(self.control.profile, Path(self.config.output_dir, "profile"), self.mesh.rank)
         with self.control.accepting_stop(), profile as end_step:
             self.control.progress.at(first, "reading data")
-            steps = iter(()) if selection.ends() else self._steps()
+            steps: Iterator[Step] = iter(())
+            if not selection.ends():
+                left = self.total_steps - self.counters.step
+                steps = itertools.islice(self.train_batches.steps(self.counters.step, self.counters.stream), left)
             for number, step in enumerate(steps, start=first):
                 result = self._train_step(number, step, guard)
                 self.counters.step, self.counters.skipped_in_a_row = number, guard.in_a_row
@@ -95,7 +102,10 @@ class TrainingLoop:
                 if self.evaluation.sets and (last or (every and number % every == 0)):
                     self.control.progress.at(number, "evaluating")
                     paused = time.monotonic()
-                    best = selection.saw(number, self._evaluate(number))
+                    figures = self.evaluation.metrics(self.model)
+                    figures = replace(figures, step=number, seconds=time.monotonic() - paused)
+                    self.reporter.emit(figures)
+                    best = selection.saw(number, figures.row())
                     clock.skip(time.monotonic() - paused)
                 end_step()
                 last = last or selection.ends()
@@ -109,13 +119,13 @@ class TrainingLoop:
             self.control.progress.at(self.counters.step, "waiting for the last checkpoint")
             self.checkpoints.finish()
 
-    def _report(self, number: int, step: "Step", result: "_StepResult", clock: "_Clock") -> None:
+    def _report(self, number: int, step: Step, result: "_StepResult", clock: "_Clock") -> None:
         tokens_LE, peak_memory = self.expert_load.take(number)
         elapsed, seconds = clock.read()
         steps = clock.restart(number)
         balance = attached_balance(self.model)
         due = tokens_are_due(number, self.config.log.every_steps, self.total_steps)
-        self.reporter.step(
+        self.reporter.emit(
             StepMetrics(
                 step=number,
                 epoch=step.progress,
@@ -136,13 +146,6 @@ class TrainingLoop:
             )
         )
         self.counters.tokens = 0
-
-    def _evaluate(self, number: int) -> dict[str, Any]:
-        """Evaluate on every set and report it; return the row of `metrics.jsonl`."""
-        began = time.monotonic()
-        metrics = replace(self.evaluation.metrics(self.model), seconds=time.monotonic() - began)
-        self.reporter.evaluation(number, metrics)
-        return metrics.row()
 
     def _checkpoint(self, number: int, facts: StepFacts, clock: "_Clock", *, wanted: bool) -> None:
         """Save if it is `wanted`, by the rules, or after a request to stop; raise `Stopped` after the latter."""
@@ -168,32 +171,32 @@ class TrainingLoop:
             if self.mesh.rank == 0:
                 self.expert_load.write(Path(self.config.output_dir))
 
-    def _steps(self) -> Iterator["Step"]:
-        """Yield the steps after `counters.step`."""
-        steps = self.train_batches.steps(self.counters.step, self.counters.stream)
-        return itertools.islice(steps, self.total_steps - self.counters.step)
-
-    def _train_step(self, number: int, step: "Step", guard: NonFiniteGuard) -> "_StepResult":
+    def _train_step(self, number: int, step: Step, guard: NonFiniteGuard) -> "_StepResult":
         """Run one optimizer step: backward over all micro-batches, one norm, one decision, one update.
 
         A skipped step uses up its place in the schedule.
         """
         self.control.progress.at(number, "forward and backward")
+        # 1. The objective, over the whole step's rows and targets: their numbers are known without a collective.
         batches = [on_device(batch, self.mesh.device) for batch in step.micro_batches]
         objective = self.objective.over(rows=step.rows, target_tokens=step.target_tokens)
         mismatched = [on_device(batch, self.mesh.device) for batch in step.mismatched]
         objective = self.objective.measured(self.model, objective, [mismatched], step.desirable, self.mesh)
         objective, rows = self.objective.beside(self.model, batches, objective)
+        # 2. Forward and backward of all micro-batches; gradients are reduced over the ranks.
         losses = minimise(self.model, rows, objective, order=self.order)
         self.control.progress.at(number, "update")
+        # 3. One norm over all shards; gradients are clipped even in a step that is skipped below.
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
-
+        # 4. One decision for all ranks, with the only wait for the device.
         own = RankFacts(self.control.stop_requested(), self.checkpoints.overdue(), self.checkpoints.writer.status())
         facts = exchange(losses, grad_norm, own, objective.figures, self.mesh.device)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         skipped = guard.check(number, facts, losses, self.model)
+        # 5. The update. Muon and 8-bit blocks communicate: no rank may skip it alone, and `skipped` is equal on all.
         if skipped is None:
             self.optimizer.step()
+        # After a skipped step too, whose counts of tokens must not move the biases in the next one.
         update_router_bias(self.model, skipped=skipped is not None)
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
@@ -211,7 +214,7 @@ class _StepResult:
 class _Clock:
     """Seconds since the run began and since the last report, over all its interruptions."""
 
-    def __init__(self, counters: "Counters", every: int) -> None:
+    def __init__(self, counters: Counters, every: int) -> None:
         # Of a resumed run; the row of a skipped step in between is not known.
         self._step = counters.step - (counters.step % every if counters.tokens else 0)
         self._began = time.monotonic() - counters.elapsed_seconds
@@ -230,3 +233,57 @@ class _Clock:
     def skip(self, seconds: float) -> None:
         """Leave `seconds` out of the time since the last report."""
         self._reported += seconds
+
+
+@contextmanager
+def profiling(steps: tuple[int, int] | None, directory: Path, rank: int) -> Iterator[Callable[[], None]]:
+    """Yield a function to call at the end of each step inside the block, which records some steps of this rank.
+
+    One trace a rank, for ui.perfetto.dev or chrome://tracing. Expert layers have spans `expertmesh::dispatch`,
+    `experts` and `combine`; their backward goes by the names of autograd functions. On CUDA also the history of memory,
+    for torch's own viewer. Outside of these steps nothing is recorded, and nothing costs.
+
+    `steps`: the first and the last, counted from the start of the block; the step before the first warms the profiler
+    up. No communication.
+    """
+    if steps is None:
+        yield lambda: None
+        return
+    # Kineto prints marks for tracing tools (USDT) above its errors; it reads the level when it first profiles.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    first, last = steps
+    prefix, done, written = directory / f"steps-{first}-{last}-rank-{rank}", 0, False
+
+    def write(profiler: profile) -> None:
+        nonlocal written
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(f"{prefix}.json.gz")
+            if torch.cuda.is_available():
+                Path(f"{prefix}-memory.html").write_text(memory_page(), encoding="utf-8")
+                record_memory(None)
+        except (OSError, RuntimeError) as error:
+            log.warning(f"warning: the profile cannot be written: {error}")
+            return
+        written = True
+        if rank == 0:
+            log.info(f"profile    steps {first} to {last} of this start: {prefix}.json.gz, and one for each other rank")
+
+    def end_step() -> None:
+        nonlocal done
+        done += 1
+        if done == first - 1 and torch.cuda.is_available():
+            record_memory(_MEMORY_EVENTS)
+        profiler.step()
+
+    warm_up = min(1, first - 1)
+    with warnings.catch_warnings():  # of a first step, before which there is none to warm up in
+        warnings.filterwarnings("ignore", "Profiler won't be using warmup")
+        when = schedule(wait=first - 1 - warm_up, warmup=warm_up, active=last - first + 1, repeat=1)
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=kinds, schedule=when, on_trace_ready=write) as profiler:
+        yield end_step
+    if rank == 0 and not written:
+        log.warning(
+            f"warning: nothing was profiled: this start had {plural(done, 'step')}, and --profile begins at {first}"
+        )

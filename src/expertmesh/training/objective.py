@@ -4,13 +4,15 @@ the first step, or a teacher.
 With new adapters the reference is the base with adapters off, run beside each step. Otherwise its log-probabilities
 are computed once, of all rows, before the first step, and every checkpoint has them: the weights to compute them again
 may be absent or changed when the run goes on, and a run that goes on has to minimise the same as before. A teacher is
-another model, which runs beside each step too (teacher.py). So does the model itself for kto, on mismatched rows.
+a second model, frozen, in the layout of the first, which runs beside each step too. So does the model itself for kto,
+on mismatched rows. Nothing here takes an optimizer step.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.adapters.attach import adapters_off
 from expertmesh.checkpoint.manifest import read_manifest
@@ -28,16 +31,99 @@ from expertmesh.config import Config, ObjectiveConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, EvaluationBatches, TokenizedDataset
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.terminal import tracked
+from expertmesh.model import ModelOptions, build_model, load_weights, plan_model
+from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.sequence import Batch
+from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import LogProbabilities, NextWords, Objective
 from expertmesh.step.objectives import Distill, Kto, objective_of, reference_of
-from expertmesh.training.reporting.first_loss import first_loss_lines, first_loss_of_responses_lines
-from expertmesh.training.teacher import Teacher
+from expertmesh.weights.audit import AuditMode
+from expertmesh.weights.meta_model import read_model_config
 
 REFERENCE_FILE = "reference/log_probabilities.safetensors"
+# transformers' own default for families that do not say how they are initialised.
+_INITIALIZER_RANGE = 0.02
+# What bf16 may make of the difference of two sums over long responses that are equal.
+_ROUNDING_OF_PAIRS = 0.05
+_DIFFERENT_TARGETS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model with its plan; on meta until it is loaded.
+
+    It is planned, refused, sharded and filled as the model itself is; its parameters get no gradient, and no checkpoint
+    or result has them. Like a base under adapters it is in precision.compute, its experts and linear layers in
+    precision.frozen.
+    """
+
+    model_config: PreTrainedConfig
+    directory: Path
+    model: PreTrainedModel
+    plan: ShardPlan
+
+    @classmethod
+    def of(cls, config: Config, student: PreTrainedConfig, layout: Layout, *, weights: bool = True) -> "Teacher | None":
+        """Return objective.teacher, built on meta and planned for `layout`; None without one. No communication.
+
+        Args:
+            student: The config of the model that learns.
+            weights: Whether the weights of a hub repository are downloaded.
+
+        Raises:
+            InputError: Its vocabulary has another size, or it cannot be laid out so.
+        """
+        name = config.objective.teacher
+        if name is None:
+            return None
+        try:
+            model_config, directory = read_model_config(
+                name, trust_remote_code=config.model.trust_remote_code, weights=weights
+            )
+            _refuse_other_vocabulary(model_config, student)
+            return cls.planned(config, model_config, directory, layout)
+        except InputError as error:
+            raise type(error)(f"objective.teacher {name}: {error}", key=error.key) from error
+
+    @classmethod
+    def planned(cls, config: Config, model_config: PreTrainedConfig, directory: Path, layout: Layout) -> "Teacher":
+        """Return the model of `model_config` on meta, planned for `layout`. No communication."""
+        precision = config.precision.model_copy(update={"params": config.precision.compute})
+        options = replace(ModelOptions.of(config), precision=precision, lora=None, frozen=True)
+        model = build_model(model_config, directory, options)
+        # It is not balanced, and runs without gradients: nothing is counted or recomputed.
+        unbalanced = {"aux_loss_coef": 0.0, "z_loss_coef": 0.0, "bias_update_rate": 0.0}
+        moe = config.moe.unplaced.model_copy(update=unbalanced)
+        return cls(model_config, directory, model, plan_model(model, layout, ShardOptions(precision, moe)))
+
+    @property
+    def kept(self) -> str:
+        """Words of the plan about how its weights are kept."""
+        precision = self.plan.options.precision
+        packed = "" if precision.frozen is None else f", experts and linear layers in {precision.frozen}"
+        return f"frozen, in {precision.compute}{packed}"
+
+    def shard(self, mesh: "Mesh") -> None:
+        """Shard the model, which stays on meta. Collectives: every rank calls it; those of `shard_model`."""
+        shard_model(self.model, self.plan, mesh)
+
+    def load(self, mesh: "Mesh", audit: AuditMode) -> None:
+        """Read the weights. Collectives: every rank calls it; those of `load_weights`."""
+        load_weights(self.model, self.directory, mesh, audit)
+
+
+def _refuse_other_vocabulary(teacher: PreTrainedConfig, student: PreTrainedConfig) -> None:
+    theirs, own = (int(config.get_text_config().vocab_size) for config in (teacher, student))
+    if theirs != own:
+        raise InputError(
+            f"its vocabulary has {theirs:,} tokens, and that of the model {own:,}; distill compares the probabilities "
+            "of the same tokens: choose a teacher of the same vocabulary",
+            key="model.other-vocabulary",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +276,7 @@ def _mismatched_names(datasets: Sequence[TokenizedDataset]) -> list[str]:
 def _read_reference(
     checkpoint: Path, datasets: Sequence[TokenizedDataset], mismatched: Sequence[TokenizedDataset]
 ) -> None:
-    """Read it. Raises `InputError` for data or steps that the run did not begin with, `IntegrityError` for a damaged
-    checkpoint.
-    """
+    """Read it. Raises `InputError` for data or steps that the run did not begin with, else `IntegrityError`."""
     tables = safetensors.torch.load(read_small(checkpoint, read_manifest(checkpoint), REFERENCE_FILE))
     for dataset in datasets:
         table = tables.get(dataset.sha256())
@@ -276,3 +360,52 @@ def in_groups(batches: EvaluationBatches, mesh: Mesh, what: str) -> Iterator[lis
 def on_device(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
     """Return a batch with its tensors on `device`."""
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[str]:
+    """Return lines about `loss`, the mean over `target_tokens` tokens before the first update.
+
+    `config` is the model's. Returns nothing for a loss that is not finite: the step reports that itself.
+    """
+    if not math.isfinite(loss):
+        return
+    text = config.get_text_config()
+    vocabulary = int(text.vocab_size)
+    uniform = math.log(vocabulary)
+    yield f"first loss {loss:.3f} before any update; a uniform guess scores ln {vocabulary:,} = {uniform:.3f}"
+    untrained = uniform + untrained_excess(text, target_tokens)
+    if loss > untrained:
+        yield (
+            f"warning: step 1 loss {loss:.3f} is worse than a uniform guess (ln {vocabulary:,} = {uniform:.3f}), and "
+            f"than an untrained model of this shape would be ({untrained:.3f}): the weights may not be what the config "
+            "describes, or the data not what the tokenizer was made for"
+        )
+
+
+def first_loss_of_responses_lines(objective: ObjectiveConfig, loss: float) -> Iterator[str]:
+    """Return the same for an objective of responses: before an update a model is its reference, and its loss known."""
+    if not math.isfinite(loss):
+        return
+    if objective.at_reference is None:
+        yield f"first loss {loss:.4f} before any update"
+        return
+    words, value = objective.at_reference
+    yield f"first loss {loss:.4f} before any update; a model that equals its reference has {words} = {value:.4f}"
+    if abs(loss - value) > _ROUNDING_OF_PAIRS:
+        yield (
+            f"warning: step 1 loss {loss:.4f} is not {words}: the reference is not the model that training starts "
+            "from, or its log-probabilities are far from exact in precision.compute"
+        )
+
+
+def untrained_excess(text_config: Any, target_tokens: int) -> float:
+    """Return how far above ln(V) the loss of freely initialised weights can lie.
+
+    The last norm leaves hidden states of RMS 1, so logits are normal with σ = initializer_range · √hidden. Their mean
+    loss is ln(V) + σ²/2; the mean over n targets spreads by σ/√n, of which three are allowed. A text repeats its
+    tokens, whose logits hardly differ between positions, so that n is 100 at most (one by the sum of the squared shares
+    of its tokens, 0.010 to 0.013 in English).
+    """
+    initializer = float(getattr(text_config, "initializer_range", None) or _INITIALIZER_RANGE)
+    sigma = initializer * math.sqrt(int(text_config.hidden_size))
+    return sigma**2 / 2 + 3 * sigma / math.sqrt(min(max(target_tokens, 1), _DIFFERENT_TARGETS))

@@ -24,6 +24,7 @@ from expertmesh.config import Config, ScheduleConfig
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.config.output import Changeable
 from expertmesh.data import StreamPosition, TokenizedDataset
+from expertmesh.data.formats import shared_length
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.reading import first_problem
 from expertmesh.io.terminal import plural
@@ -106,9 +107,7 @@ _COUNTERS = TypeAdapter(Counters)
 
 
 def read_counters(checkpoint: Path, saved: Any, step: int) -> Counters:
-    """Return the counters of a checkpoint after `step`. Raises `IntegrityError` for numbers that no loop has
-    counted.
-    """
+    """Return the counters of a checkpoint after `step`. Raises `IntegrityError` for numbers that no loop counts."""
     problem = f"counters.step is not {step}"
     try:
         counters = _COUNTERS.validate_json(json.dumps(saved))
@@ -116,9 +115,12 @@ def read_counters(checkpoint: Path, saved: Any, step: int) -> Counters:
             return counters
     except ValidationError as error:
         problem = first_problem(error)
-    raise IntegrityError(
-        f"{checkpoint / STATE_FILE}: is not the state of a training run (counters: {problem})", key="checkpoint.damaged"
-    )
+    raise _damaged(checkpoint, f"counters: {problem}")
+
+
+def _damaged(checkpoint: Path, problem: object) -> IntegrityError:
+    where = checkpoint / STATE_FILE
+    return IntegrityError(f"{where}: is not the state of a training run ({problem})", key="checkpoint.damaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class Identity:
             "the model's config.json": self.model_sha256,
             "the data": self.data_sha256,
         }
-        first = json.loads(from_rank_0(json.dumps(mine)))
+        first = from_rank_0(mine)
         with raise_on_all_ranks("comparing configuration and data between ranks"):
             different = [name for name, digest in mine.items() if digest != first[name]]
             if different:
@@ -162,9 +164,7 @@ class Identity:
                 )
 
     def differences(self, saved: Mapping[str, Any]) -> "tuple[dict[str, str], list[str]]":
-        """Return what `config_differences` returns, with what the values of the keys name; `saved` is a result of
-        `asdict`.
-        """
+        """Return `config_differences` and those of the files that keys name; `saved` is a result of `asdict`."""
         forbidden, changed = config_differences(saved["config"], self.config)
         if saved["model_sha256"] != self.model_sha256:
             forbidden["model.name_or_path"] = "model.name_or_path has another config.json than the run started with"
@@ -186,8 +186,8 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[
             continue
         sentence = ", ".join(_changes(key, then, now))
         section = key.partition(".")[0]
-        asked = key in wanted or section in wanted
-        if asked or key in _FREE_KEYS or (section in _FREE_SECTIONS and key != _FROM_WEIGHTS):
+        requested = key in wanted or section in wanted
+        if requested or key in _FREE_KEYS or (section in _FREE_SECTIONS and key != _FROM_WEIGHTS):
             changed.append(sentence)
         else:
             forbidden[key] = sentence
@@ -198,15 +198,15 @@ def ways_on(keys: Collection[str], checkpoint: Path | None) -> str:
     """Return how to train on from `checkpoint` with other values of `keys`, for the end of a refusal."""
     changeable = get_args(Changeable)
     named = [key if key in changeable else key.partition(".")[0] for key in keys]
-    said = ""
+    ways = ""
     if all(name in changeable for name in named):
-        said += f", set checkpoint.resume_changed to [{', '.join(dict.fromkeys(named))}] to go on with the change"
+        ways += f", set checkpoint.resume_changed to [{', '.join(dict.fromkeys(named))}] to go on with the change"
     if checkpoint is not None and not any(key.partition(".")[0] in ("model", "lora") for key in keys):
-        said += (
+        ways += (
             f", set checkpoint.resume to {checkpoint} and checkpoint.resume_weights_only to true, with another "
             "output_dir, to start anew from its weights"
         )
-    return said
+    return ways
 
 
 def _changes(key: str, old: Any, new: Any) -> Iterator[str]:
@@ -229,9 +229,7 @@ def _data_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     ]
     then, now = old["first_ids"], new["first_ids"]
     if then != now:
-        at = next(
-            (i for i, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), min(map(len, (then, now)))
-        )
+        at = shared_length(then, now)
         counts.append(f"the first sample's ids from token {at} on {then[at : at + 4]} then and {now[at : at + 4]} now")
     return f"{sentence} ({', '.join(counts) or 'as many of both, and the first one is the same'})"
 
@@ -250,9 +248,7 @@ def date_of(start: Path | None) -> datetime.date | None:
     try:
         return datetime.date.fromisoformat(saved["identity"]["date"])
     except (KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(
-            f"{start / STATE_FILE}: is not the state of a training run ({error})", key="checkpoint.damaged"
-        ) from error
+        raise _damaged(start, error) from error
 
 
 def find_start(config: Config) -> Path | None:
@@ -310,9 +306,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
         forbidden, changed = identity.differences(saved["identity"])
         rates = _rates(config, saved, step, total_steps)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise IntegrityError(
-            f"{path / STATE_FILE}: is not the state of a training run ({error})", key="checkpoint.damaged"
-        ) from error
+        raise _damaged(path, error) from error
     if forbidden:
         raise InputError(
             f"{path} cannot be resumed, because this would be another run: {'; '.join(forbidden.values())}; put it "

@@ -4,46 +4,38 @@ Every rank calls it, under torchrun or our own launcher, before the process grou
 chooses the layout of ranks, and all get the same.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from expertmesh.config import Config, ParallelConfig
-from expertmesh.distributed.all_ranks import from_rank_0, object_from_rank_0, raise_on_all_ranks
+from expertmesh.config import Config
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.terminal import plural
-from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.evaluation import Evaluation
 from expertmesh.training.lock import RunLock, wait_until_held
 from expertmesh.training.loop import TrainingLoop
-from expertmesh.training.publish import push_result
-from expertmesh.training.reporting.plan_lines import Predict, out_of_memory, print_plan
-from expertmesh.training.reporting.record import Arrangement
+from expertmesh.training.reporting.record import ChosenLayout
 from expertmesh.training.reporting.reporter import open_reporter, start_reports
-from expertmesh.training.run_state import load_state, save_result
+from expertmesh.training.reporting.start import Predict, out_of_memory, print_plan
+from expertmesh.training.run_state import load_state, open_checkpoints, push_result, save_result
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight, refuse_weights
 from expertmesh.training.startup.prepare import begin, prepare
 
-if TYPE_CHECKING:
-    from expertmesh.config import Config
-    from expertmesh.training.startup.model_check import Checked
-
 log = logging.getLogger(__name__)
-Arrange = Callable[[Config, int, Callable[[Config, int], Checked]], Arrangement]
+ChooseLayout = Callable[[Config, int, Callable[[Config, int], Checked]], ChosenLayout]
 
 
 def train(
-    config: "Config",
+    config: Config,
     control: Control | None = None,
     predict: Predict | None = None,
-    arrange: Arrange | None = None,
+    arrange: ChooseLayout | None = None,
 ) -> None:
     """Train as `config` says and save `output_dir/model`, or `output_dir/adapter` with `lora`.
 
@@ -53,42 +45,46 @@ def train(
 
     Raises:
         ExpertmeshError: Those of config.errors.
-        Stopped: The run was asked to stop, and has saved.
+        Stopped: The run was requested to stop, and has saved.
 
     Collectives: every rank calls it.
     """
     control = control or Control()
     begin(config, control)
     if arrange is not None:
-        config = arranged(config, arrange)
+        config = with_chosen_layout(config, arrange)
     with raise_on_all_ranks("checking the configuration"):
         checked = check(config)
     try:
         _train(config, control, checked, predict)
         push_result(config)
     except torch.OutOfMemoryError as error:
-        # Planned anew: what is sharded already cannot be planned with.
+        # Planned anew: a model that is sharded already cannot be planned.
         forecast = None if predict is None else predict(config, check(config))
         raise out_of_memory(error, control.progress.status(), forecast) from error
 
 
-def _train(config: "Config", control: Control, checked: "Checked", predict: Predict | None) -> None:
+def _train(config: Config, control: Control, checked: Checked, predict: Predict | None) -> None:
     is_main = dist.get_rank() == 0
     with ExitStack() as stack:
+        # 1. Own output_dir, and predict a step, which may change the order of its micro-batches.
         with raise_on_all_ranks("locking output_dir"):
             if is_main:
                 stack.enter_context(RunLock(Path(config.output_dir), control.launch))
         with raise_on_all_ranks("predicting a step"):
             wait_until_held(Path(config.output_dir))
             forecast = predict(config, checked) if is_main and predict is not None else None
-        checked = checked.in_order(object_from_rank_0(None if forecast is None else forecast.order))
+        checked = checked.in_order(from_rank_0(None if forecast is None else forecast.order))
+        # 2. Data, mesh, the step to go on from, and the sharded model: all that may refuse before weights are read.
         run = prepare(config, control, checked)
         if is_main:
             print_plan(run, forecast)
         reporter = stack.enter_context(open_reporter(run))
+        # 3. Weights, optimizer and counters, from the model's files or a checkpoint; the records of this start.
         state = load_state(run, control)
         expert_load = start_reports(reporter, run, forecast, state.counters, control.began)
         checkpoints = open_checkpoints(run, state)
+        # 4. All steps.
         loop = TrainingLoop(
             config=config,
             mesh=run.mesh,
@@ -107,6 +103,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             counters=state.counters,
         )
         loop.run()
+        # 5. The result, on the disk and in object storage.
         control.progress.at(state.counters.step, "saving the result")
         run.close()
         save_result(run, checkpoints.beside_weights)
@@ -122,19 +119,17 @@ def check(config: Config) -> Checked:
     return checked
 
 
-def arranged(config: Config, arrange: Arrange) -> Config:
+def with_chosen_layout(config: Config, arrange: ChooseLayout) -> Config:
     """Return `config` with the layout that `arrange` chooses on rank 0 for this number of ranks.
 
-    Collectives: every rank calls it; one broadcast and one small all-reduce.
+    Collectives: every rank calls it; one broadcast of an object and one small all-reduce.
     """
-    said = ""
+    own: ChosenLayout | None = None
     with raise_on_all_ranks("choosing a layout"):
         if dist.get_rank() == 0:
-            found = arrange(config, dist.get_world_size(), preflight)
-            log.info(f"elastic    {plural(dist.get_world_size(), 'rank')}: {found.reason}")
-            batch: dict[str, object] = {"micro_batch_size": found.micro_batch_size}
-            batch |= {"activation_checkpointing": found.activation_checkpointing}
-            said = json.dumps({"parallel": found.parallel.model_dump(mode="json"), "train": batch})
-    changes = json.loads(from_rank_0(said))
-    train = config.train.model_copy(update=changes["train"])
-    return config.model_copy(update={"parallel": ParallelConfig(**changes["parallel"]), "train": train})
+            own = arrange(config, dist.get_world_size(), preflight)
+            log.info(f"elastic    {plural(dist.get_world_size(), 'rank')}: {own.reason}")
+    found = from_rank_0(own)
+    assert found is not None
+    batch = {"micro_batch_size": found.micro_batch_size, "activation_checkpointing": found.activation_checkpointing}
+    return config.model_copy(update={"parallel": found.parallel, "train": config.train.model_copy(update=batch)})

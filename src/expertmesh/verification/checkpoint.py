@@ -57,7 +57,7 @@ from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_json
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, as_bytes, read_header
 from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView, is_adapter
-from expertmesh.training.optimizers.blocks import scale_shape
+from expertmesh.training.optimizers.adamw import scale_shape
 from expertmesh.training.resume import read_counters
 from expertmesh.weights.audit import HashedSlice
 from expertmesh.weights.load import ExpertTensors, expert_tensors

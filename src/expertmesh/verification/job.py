@@ -32,10 +32,9 @@ from expertmesh.state.shards import held_boxes, held_parts, local_tensor, owns_c
 from expertmesh.step.forward_backward import Order, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.step.objectives import Distill
-from expertmesh.training.objective import RunObjective
+from expertmesh.training.objective import RunObjective, Teacher
 from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options
-from expertmesh.training.teacher import Teacher
 from expertmesh.verification.reference.streaming import set_adapters
 from expertmesh.verification.setup import Setup, StepData
 from expertmesh.weights.load import fill, read_whole

@@ -189,7 +189,7 @@ class Proof:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
         except (OSError, StopIteration):  # not Linux
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        free = int(from_rank_0(str(free)))
+        free = from_rank_0(free)
         if needed <= _SHARE_OF_MEMORY * free:
             return None
         return f"the unsharded model takes {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"

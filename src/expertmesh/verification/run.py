@@ -5,7 +5,6 @@ a run: it writes only the JSON report and a temporary directory beside `output_d
 """
 
 import gc
-import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -82,8 +81,8 @@ def verify(config: Config, control: Control | None = None) -> Report:
 
 
 def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
-    # Rank 0 decides, so that all ranks raise the same error. A broadcast text has a size limit: shorten the sentences.
-    failures = json.loads(from_rank_0(json.dumps([line[:500] for line in report.failures[:_SHOWN]])))
+    # Rank 0 decides, so that all ranks raise the same error.
+    failures = from_rank_0([line[:500] for line in report.failures[:_SHOWN]])
     path = options.report or (None if options.random_data else str(Path(config.output_dir) / REPORT_FILE))
     with raise_on_all_ranks("writing the report"):
         if path is not None and dist.get_rank() == 0:

@@ -44,9 +44,9 @@ from expertmesh.planning.forecast import forecast
 from expertmesh.step.forward_backward import Order
 from expertmesh.step.objective import Objective
 from expertmesh.step.objectives import objective_of
+from expertmesh.training.objective import Teacher
 from expertmesh.training.startup.model_check import Checked, check_model, longest
 from expertmesh.training.startup.preflight import refuse_config, refuse_disk
-from expertmesh.training.teacher import Teacher
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 

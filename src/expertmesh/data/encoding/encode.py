@@ -5,6 +5,10 @@ tokenizer's offsets, or, for a tokenizer without offsets, from prefixes whose id
 Chat text is tokenized as the template wrote it. `text` and `prompt_completion` rows get the special tokens
 that the tokenizer adds by itself (usually a bos) and, if it has one, an eos at the end.
 
+Of responses, in pairs or with a label, what follows the prompt is the target, as TRL has it: prompt and prompt +
+response are tokenized whole, and the responses of a row begin where the first of them leaves the prompt's tokens. That
+is before the prompt's end if a token reaches across it or a template renders it otherwise.
+
 Chat templates run in transformers' Jinja sandbox, in a child process with limits (sandbox.py); one that reaches out of
 the sandbox or exceeds a limit is refused. What the child does is in targets.py.
 """
@@ -22,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from expertmesh.config.errors import InputError, SecurityError
 from expertmesh.data.encoding.sandbox import LimitExceeded, Sandbox
 from expertmesh.data.encoding.targets import (
+    AFTER_PROMPT,
     EVERY_TOKEN,
     PREFIX_DIFFERENCE,
     STAND_INS,
@@ -32,11 +37,20 @@ from expertmesh.data.encoding.targets import (
     special_strings,
 )
 from expertmesh.data.encoding.unwritten import has_broken_thinking
-from expertmesh.data.formats import Conversation, Judged, MalformedRow, PlainText, Preference, PromptCompletion
+from expertmesh.data.formats import (
+    Conversation,
+    Judged,
+    MalformedRow,
+    PlainText,
+    Preference,
+    PromptCompletion,
+    shared_length,
+)
 
 # What the renderer itself gives to a template, or takes for itself.
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
 COMPLETION = "completion"
+BEFORE_PROMPTS_END = "the first token that is not the prompt's, before its end"
 
 
 class ChatRenderer:
@@ -146,7 +160,7 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes records with one tokenizer."""
+    """Encodes records with one tokenizer, and rows of the formats `preference` and `unpaired_preference`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> None:
         self._tokenizer = tokenizer
@@ -168,7 +182,8 @@ class Encoder:
 
         The tokenizer is called once for all chat records and once for all others.
         """
-        chats = iter(self._render([record for record in records if isinstance(record, Conversation)]))
+        conversations = [record for record in records if isinstance(record, Conversation)]
+        chats = iter(self._renderer_of_chats().render(conversations) if conversations else [])
         rendered = [next(chats) if isinstance(record, Conversation) else self._document(record) for record in records]
         results: list[list[Encoded] | MalformedRow] = [
             each if isinstance(each, MalformedRow) else [] for each in rendered
@@ -187,9 +202,6 @@ class Encoder:
                 elif not isinstance(found, MalformedRow):
                     found.append(encoded)
         return results
-
-    def _render(self, conversations: list[Conversation]) -> list[list[Rendered] | MalformedRow]:
-        return self._renderer_of_chats().render(conversations) if conversations else []
 
     def _renderer_of_chats(self) -> ChatRenderer:
         self._renderer = self._renderer or ChatRenderer(self._tokenizer, self._options)
@@ -236,28 +248,19 @@ class Encoder:
     def _encoded(
         self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], rendered: Rendered, *, plain: bool
     ) -> Encoded:
-        if plain:
-            input_ids, targets = self._closed(input_ids, targets)
-        end = self._eos if plain else self._end(input_ids, targets)
+        end = self._eos
+        if not plain:
+            # The last but one too: some marks include the line break after the end token.
+            last = input_ids[np.flatnonzero(targets)[-2:]]
+            ends = last[np.isin(last, self._special_ids)]
+            end = int(ends[-1]) if ends.size else None
+        elif end is not None and input_ids.size and input_ids[-1] == end:
+            targets[-1] = True
+        elif end is not None:
+            # A document or completion ends with eos, which is a target: so the model learns to stop.
+            input_ids, targets = np.append(input_ids, np.int32(end)), np.append(targets, np.True_)
         facts = rendered.empty_thoughts, rendered.odd, rendered.unwritten
         return Encoded(input_ids, targets, rendered.method, end, *facts)
-
-    def _end(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> int | None:
-        # The last but one too: some marks include the line break after the end token.
-        last = input_ids[np.flatnonzero(targets)[-2:]]
-        ends = last[np.isin(last, self._special_ids)]
-        return int(ends[-1]) if ends.size else None
-
-    def _closed(
-        self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """End a document or completion with eos, and make it a target: so the model learns to stop."""
-        if self._eos is not None and (not input_ids.size or input_ids[-1] != self._eos):
-            input_ids = np.append(input_ids, np.int32(self._eos))
-            targets = np.append(targets, np.True_)
-        elif self._eos is not None:
-            targets[-1] = True
-        return input_ids, targets
 
     def _covered(self, rendered: Rendered, ids: list[int], offsets: Any, plain: bool) -> list[npt.NDArray[np.int64]]:
         """Return for each span the indices of the tokens that cover at least one of its characters."""
@@ -289,6 +292,37 @@ class Encoder:
         kept, rest = np.split(tokens, [special[-1] + 1])
         text = str(self._tokenizer.decode([ids[token] for token in rest])) if rest.size else ""
         return tokens if text.strip() else kept
+
+    def encode_responses(self, records: Sequence[Preference | Judged]) -> list[list[Encoded] | MalformedRow]:
+        """Return a sample for each response of each record, in order, or the reason why it has none.
+
+        The tokenizer is called once for all records of messages and once for all others.
+        """
+        chats = [record for record in records if not isinstance(record.prompt, str)]
+        rendered = iter(self._renderer_of_chats().render_responses(chats) if chats else [])
+        texts = [
+            (record.prompt, [completed(record.prompt, f"{each}", AFTER_PROMPT) for each in record.responses])
+            if isinstance(record.prompt, str)
+            else next(rendered)
+            for record in records
+        ]
+        results: list[Any] = list(texts)
+        for plain in (False, True):
+            group = [i for i, record in enumerate(records) if isinstance(record.prompt, str) is plain]
+            group = [i for i in group if not isinstance(texts[i], MalformedRow)]
+            every = [text for i in group for text in (results[i][0], *(each.text for each in results[i][1]))]
+            tokens = self._tokenize(every, plain)
+            ids = iter(each for each, _ in tokens)
+            for i in group:
+                prompt, responses = next(ids), results[i][1]
+                whole = [next(ids) for _ in responses]
+                start = min(shared_length(prompt, each) for each in whole)
+                method = AFTER_PROMPT if start == len(prompt) else BEFORE_PROMPTS_END
+                results[i] = [
+                    self._encoded(np.array(own, np.int32), np.arange(len(own)) >= start, found, plain=plain)
+                    for own, found in zip(whole, (replace(each, method=method) for each in responses), strict=True)
+                ]
+        return results
 
 
 def completed(prompt: str, completion: str, method: str) -> Rendered:

@@ -32,7 +32,7 @@ from expertmesh.data.encoding.unwritten import (
     parts_of,
     with_words,
 )
-from expertmesh.data.formats import THINKING_KEYS, MalformedRow, visible, without_thinking
+from expertmesh.data.formats import THINKING_KEYS, MalformedRow, shared_length, visible, without_thinking
 
 GENERATION_MARKS = "generation marks"
 SOME_TURNS_MARKED = "generation marks on some assistant turns only"
@@ -134,8 +134,8 @@ class TargetFinder:
         if self._options.thinking != "every_turn" or "dropped_thinking" not in whole.odd:
             return [whole]
         samples = []
-        asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        for start, end in zip(asked, [*asked[1:], len(messages)], strict=True):
+        questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        for start, end in zip(questions, [*questions[1:], len(messages)], strict=True):
             if of_this_answer := [turn for turn in turns if start < turn < end]:
                 samples.append(self._find_targets(messages[:end], of_this_answer))
         if any("dropped_thinking" in sample.odd for sample in samples):
@@ -143,7 +143,7 @@ class TargetFinder:
         return samples
 
     def _response(self, prompt: Messages, answer: Messages) -> Rendered:
-        """Render prompt and response as one text; preference.py finds the response's tokens in it."""
+        """Render prompt and response as one text; encode.py finds the response's tokens in it."""
         messages = self._prepared([*prompt, *answer])
         text = self._render(messages)
         turns = range(len(prompt), len(messages))
@@ -276,7 +276,8 @@ class TargetFinder:
         _, unmarked = self._probed(messages, parts)
         learned = "\n".join(text[start:end] for start, end in spans)
         missed = {part.message for part in parts if part.kind in (TEXT, CALLS) and part in unmarked}
-        covered = [turn not in missed and _holds(learned, messages[turn]) for turn in turns if _says(messages[turn])]
+        answering = [turn for turn in turns if visible(messages[turn]) or messages[turn].get("tool_calls")]
+        covered = [turn not in missed and _holds(learned, messages[turn]) for turn in answering]
         if covered and not any(covered):
             raise MalformedRow(
                 "the {% generation %} marks of the chat template cover the text and the calls of no assistant message; "
@@ -358,15 +359,14 @@ class TargetFinder:
             if prompt is not None and text.startswith(prompt):
                 return len(prompt)
             # A prompt that asks for no thinking: what the text has in the place of its empty thought is the answer's.
-            shared, rest = _split_where_they_part(prompt or "", text)
+            length = shared_length(prompt or "", text)
+            shared, rest = text[:length], (prompt or "")[length:]
             if shared.rstrip().endswith("<think>") and _END_OF_EMPTY_THOUGHT.fullmatch(rest):
                 return len(shared)
         return None
 
     def _render_or_none(self, messages: Messages, *, generation_prompt: bool = False) -> str | None:
-        """Render the beginning of a conversation, which a template may refuse although it takes the whole; None
-        then.
-        """
+        """Render a conversation's beginning, or return None: a template may refuse it and take the whole."""
         if not messages:
             return None
         try:
@@ -481,21 +481,10 @@ def _holds(text: str, message: Mapping[str, Any]) -> bool:
     return all(part in text for part in (visible(message), *names))
 
 
-def _says(message: Mapping[str, Any]) -> bool:
-    """Return whether an answer has a text or calls."""
-    return bool(visible(message) or message.get("tool_calls"))
-
-
 def _places(text: str, turns: Messages) -> list[Span]:
     """Return where the contents of these answers stand in the text, as far as it has them as they are."""
     contents = [str(turn.get("content") or "").strip() for turn in turns]
     return [(at, at + len(content)) for content in contents if content and (at := text.find(content)) >= 0]
-
-
-def _split_where_they_part(text: str, other: str) -> tuple[str, str]:
-    """Return what `other` begins with as well, and the rest of `text`."""
-    length = next((i for i, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), len(text))
-    return text[:length], text[length:]
 
 
 def _common_end(texts: Sequence[str]) -> str:

@@ -15,11 +15,23 @@ from typing import IO, Any, Protocol
 
 from expertmesh.compat import fingerprint_of
 from expertmesh.config.errors import InputError
-from expertmesh.data.sources.json_rows import read_json, read_lines
-from expertmesh.data.sources.rows import Columns, RawRow, SourceFile, Takes, with_columns
-from expertmesh.data.sources.tables import read_arrow, read_csv, read_examples, read_parquet, read_table
+from expertmesh.data.sources.rows import (
+    Columns,
+    RawRow,
+    SourceFile,
+    Takes,
+    read_arrow,
+    read_csv,
+    read_examples,
+    read_json,
+    read_lines,
+    read_parquet,
+    read_table,
+    with_columns,
+)
 from expertmesh.io.hub import hub_mend
 from expertmesh.io.reading import open_file
+from expertmesh.io.terminal import first_line
 
 _READERS = {
     **{".jsonl": read_lines, ".ndjson": read_lines, ".json": read_json, ".parquet": read_parquet},
@@ -60,7 +72,7 @@ def locations(path: str, stream: bool = False) -> list[Location]:
         return list(_remote_files(path))
     local = Path(path).expanduser()
     if not local.exists():
-        return list(_hub_shards(path)) if stream else [_hub_table(path)]
+        return list(_hub_shards(path)) if stream else [_Table(*_hub_data(path, streaming=False))]
     if _is_saved_table(local):
         return [_saved_table(local)]
     return list(_local_files(path, local))
@@ -102,8 +114,8 @@ class _File:
     """A file: `path` is local, or that of a file system of fsspec."""
 
     name: str
-    path: Any
-    filesystem: Any = None
+    path: Any  # Path, or str of a file system; only `filesystem` tells
+    filesystem: Any = None  # fsspec has no types
 
     def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
         plain, compression = self._suffixes()
@@ -169,7 +181,7 @@ class _File:
                 "zstandard, or decompress the file.",
                 key="install.missing-package",
             )
-        return compr[compression](stream, mode="rb")  # type: ignore[no-any-return]
+        return compr[compression](stream, mode="rb")  # type: ignore[no-any-return]  # fsspec has no types
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +189,7 @@ class _Table:
     """A data set of the package datasets, read from its own files on the disk."""
 
     name: str
-    table: Any
+    table: Any  # datasets.Dataset, imported where one is read
 
     def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
         return with_columns(read_table(self.table, SourceFile(self.name, by_line=False), takes), columns)
@@ -194,7 +206,7 @@ class _Shard:
     """Rows of a data set of the hub, as the package datasets streams them."""
 
     name: str
-    examples: Any
+    examples: Any  # datasets.IterableDataset, imported where one is read
 
     def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
         try:
@@ -202,7 +214,7 @@ class _Shard:
         except InputError:
             raise
         except Exception as error:  # of the hub client, of pyarrow and of what decompresses
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise InputError(
                 f"the data set {self.name} cannot be read ({reason}); check the network, and start again.",
                 key="data.unreadable",
@@ -246,7 +258,7 @@ def _remote_files(url: str) -> Iterator[_File]:
             return
         found = sorted(each["name"] for each in filesystem.ls(path, detail=True) if each["type"] == "file")
     except Exception as error:  # each backend has its own classes, for credentials, buckets and networks
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise InputError(
             f"the data path {url} cannot be read ({reason}); correct the path, or give the credentials that its "
             "storage asks for.",
@@ -291,7 +303,7 @@ def _saved_table(directory: Path) -> _Table:
     try:
         table = datasets.load_from_disk(str(directory))
     except Exception as error:  # pyarrow's classes and several of datasets
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise InputError(
             f"the data set in {directory} cannot be loaded ({reason}); save it anew.", key="data.damaged-file"
         ) from error
@@ -302,11 +314,6 @@ def _saved_table(directory: Path) -> _Table:
             key="data.no-files",
         )
     return _Table(str(directory), table)
-
-
-def _hub_table(path: str) -> _Table:
-    name, table = _hub_data(path, streaming=False)
-    return _Table(name, table)
 
 
 def _hub_shards(path: str) -> Iterator["_Shard"]:
@@ -335,7 +342,7 @@ def _hub_data(path: str, streaming: bool) -> tuple[str, Any]:
     try:
         table = datasets.load_dataset(match["id"], split=split, streaming=streaming)
     except Exception as error:  # the hub client raises a dozen unrelated classes; every one becomes this sentence
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         mend = hub_mend(error, "name a file or a directory", "correct the path or the split")
         raise InputError(
             f"the data path {path} is no local file or directory, and split {split!r} of the hub data set "

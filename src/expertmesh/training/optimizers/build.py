@@ -14,10 +14,8 @@ from expertmesh.config import OptimConfig, ScheduleConfig
 from expertmesh.config.sections import OptimizerName
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor
-from expertmesh.training.optimizers.adamw import AdamW, AdamW8bit
-from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
-from expertmesh.training.optimizers.matrices import matrices_of
-from expertmesh.training.optimizers.muon import Muon
+from expertmesh.training.optimizers.adamw import AdamW, AdamW8bit, is_quantised, scale_shape
+from expertmesh.training.optimizers.muon import Muon, matrices_of
 
 
 def build_optimizer(

@@ -4,7 +4,7 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -102,11 +102,11 @@ class StepMetrics:
             return "-"
         worst, dead = max(x["max_over_mean"] for x in self.expert_load), sum(x["dead"] for x in self.expert_load)
         ranks = max(x.get("ranks_max_over_mean", 0) for x in self.expert_load)
-        said = f", ranks {ranks:.1f}x" if ranks else ""
+        of_ranks = f", ranks {ranks:.1f}x" if ranks else ""
         if layer is None:
-            return f"{worst:.1f}x, {dead} dead{said}"
+            return f"{worst:.1f}x, {dead} dead{of_ranks}"
         every = layer.experts * len(self.expert_load)
-        return f"{worst:.1f}x of at most {layer.most_load:.3g}, {dead} of {every} dead{said}"
+        return f"{worst:.1f}x of at most {layer.most_load:.3g}, {dead} of {every} dead{of_ranks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,10 @@ class EvalSample:
 
     def line(self) -> str:
         """Return a line for the log: the end of the prompt, and the beginnings of the answers."""
-        prompt, answer, expected = (json.dumps(text, ensure_ascii=False) for text in self._shortened())
+        texts = [self.prompt if len(self.prompt) <= _SHOWN else f"...{self.prompt[-_SHOWN:]}"]
+        texts += [each if len(each) <= _SHOWN else f"{each[:_SHOWN]}..." for each in (self.answer, self.expected)]
+        prompt, answer, expected = (json.dumps(text, ensure_ascii=False) for text in texts)
         return f"sample {self.source}: {prompt} answered by {answer}, in the data by {expected}"
-
-    def _shortened(self) -> Iterator[str]:
-        yield self.prompt if len(self.prompt) <= _SHOWN else f"...{self.prompt[-_SHOWN:]}"
-        for text in (self.answer, self.expected):
-            yield text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +148,8 @@ class EvalMetrics:
     """The model's answers."""
     seconds: float | None = None
     """Duration of the evaluation."""
+    step: int = 0
+    """The step after which it was."""
 
     @classmethod
     def together(cls, sets: dict[str, "EvalMetrics"]) -> "EvalMetrics":
@@ -164,7 +163,7 @@ class EvalMetrics:
 
     def row(self) -> dict[str, Any]:
         """Return the row of `metrics.jsonl`."""
-        row: dict[str, Any] = {"eval_loss": self.loss, "eval_target_tokens": self.target_tokens}
+        row: dict[str, Any] = {"step": self.step, "eval_loss": self.loss, "eval_target_tokens": self.target_tokens}
         row |= {f"eval_{name}": value for name, value in self.figures.items()}
         row |= {"eval_runtime": self.seconds} if self.seconds is not None else {}
         for name, each in self.sets.items():
@@ -247,9 +246,7 @@ class ExpertLoad:
             write_loads(directory / LOAD_FILE, self._by_name(self._total_LE), *self._steps)
 
     def restore(self, pending: list[list[int]] | None, first_step: int) -> None:
-        """Give the counts of all ranks back to one rank of each stage; they are summed again before they are
-        reported. `first_step` is the next one.
-        """
+        """Give the counts of all ranks back to one rank of each stage: they are summed again from `first_step` on."""
         self._steps = first_step, 0
         if pending is not None:
             self._total_LE -= torch.tensor(pending)  # of steps before this start
@@ -274,14 +271,18 @@ def tokens_are_due(step: int, every: int, total_steps: int) -> bool:
 
 def expert_load(counts_LE: torch.Tensor) -> list[dict[str, float | int]]:
     """Summarise token counts per layer and expert `[L, E]` on the host."""
-    return [
-        {
-            "max_over_mean": float(count_E.max() / max(float(count_E.float().mean()), 1e-9)),
-            "entropy": _relative_entropy(count_E),
-            "dead": int((count_E == 0).sum()),
-        }
-        for count_E in counts_LE
-    ]
+    summaries: list[dict[str, float | int]] = []
+    for count_E in counts_LE:
+        share_E = count_E.double() / max(int(count_E.sum()), 1)
+        summaries.append(
+            {
+                "max_over_mean": float(count_E.max() / max(float(count_E.float().mean()), 1e-9)),
+                # Relative: 1 when all experts get the same, 0 when one gets everything.
+                "entropy": float(torch.special.entr(share_E).sum() / math.log(max(len(count_E), 2))),
+                "dead": int((count_E == 0).sum()),
+            }
+        )
+    return summaries
 
 
 def placement_advice(loads: Mapping[str, Sequence[int]], placement: Placement) -> list[str]:
@@ -303,12 +304,6 @@ def placement_advice(loads: Mapping[str, Sequence[int]], placement: Placement) -
         f"placement  the busiest EP rank had {ran:.2f} times the mean load{where} (mean of layers); {new} would give "
         f"{best:.2f} by this run's {LOAD_FILE}"
     ]
-
-
-def _relative_entropy(count_E: torch.Tensor) -> float:
-    """Return 1 when all experts get the same, 0 when one gets everything."""
-    share_E = count_E.double() / max(int(count_E.sum()), 1)
-    return float(torch.special.entr(share_E).sum() / math.log(max(len(count_E), 2)))
 
 
 def peak_memory(device: torch.device) -> int:

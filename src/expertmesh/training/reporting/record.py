@@ -1,7 +1,8 @@
-"""Define `output_dir/run.json`: what a run is and how each of its starts was laid out, for later readers.
+"""Define `output_dir/run.json` and `output_dir/data.json`: what a run is, how each of its starts was laid out, and its
+first samples, for later readers.
 
-Rank 0 writes it whenever a run starts or is resumed (start.py); `expertmesh report` reads it. One entry of `starts` for
-every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, and training never reads it back.
+Rank 0 writes them whenever a run starts or is resumed (start.py); `expertmesh report` reads them. One entry of `starts`
+for every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, and training never reads them back.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from expertmesh.step.forward_backward import Order
 
 RECORD_FILE = "run.json"
+DATA_FILE = "data.json"
 SCHEMA_VERSION: Literal[1] = 1
 _Count = Field(ge=0)
 
@@ -107,7 +109,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
+class ChosenLayout:
     """The layout of a start's ranks, in place of the configured one."""
 
     parallel: ParallelConfig
@@ -208,3 +210,42 @@ def write_record(record: RunRecord, directory: Path) -> None:
     content = record.after(earlier).model_dump_json(indent=1).encode() + b"\n"
     with io_errors(directory / RECORD_FILE, len(content)):
         replace_synced(directory / RECORD_FILE, content)
+
+
+class TextPiece(_Strict):
+    """Consecutive tokens that are all targets, or all none."""
+
+    text: str
+    is_target: bool
+
+
+class ShownSample(_Strict):
+    """One sample of the training data."""
+
+    source: str
+    """File and row or line."""
+    tokens: int
+    """All of the sample."""
+    targets: int
+    """Target tokens, all of the sample."""
+    pieces: list[TextPiece]
+    """Text of its first tokens."""
+
+
+class Bin(_Strict):
+    """Samples with lengths in one range, before cutting."""
+
+    above: int
+    """Tokens that each sample has more than."""
+    up_to: int | None
+    """Tokens that each sample has at most; None for any number."""
+    samples: int
+
+
+class DataRecord(_Strict):
+    """The content of data.json."""
+
+    format: Literal["expertmesh-data"] = "expertmesh-data"
+    schema_version: Literal[1] = 1
+    samples: list[ShownSample]
+    lengths: list[Bin]

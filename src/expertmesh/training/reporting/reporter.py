@@ -1,6 +1,7 @@
-"""Report a run's figures: `metrics.jsonl` always, trackers when requested, a line per report, a bar on a terminal.
+"""Report a run: each event of the loop goes to `metrics.jsonl`, to trackers when requested, to log and terminal.
 
-Only rank 0 writes. Numbers that are not finite are written as null, because JSON has no NaN.
+Only rank 0 writes. Numbers that are not finite are written as null, because JSON has no NaN. What a start is stands in
+run.json (start.py), not here.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import read_state_file
@@ -25,11 +26,10 @@ from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import bars, has_bars
 from expertmesh.training.control import Stopped
 from expertmesh.training.optimizers.build import warmup_steps
-from expertmesh.training.reporting.data_record import write_data_record
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics
 from expertmesh.training.reporting.record import MoeLayer
-from expertmesh.training.reporting.start import Spent, record_start
-from expertmesh.training.reporting.trackers import Trackers, open_trackers
+from expertmesh.training.reporting.start import Spent, record_start, write_data_record
+from expertmesh.training.reporting.trackers import open_trackers
 
 if TYPE_CHECKING:
     from expertmesh.training.reporting.record import Forecast
@@ -40,6 +40,16 @@ log = logging.getLogger(__name__)
 # Collapse: how near to ln(vocabulary) a loss is that of a guess, and from how many tokens an expert should have some.
 _NEARLY = 0.005
 _TOKENS_PER_EXPERT = 32
+Event = StepMetrics | EvalMetrics
+"""A report of the loop, which is a row of metrics.jsonl."""
+
+
+class Sink(Protocol):
+    """A destination of what a run reports, on rank 0."""
+
+    def take(self, event: Event) -> None: ...
+    def sync(self) -> None: ...
+    def close(self, failed: bool) -> None: ...
 
 
 def keep_rows(path: Path, done: int) -> None:
@@ -92,6 +102,9 @@ class MetricsFile:
         self.path = path
         self.file = path.open("ab", buffering=0)
 
+    def take(self, event: Event) -> None:
+        self.write(event.row())
+
     def write(self, row: dict[str, Any]) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         line = json.dumps(finite, allow_nan=False).encode() + b"\n"
@@ -102,6 +115,9 @@ class MetricsFile:
     def sync(self) -> None:
         with io_errors(self.path, 0):
             os.fsync(self.file.fileno())
+
+    def close(self, failed: bool = False) -> None:
+        self.file.close()
 
 
 @dataclass(slots=True)
@@ -147,76 +163,79 @@ class Collapse:
             ),
         )
         for number, (sign, shows, reports) in enumerate(signs):
-            told = self._seen[number] >= reports
-            self._seen[number] = self._seen[number] + 1 if shows or told else 0
-            if not told and self._seen[number] == reports:
+            warned = self._seen[number] >= reports
+            self._seen[number] = self._seen[number] + 1 if shows or warned else 0
+            if not warned and self._seen[number] == reports:
                 yield f"warning: for {reports} reports in a row {sign}"
+
+
+class Console:
+    """Lines for the log, and on a terminal a bar below them."""
+
+    def __init__(self, total_steps: int, done: int, devices: int, collapse: Collapse | None = None) -> None:
+        self.total_steps, self.devices, self.collapse = total_steps, devices, collapse
+        self._began: tuple[int, float] | None = None
+        self._open = ExitStack()
+        self._bars = self._open.enter_context(bars()) if has_bars() else None
+        self._task = self._bars.add_task("training", total=total_steps, completed=done) if self._bars else None
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, EvalMetrics):
+            for line in event.lines():
+                log.info(f"step {event.step}  {line}")
+            return
+        layer = None if self.collapse is None else self.collapse.layer
+        log.info(event.line(self.total_steps, self._seconds_left(event), self.devices, layer))
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=event.step, description=f"training  loss {event.loss:.4f}")
+        for line in self.collapse.lines(event) if self.collapse is not None else ():
+            log.warning(line)
+
+    def _seconds_left(self, event: StepMetrics) -> float:
+        """Return the seconds left at the pace since this start's first report, pauses included."""
+        now, left = time.monotonic(), self.total_steps - event.step
+        if self._began is None:
+            self._began = event.step, now
+            return left * event.step_seconds
+        step, began = self._began
+        return left * (now - began) / (event.step - step)
+
+    def sync(self) -> None:
+        pass  # what is printed is on its way
+
+    def close(self, failed: bool = False) -> None:
+        self._open.close()
 
 
 @dataclass(slots=True)
 class Reporter:
-    """The destination of metrics; without a writer and silent on ranks other than 0. A context that closes what is
-    open.
+    """The one stream of what a run reports: each event goes to all sinks. A context that closes them.
+
+    Only rank 0 has sinks; on the other ranks events go nowhere.
     """
 
-    trackers: Trackers = field(default_factory=Trackers)
-    rows: MetricsFile | None = None
-    bar: "_Bar | None" = None
-    collapse: Collapse | None = None
-    total_steps: int = 0
-    devices: int = 1
-    """Ranks of the job."""
+    sinks: list[Sink] = field(default_factory=list)
     peak_tokens_per_second: float | None = None
     """`Forecast.peak_tokens_per_second`; without it there is no `mfu`."""
-    _began: tuple[int, float] | None = None
 
-    def step(self, metrics: StepMetrics) -> None:
-        if self.rows is None:
-            return
-        if self.peak_tokens_per_second is not None:
-            metrics = replace(metrics, mfu=metrics.tokens_per_second / self.peak_tokens_per_second)
-        self._write(metrics.row())
-        layer = None if self.collapse is None else self.collapse.layer
-        log.info(metrics.line(self.total_steps, self._seconds_left(metrics), self.devices, layer))
-        if self.bar is not None:
-            self.bar.show(metrics)
-        for line in self.collapse.lines(metrics) if self.collapse is not None else ():
-            log.warning(line)
-
-    def _seconds_left(self, metrics: StepMetrics) -> float:
-        """Return the seconds left at the pace since this start's first report, pauses included."""
-        now, left = time.monotonic(), self.total_steps - metrics.step
-        if self._began is None:
-            self._began = metrics.step, now
-            return left * metrics.step_seconds
-        step, began = self._began
-        return left * (now - began) / (metrics.step - step)
-
-    def evaluation(self, step: int, metrics: EvalMetrics) -> None:
-        self._write({"step": step, **metrics.row()})
-        for line in metrics.lines():
-            log.info(f"step {step}  {line}")
+    def emit(self, event: Event) -> None:
+        """Report a step or an evaluation."""
+        if isinstance(event, StepMetrics) and self.peak_tokens_per_second is not None:
+            event = replace(event, mfu=event.tokens_per_second / self.peak_tokens_per_second)
+        for sink in self.sinks:
+            sink.take(event)
 
     def sync(self) -> None:
         """Let the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""
-        if self.rows is not None:
-            self.rows.sync()
-        self.trackers.sync()
-
-    def _write(self, row: dict[str, Any]) -> None:
-        if self.rows is not None:
-            self.rows.write(row)
-        self.trackers.write(row)
+        for sink in self.sinks:
+            sink.sync()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self.rows is not None:
-            self.rows.file.close()
-        if self.bar is not None:
-            self.bar.close()
-        self.trackers.close(failed=kind is not None and not issubclass(kind, Stopped))
+        for sink in self.sinks:
+            sink.close(failed=kind is not None and not issubclass(kind, Stopped))
 
 
 def open_reporter(run: "Prepared") -> Reporter:
@@ -228,8 +247,8 @@ def open_reporter(run: "Prepared") -> Reporter:
     with raise_on_all_ranks("opening the trackers"):
         if run.mesh.rank == 0:
             done = 0 if run.start is None else read_state_file(run.start, read_manifest(run.start)).step
-            reporter.trackers = open_trackers(run.config, done)
-            for name, tracker in reporter.trackers.trackers.items():
+            reporter.sinks = [trackers := open_trackers(run.config, done)]
+            for name, tracker in trackers.trackers.items():
                 log.info(f"tracker    {name}: {tracker.known_as}")
     return reporter
 
@@ -245,38 +264,23 @@ def start_reports(
     Raises `InputError` on all ranks if rank 0 cannot write. Collectives: every rank calls it; one all-gather of five
     integers and two small all-reduces.
     """
+    lost = 0.0
     with raise_on_all_ranks("opening the metrics"):
         if run.mesh.rank == 0:
-            experts = run.checked.anatomy.experts[0]
-            objective = run.config.objective
+            experts, objective = run.checked.anatomy.experts[0], run.config.objective
             vocabulary = None if objective.of_responses or objective.teacher is not None else run.checked.vocab_size
             layer = MoeLayer(name=experts.name, experts=experts.num_experts, top_k=experts.top_k)
-            reporter.collapse = Collapse(
+            collapse = Collapse(
                 vocabulary,
                 layer,
                 warmup_steps(run.config.schedule, run.total_steps),
                 min(50, max(10, run.total_steps // run.config.log.every_steps // 5)),
             )
-            reporter.rows = MetricsFile(Path(run.config.output_dir) / "metrics.jsonl", counters.step)
+            rows = MetricsFile(Path(run.config.output_dir) / "metrics.jsonl", counters.step)
             write_data_record(run)
-            reporter.total_steps, reporter.devices = run.total_steps, run.mesh.layout.world_size
+            console = Console(run.total_steps, counters.step, run.mesh.layout.world_size, collapse)
+            reporter.sinks = [rows, *reporter.sinks, console]
             reporter.peak_tokens_per_second = None if forecast is None else forecast.peak_tokens_per_second
-            reporter.bar = _Bar(run.total_steps, counters.step) if has_bars() else None
-    lost = 0.0 if reporter.rows is None else max(0.0, reporter.rows.before - counters.elapsed_seconds)
+            lost = max(0.0, rows.before - counters.elapsed_seconds)
     record_start(run, forecast, counters, Spent(startup=time.monotonic() - began, lost=lost))
     return ExpertLoad(run.model, run.checked.anatomy, run.mesh, run.checked.plan.placement)
-
-
-class _Bar:
-    """The progress of the run, below the lines on a terminal."""
-
-    def __init__(self, total_steps: int, done: int) -> None:
-        self._open = ExitStack()
-        self._bars = self._open.enter_context(bars())
-        self._task = self._bars.add_task("training", total=total_steps, completed=done)
-
-    def show(self, metrics: StepMetrics) -> None:
-        self._bars.update(self._task, completed=metrics.step, description=f"training  loss {metrics.loss:.4f}")
-
-    def close(self) -> None:
-        self._open.close()

@@ -26,7 +26,8 @@ from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.io.reading import read_versioned
 from expertmesh.io.safetensors_writer import replace_synced
-from expertmesh.training.reporting.metrics import EVAL_SAMPLES
+from expertmesh.io.terminal import first_line
+from expertmesh.training.reporting.metrics import EVAL_SAMPLES, EvalMetrics, StepMetrics
 from expertmesh.training.resume import flat
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,9 @@ class Trackers:
 
     trackers: dict[str, Tracker] = field(default_factory=dict)
 
+    def take(self, event: StepMetrics | EvalMetrics) -> None:
+        self.write(event.row())
+
     def write(self, row: Mapping[str, Any]) -> None:
         """Report a row of metrics.jsonl, of a step or of an evaluation."""
         figures = dict(figures_of(row))
@@ -118,7 +122,7 @@ class Trackers:
             with suppress(Exception):  # for whatever reason it has failed, it may fail again
                 failed.close(failed=True)
             log.warning(
-                f"warning: {name} failed ({_first_line(error)}); this start reports nothing more to it, and "
+                f"warning: {name} failed ({first_line(error).rstrip('.')}); this start reports nothing more to it, and "
                 "metrics.jsonl has every row"
             )
 
@@ -130,7 +134,9 @@ def open_trackers(config: Config, done: int) -> Trackers:
     """
     directory, log = Path(config.output_dir), config.log
     wanted = [name for name in log.report_to if name in _TRACKERS]
-    known = _read_names(directory) if done else {}
+    known: dict[str, str] = {}
+    if done and (directory / TRACKERS_FILE).exists():
+        known = read_versioned(directory / TRACKERS_FILE, TrackerNames, 1, key="run.damaged-record").names
     opened = Trackers()
     for name in wanted:
         run = TrackedRun(
@@ -146,21 +152,14 @@ def open_trackers(config: Config, done: int) -> Trackers:
         except (Exception, SystemExit) as error:
             opened.close(failed=True)
             raise InputError(
-                f"log.report_to: {name} cannot be opened: {_first_line(error)}; mend that, or leave {name} out",
+                f"log.report_to: {name} cannot be opened: {first_line(error).rstrip('.')}; mend that, or leave {name} "
+                "out",
                 key="log.tracker-refused",
             ) from error
     if wanted:
         names = known | {name: tracker.known_as for name, tracker in opened.trackers.items()}
         replace_synced(directory / TRACKERS_FILE, TrackerNames(names=names).model_dump_json(indent=1).encode() + b"\n")
     return opened
-
-
-def _read_names(directory: Path) -> dict[str, str]:
-    try:
-        read = read_versioned(directory / TRACKERS_FILE, TrackerNames, 1, key="run.damaged-record")
-    except FileNotFoundError:
-        return {}
-    return read.names
 
 
 def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -177,9 +176,7 @@ def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def heat_map(tokens_LE: list[list[int]]) -> Picture:
-    """Return tokens of each expert over the mean of its layer as `[height, width, 3]`: a layer is a row, black has
-    none.
-    """
+    """Return each expert's tokens over its layer's mean as `[height, width, 3]`: a row a layer, black no token."""
     count_LE = np.array(tokens_LE, dtype=np.float64)
     load_LE = count_LE / np.maximum(count_LE.mean(axis=1, keepdims=True), 1e-9)
     grey_LE = (255 * np.minimum(load_LE / _WHITE, 1)).astype(np.uint8)
@@ -194,11 +191,6 @@ def _as_text(rows: list[dict[str, str]]) -> str:
         parts.append(f"**{row['source']}**")
         parts += [f"{key}:\n\n" + "\n".join(f"    {line}" for line in (row[key] or " ").splitlines()) for key in _TEXTS]
     return "\n\n".join(parts)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 class _TensorBoard:

@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +33,6 @@ from expertmesh.data import (
 from expertmesh.data.sources import RowShare
 from expertmesh.distributed.all_ranks import (
     from_rank_0,
-    object_from_rank_0,
     objects_of_all_ranks,
     raise_on_all_ranks,
     sum_over_ranks,
@@ -69,9 +68,7 @@ class RunData:
 
 
 def read_data(config: Config, checked: Checked, date: datetime.date | None, say: Callable[[str], None]) -> RunData:
-    """Read the data. `date` is that of the run that goes on; None lets prepared tokens keep theirs. Every rank calls
-    it.
-    """
+    """Read the data. Every rank calls it. `date`: of the run that goes on; None lets prepared tokens keep theirs."""
     say("reading the data")
     with raise_on_all_ranks("loading the tokenizer"):
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
@@ -81,7 +78,9 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
         say("reading the first rows of the stream")
         # A stream is not kept, so what its template writes is that of the first start.
         date = date or _today()
-        stream = Stream(replace(train, date=date), config.train.seed, _ranks())
+        job = dist.get_rank(), dist.get_world_size()
+        ranks = Ranks(*job, from_rank_0, objects_of_all_ranks, raise_on_all_ranks)
+        stream = Stream(replace(train, date=date), config.train.seed, ranks)
         window = stream.first()
         found.append(window.dataset)
         reports.append(window.report)
@@ -129,19 +128,11 @@ def stop_where_taught(model: PreTrainedModel, report: DataReport, tokenizer: Pre
 
 def _today() -> datetime.date:
     """Return today by rank 0's clock: midnight passes, and nodes have time zones. Every rank calls it."""
-    return datetime.date.fromisoformat(from_rank_0(datetime.date.today().isoformat()))
-
-
-def _ranks() -> Ranks:
-    """Return all ranks of the job, for a stream."""
-    rank, count = dist.get_rank(), dist.get_world_size()
-    return Ranks(rank, count, object_from_rank_0, objects_of_all_ranks, raise_on_all_ranks)
+    return from_rank_0(datetime.date.today())
 
 
 def _on_all_ranks(name: str, preparation: Preparation, say: Callable[[str], None]) -> PreparedData:
-    """Return the tokens, which are made now if one rank does not find them. Of jobs that need the same, one
-    makes them.
-    """
+    """Return the tokens, made now if one rank does not find them; of jobs that need the same, one makes them."""
     found = _find(preparation)
     with ExitStack() as stack:
         while found is None and (holder := _held_by_another(stack, preparation)):
@@ -197,17 +188,13 @@ def _made(name: str, preparation: Preparation, say: Callable[[str], None]) -> Pr
     say(f"tokenizing {name}{stale}")
     dated = replace(preparation.recipe, date=preparation.recipe.date or _today())
     making = replace(preparation, recipe=dated)
-    with raise_on_all_ranks("tokenizing the data"), _counted(f"tokenizing {name}, about") as told:
+    shown = counted(f"tokenizing {name}, about", "rows") if dist.get_rank() == 0 else nullcontext(lambda rows: None)
+    with raise_on_all_ranks("tokenizing the data"), shown as progress:
         # As if all ranks were as fast as this one.
-        making.write_share(building, share, lambda rows: told(rows * share.count))
+        making.write_share(building, share, lambda rows: progress(rows * share.count))
     with raise_on_all_ranks("joining the tokens"):
         if share.index == 0:
             making.finish(building, share.count)
     found = _find(preparation)
     assert found is not None
     return found
-
-
-def _counted(what: str) -> AbstractContextManager[Callable[[int], None]]:
-    """Show progress on rank 0."""
-    return counted(what, "rows") if dist.get_rank() == 0 else nullcontext(lambda rows: None)

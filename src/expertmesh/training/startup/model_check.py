@@ -28,8 +28,7 @@ from expertmesh.parallel.pipeline import refuse_by_layer
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, expert_traffic
 from expertmesh.step.forward_backward import Order
 from expertmesh.step.pipeline_schedule import interleaves
-from expertmesh.training.objective import RunObjective
-from expertmesh.training.teacher import Teacher
+from expertmesh.training.objective import RunObjective, Teacher
 
 
 @dataclass(frozen=True, slots=True)

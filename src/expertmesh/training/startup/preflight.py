@@ -24,7 +24,7 @@ from expertmesh.io.directory import nearest, require_space
 from expertmesh.io.urls import is_url
 from expertmesh.state.model_view import ModelView
 from expertmesh.training.optimizers.build import moment_bytes
-from expertmesh.training.optimizers.matrices import matrices_of
+from expertmesh.training.optimizers.muon import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.training.startup.packages import refuse_missing_packages
@@ -54,7 +54,10 @@ def preflight(
     _refuse_data(config)
     with _noted(notes):
         refuse_output_dir(config)
-    here = _without_flash_attention(config)
+    here = config
+    if config.model.attention == "flash_attention_2":
+        # Without its package a model cannot be built with it, even on meta.
+        here = config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
     with _noted(notes):
         _refuse_machine(config)
         here = config
@@ -80,13 +83,6 @@ def preflight(
     with _noted(notes):
         checked = replace(checked, checkpoint_bytes=refuse_disk(config, checked.model))
     return checked
-
-
-def _without_flash_attention(config: Config) -> Config:
-    """Return `config` without it: a model cannot be built with it, even on meta, if its package is missing."""
-    if config.model.attention != "flash_attention_2":
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
 
 
 @contextmanager

@@ -1,14 +1,19 @@
 """Prepare everything of a run that comes before its weights: data, mesh, the start of the run, the sharded model.
 
-Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and no weight has been read. A run in object
-storage (`checkpoint.remote`) is downloaded first to a machine whose `output_dir` is empty or older; uploads.py uploads
-what is found.
+Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and no weight of the run has been read.
+With `moe.placement: balanced` experts are placed on EP ranks by their load: that of the steps before, in
+`expert_load.json` of output_dir, or else that of a calibration by forwards of the first rows through a frozen copy of
+the model, which is freed before the run's own is allocated. A calibration also counts which experts tokens choose
+together, in `expert_pairs.safetensors` of output_dir.
 """
 
 import datetime
+import gc
+import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,42 +22,51 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from expertmesh.checkpoint.directory import CHECKPOINTS, published, step_name
-from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST, step_of
-from expertmesh.checkpoint.remote import RemoteCheckpoints, download
-from expertmesh.config import Config
-from expertmesh.config.errors import InputError
-from expertmesh.config.files import config_from
+from expertmesh.config import Config, ObjectiveConfig
 from expertmesh.data import BatchLayout, EvaluationBatches, StreamBatches, TokenizedDataset, TrainingBatches
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout, start_process_group
 from expertmesh.experts.install import close_library
-from expertmesh.io.reading import read_file
+from expertmesh.experts.layer import layer_of
+from expertmesh.experts.placement import (
+    LOAD_FILE,
+    PAIRS_FILE,
+    Placement,
+    balanced,
+    check_layers,
+    read_loads,
+    read_pairs,
+    write_pairs,
+)
 from expertmesh.io.terminal import print_log
 from expertmesh.parallel.apply import shard_model
+from expertmesh.state.model_view import stage_names
+from expertmesh.step.forward_backward import evaluate_terms
+from expertmesh.step.objectives import objective_of
+from expertmesh.training.objective import Teacher, evaluating, on_device
 from expertmesh.training.resume import (
     Identity,
     check_start,
-    config_differences,
     date_of,
     find_start,
     find_weights,
-    flat,
-    ways_on,
 )
 from expertmesh.training.startup.data import RunData, read_data, stop_where_taught
-from expertmesh.training.startup.output_dir import refuse_no_more_steps, set_result_aside, write_config
-from expertmesh.training.startup.placement import place_experts
-from expertmesh.training.startup.uploads import fetch_records, open_remote
-from expertmesh.weights.load import bytes_to_read
+from expertmesh.training.startup.output_dir import (
+    refuse_no_more_steps,
+    restore,
+    set_result_aside,
+    write_config,
+)
+from expertmesh.weights.load import bytes_to_read, fill
 
 if TYPE_CHECKING:
     from expertmesh.training.control import Control
     from expertmesh.training.startup.model_check import Checked
 
-
 log = logging.getLogger(__name__)
-_PROBE = "expertmesh-probe"
+Loads = Mapping[str, Sequence[int]]
+Together = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +108,26 @@ class Prepared:
 
 
 def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
-    """Prepare for reading weights. Every rank calls it."""
-    start: Path | None = None
-    weights: Path | None = None
-    date = ""
+    """Prepare for reading weights. Collectives: every rank calls it; those of the stages that it says."""
     restore(config)
+    found: tuple[Path | None, Path | None, datetime.date | None] = (None, None, None)
     with raise_on_all_ranks("looking for a checkpoint"):
         if dist.get_rank() == 0:
-            start, weights = find_start(config), find_weights(config)
-            date = str(date_of(start) or "")
-    known = from_rank_0(date)
-    data = read_data(config, checked, datetime.date.fromisoformat(known) if known else None, partial(say, control))
+            start = find_start(config)
+            found = start, find_weights(config), date_of(start)
+    start, weights, date = from_rank_0(found)
+    data = read_data(config, checked, date, partial(say, control))
     stop_where_taught(checked.model, data.reports[0], data.tokenizer)
-    mesh = _open_mesh(config, checked)
-    train, layout = config.train, _batch_layout(config, mesh, data)
+    mesh = build_mesh(checked.layout, current_device())
+    set_timeout(mesh, config.distributed.first_step_timeout_seconds)
+    layout = BatchLayout(
+        micro_batch_size=config.train.micro_batch_size,
+        data_rank=mesh.data_rank,
+        data_ranks=mesh.layout.data_ranks,
+        packing=config.data.packing,
+        pad_token_id=data.pad_token_id,
+        max_length=config.data.max_length,
+    )
     batches, total_steps = _batches(config, layout, data)
     evaluation = {name: EvaluationBatches(dataset, layout) for name, dataset in data.evaluation.items()}
     with raise_on_all_ranks("comparing the data"):
@@ -115,13 +135,12 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
     identity.agree()
     changes: Sequence[str] = ()
     with raise_on_all_ranks("comparing with the checkpoint"):
-        if start is not None:
+        if mesh.rank == 0 and start is not None:
             changes = check_start(start, identity, total_steps, config)
             refuse_no_more_steps(config, start, total_steps)
-    shared, begun = from_rank_0(str(start or "")), from_rank_0(str(weights or ""))
     checked = place_experts(config, checked, mesh, batches, partial(say, control))
     say(control, "sharding the model")
-    torch.manual_seed(train.seed + mesh.rank)
+    torch.manual_seed(config.train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)
     if checked.objective.teacher is not None:
         checked.objective.teacher.shard(mesh)
@@ -132,21 +151,8 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
             if start is not None:
                 set_result_aside(config, start)
             write_config(config)
-    return Prepared(
-        config,
-        checked,
-        mesh,
-        data,
-        layout,
-        batches,
-        evaluation,
-        total_steps,
-        to_load,
-        identity,
-        Path(shared) if shared else None,
-        Path(begun) if begun else None,
-        tuple(changes),
-    )
+    where = start, weights, tuple(changes)
+    return Prepared(config, checked, mesh, data, layout, batches, evaluation, total_steps, to_load, identity, *where)
 
 
 def _batches(config: Config, layout: BatchLayout, data: RunData) -> tuple[TrainingBatches | StreamBatches, int]:
@@ -180,110 +186,82 @@ def say(control: "Control", what: str) -> None:
     log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
 
 
-def _open_mesh(config: Config, checked: "Checked") -> Mesh:
-    """Open the mesh of the layout that every rank has resolved by itself; `build_mesh` compares."""
-    mesh = build_mesh(checked.layout, current_device())
-    set_timeout(mesh, config.distributed.first_step_timeout_seconds)
-    return mesh
+def place_experts(
+    config: Config,
+    checked: "Checked",
+    mesh: Mesh,
+    batches: TrainingBatches | StreamBatches,
+    say: Callable[[str], None],
+) -> "Checked":
+    """Return `checked` with its experts placed, if `moe.placement` is balanced, and with words of the plan about it.
 
+    Args:
+        say: Reports what this rank does now.
 
-def _batch_layout(config: Config, mesh: Mesh, data: RunData) -> BatchLayout:
-    """Return what training and evaluation batches have in common."""
-    return BatchLayout(
-        micro_batch_size=config.train.micro_batch_size,
-        data_rank=mesh.data_rank,
-        data_ranks=mesh.layout.data_ranks,
-        packing=config.data.packing,
-        pad_token_id=data.pad_token_id,
-        max_length=config.data.max_length,
-    )
-
-
-def restore(config: Config) -> None:
-    """Download the newest checkpoint of `checkpoint.remote`, if `output_dir` has none as new, and the run's records.
-
-    Every rank downloads its share of the files.
-
-    Raises:
-        InputError: On all ranks: storage that cannot be read and written, another run's checkpoints.
-        SecurityError: On all ranks: a path or a file that must not be followed or read.
-        IntegrityError: On all ranks: a file differs from what was written.
-
-    Collectives: every rank calls it; broadcasts and small all-reduces on the default group.
+    Collectives: every rank calls it; a broadcast, and those of a calibration if there is no load of this run.
     """
-    if config.checkpoint.remote is None:
-        return
-    step: int | None = None
-    with raise_on_all_ranks("looking for checkpoints in checkpoint.remote"):
-        remote = open_remote(config)
-        remote.run.write(f"{_PROBE}/{dist.get_rank()}", b"")  # every rank uploads
-    with raise_on_all_ranks("cleaning up in checkpoint.remote"):
-        if dist.get_rank() == 0:
-            _clean(remote)
-            step = _missing_here(config, remote)
-            if step is not None:
-                fetch_records(config)
-    if found := from_rank_0("" if step is None else str(step)):
-        download(remote, int(found), Path(config.output_dir) / CHECKPOINTS)
+    if config.moe.placement != "balanced":
+        return checked
+    if mesh.layout.ep == 1:
+        return replace(checked, placement="as in the model: at ep 1 each rank holds all experts")
+    found: tuple[Loads, Together] | None = None
+    with raise_on_all_ranks("reading the load of experts"):
+        file = Path(config.output_dir, LOAD_FILE)
+        if dist.get_rank() == 0 and file.is_file():
+            own = read_loads(file)
+            layers = {spec.name: spec.num_experts for spec in checked.anatomy.experts}
+            check_layers(str(file), {name: len(load_E) for name, load_E in own.items()}, layers)
+            found = own, read_pairs(config.output_dir, own)
+    found, source = from_rank_0(found), f"the load in {file}"
+    if found is None:
+        began = time.monotonic()
+        say(f"calibrating on {config.moe.calibration_batches} micro-batches of each data rank")
+        counted = _calibrate(config, checked, mesh, batches)
+        with raise_on_all_ranks(f"writing {PAIRS_FILE}"):
+            if dist.get_rank() == 0:
+                write_pairs(config.output_dir, counted)
+        found = {name: pairs_EE.diagonal().tolist() for name, pairs_EE in counted.items()}, counted
+        source = f"a calibration in {time.monotonic() - began:.3g} s"
+    loads, together = found
+    placement = balanced(loads, mesh.layout.ep, config.moe.replicas, together)
+    both = (each.over(loads) for each in (Placement(placement.ep, {}), placement))
+    before, after = (f"{mean:.2f} (at most {worst:.2f})" for mean, worst in both)
+    copies = f", moe.replicas {placement.replicas}" if placement.replicas else ""
+    line = f"balanced by {source}: the busiest EP rank has {after} times the mean load, contiguous {before}{copies}"
+    if together and not placement.replicas:
+        line += "; experts that tokens choose together share ranks"
+    plan = replace(checked.plan, placement=placement)
+    return replace(checked, plan=plan, placement=line, expected_load=placement.over(loads)[1])
 
 
-def _clean(remote: RemoteCheckpoints) -> None:
-    """Refuse storage that differs between ranks, or cannot be removed from; remove what interrupted uploads left."""
-    found = remote.run.below(_PROBE).sizes()
-    missing = [rank for rank in range(dist.get_world_size()) if str(rank) not in found]
-    if missing:
-        raise InputError(
-            f"checkpoint.remote: what rank {missing[0]} has written to {remote.run.url} is not there for rank 0; every "
-            "rank uploads and downloads: mount the same directory at the same path on all nodes",
-            key="storage.not-shared",
-        )
-    remote.run.remove([f"{_PROBE}/{name}" for name in found])
-    if left := remote.clean():
-        log.info(f"removed what interrupted uploads left in {remote.storage.url}: {', '.join(left)}")
+def _calibrate(
+    config: Config, checked: "Checked", mesh: Mesh, batches: TrainingBatches | StreamBatches
+) -> dict[str, torch.Tensor]:
+    """Return the tokens that chose both of two experts in the first micro-batches of all data ranks, `[E, E]` by layer.
 
-
-def _missing_here(config: Config, remote: RemoteCheckpoints) -> int | None:
-    """Return the step of the checkpoint that the run goes on from and that `output_dir` lacks."""
-    here, newest = dict(published(Path(config.output_dir) / CHECKPOINTS)), remote.newest()
-    if newest is None:
-        return None
-    resume, where, by_name = config.checkpoint.resume, remote.storage.url, None
-    if resume == "never":
-        raise InputError(
-            f"checkpoint.resume is never, but {where} holds {step_name(newest)}; set checkpoint.resume to auto to "
-            "continue, or choose another checkpoint.remote",
-            key="checkpoint.resume-is-never",
-        )
-    _refuse_other_run(config, remote, newest)
-    if not config.checkpoint.resume_weights_only and resume != "auto":
-        by_name = step_of(Path(resume)) if "/" not in resume else None
-        if by_name != newest:
-            raise InputError(
-                f"checkpoint.resume is {resume}, but {where} holds {step_name(newest)}, which would be in the way; set "
-                "checkpoint.resume to auto to continue from that, or choose another checkpoint.remote",
-                key="checkpoint.later-exists",
-            )
-    if newest in here:
-        if read_file(here[newest] / MANIFEST) != remote.manifest(newest):
-            raise _other_run(where, f"{step_name(newest)} is not the one in output_dir {config.output_dir}")
-        return None
-    return newest if newest > max(here, default=-1) else None
-
-
-def _refuse_other_run(config: Config, remote: RemoteCheckpoints, step: int) -> None:
-    """Refuse another run by the configuration beside a checkpoint, before all of it is downloaded."""
-    content, where = remote.config(step), f"{remote.storage.url}/{step_name(step)}/{CONFIG_FILE}"
-    if content is None:
-        raise _other_run(remote.storage.url, f"{step_name(step)} was not written by a training run")
-    before = config_from(content.decode(errors="backslashreplace"), where)
-    forbidden, _ = config_differences(*(flat(each.model_dump(mode="json")) for each in (before, config)))
-    if forbidden:
-        raise _other_run(remote.storage.url, "; ".join(forbidden.values()), ways_on(forbidden, None))
-
-
-def _other_run(where: str, why: str, ways: str = "") -> InputError:
-    return InputError(
-        f"{where} holds another run: {why}; put it back to continue that run{ways}, or choose another "
-        "checkpoint.remote",
-        key="storage.other-run",
-    )
+    Collectives: every rank calls it; those of loading a frozen model, of its forwards, and an all-reduce.
+    """
+    if config.moe.dispatch == "deepep":  # whose buffers are for one model
+        config = config.model_copy(update={"moe": config.moe.model_copy(update={"dispatch": "auto"})})
+    with raise_on_all_ranks("planning a frozen copy of the model"):
+        frozen = Teacher.planned(config, checked.model_config, checked.directory, mesh.layout)
+    frozen.shard(mesh)
+    fill(frozen.model, frozen.directory, allocate_on=mesh.device, seed=checked.weights_seed)
+    specs, experts = checked.anatomy.experts, checked.anatomy.num_experts
+    pairs_LEE = torch.zeros(len(specs), experts, experts, dtype=torch.int64, device=mesh.device)
+    here = set(stage_names(frozen.model, [spec.name for spec in specs]))
+    for spec, pairs_EE in zip(specs, pairs_LEE, strict=True):
+        if spec.name in here:  # the layer of another pipeline stage stays zero
+            layer_of(frozen.model.get_submodule(spec.name)).together_EE = pairs_EE
+    rows = itertools.chain.from_iterable(step.micro_batches for step in batches.steps(0, None))
+    objective = objective_of(ObjectiveConfig(), rows=1, target_tokens=1)
+    with evaluating(frozen.model):
+        for batch in itertools.islice(rows, config.moe.calibration_batches):
+            evaluate_terms(frozen.model, [on_device(batch, mesh.device)], objective)
+    dist.all_reduce(pairs_LEE)
+    close_library(frozen.model)
+    del frozen
+    gc.collect()
+    if mesh.device.type != "cpu":
+        torch.accelerator.empty_cache()
+    return {spec.name: pairs_EE for spec, pairs_EE in zip(specs, pairs_LEE.cpu(), strict=True)}

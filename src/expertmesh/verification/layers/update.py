@@ -23,8 +23,7 @@ from expertmesh.experts.balance import attached_balance
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.optimizers.adamw import AdamW8bit
-from expertmesh.training.optimizers.matrices import matrices_of
-from expertmesh.training.optimizers.muon import Muon
+from expertmesh.training.optimizers.muon import Muon, matrices_of
 from expertmesh.verification.compare import OWN_ERRORS, TOLERANCE, distances, gather, scalar, total, without_numbers
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers.step import replicas

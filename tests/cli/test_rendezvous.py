@@ -12,7 +12,7 @@ import pytest
 
 from expertmesh.config import DistributedFailure, InputError
 from expertmesh.distributed.environment import Node
-from expertmesh.launcher.launch import THIS_MACHINE, Meeting
+from expertmesh.launcher.launch import THIS_MACHINE, Rendezvous
 from expertmesh.launcher.supervise import StopRequests
 from tests.cli.jobs import free_port
 
@@ -32,7 +32,7 @@ def open_all(port: int, ranks: tuple[int, ...]) -> list[Any]:
     def open_one(number: int) -> Any:
         time.sleep(0.3 * (number == 2))
         try:
-            return Meeting(ranks[number], node(number, port), 300).open(StopRequests())
+            return Rendezvous(ranks[number], node(number, port), 300).open(StopRequests())
         except (InputError, DistributedFailure) as error:
             return error
 
@@ -43,7 +43,7 @@ def open_all(port: int, ranks: tuple[int, ...]) -> list[Any]:
 def test_all_machines_get_a_store_and_places_that_follow_each_other(port: int) -> None:
     stores = open_all(port, (2, 2, 2))
     assert {store.port for store in stores} == {port}
-    places = [place for number in range(3) for place in Meeting(2, node(number, port), 300).places(port)]
+    places = [place for number in range(3) for place in Rendezvous(2, node(number, port), 300).places(port)]
     assert [place.rank for place in places] == list(range(6))
     assert [place.local_rank for place in places] == [0, 1] * 3
     assert {(place.world_size, place.local_world_size, place.port) for place in places} == {(6, 2, port)}
@@ -59,7 +59,7 @@ def test_machines_with_other_numbers_of_ranks_are_all_told(port: int) -> None:
 @pytest.mark.parametrize(("number", "words"), [(0, "node 1, 2 of 3 did not come"), (1, "node 0 cannot be reached")])
 def test_a_machine_that_does_not_come_is_named(port: int, number: int, words: str) -> None:
     with pytest.raises(DistributedFailure, match=words) as failure:
-        Meeting(1, node(number, port), 0.2).open(StopRequests())
+        Rendezvous(1, node(number, port), 0.2).open(StopRequests())
     assert failure.value.key == "launch.node-missing"
 
 
@@ -68,7 +68,7 @@ def test_a_port_in_use_is_named(port: int) -> None:
         other.bind(("0.0.0.0", port))
         other.listen()
         with pytest.raises(InputError, match=f"MASTER_PORT {port} cannot be had") as refusal:
-            Meeting(1, node(0, port), 1).open(StopRequests())
+            Rendezvous(1, node(0, port), 1).open(StopRequests())
     assert refusal.value.key == "launch.port-taken"
 
 
@@ -76,11 +76,11 @@ def test_a_port_in_use_is_named(port: int) -> None:
 def test_waiting_for_the_others_ends_by_a_signal(number: int, port: int) -> None:
     requests = StopRequests()
     threading.Timer(0.3, requests.receive, (signal.SIGTERM, None)).start()
-    assert Meeting(1, node(number, port), 300).open(requests) is None
+    assert Rendezvous(1, node(number, port), 300).open(requests) is None
 
 
 def test_a_job_on_one_machine_is_reached_from_there_alone() -> None:
-    store = Meeting(2, THIS_MACHINE, 300).open(StopRequests())
+    store = Rendezvous(2, THIS_MACHINE, 300).open(StopRequests())
     assert store is not None
     listening = f":{store.port:04X}"
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
