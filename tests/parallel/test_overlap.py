@@ -104,3 +104,17 @@ def test_rows_are_sent_before_the_shared_expert_runs_and_awaited_behind_it() -> 
     backward = ["rows sent, awaited", "pairs sent", "rows sent", "shared backward", "wait", "wait"]
     for events in shared_ranks(_order, 2, "none"):
         assert events == forward + backward
+
+
+def test_a_result_computed_ahead_is_for_the_same_values_alone() -> None:
+    module, runs = nn.Linear(4, 4), []
+    shared, hidden = SharedExpert(module), torch.randn(3, 4)
+    module.register_forward_hook(lambda module, args, output: runs.append(output))
+    with torch.no_grad():
+        shared.compute(hidden)
+        assert module(hidden.view(1, 3, 4)).data_ptr() == runs[0].data_ptr()
+        shared.compute(hidden)
+        hidden.add_(1)  # in place, as some models do between the two
+        torch.testing.assert_close(module(hidden), nn.functional.linear(hidden, module.weight, module.bias))
+        shared.compute(hidden)
+        torch.testing.assert_close(module(hidden[:2]), nn.functional.linear(hidden[:2], module.weight, module.bias))
