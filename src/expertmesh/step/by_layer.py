@@ -182,10 +182,14 @@ class Round:
 
         Collectives: those of M backwards; the gradients of each unit of FSDP2 are reduced once.
         """
-        # Frozen layers in front of all that trains have no backward, on any rank.
         last = self._layers.count - 1
-        trained = (any(f and f.hidden is not None and f.hidden.requires_grad for f in each) for each in self._forwards)
-        first = next((layer for layer, trains in zip(range(last), trained, strict=False) if trains), last)
+
+        def is_trained(layer: int) -> bool:
+            hidden = [forward.hidden for forward in self._forwards[layer] if forward is not None]
+            return any(each is not None and each.requires_grad for each in hidden)
+
+        # Frozen layers in front of all that trains have no backward, on any rank.
+        first = next(filter(is_trained, range(last)), last)
         for layer in reversed(range(self._layers.count)):
             forwards = self._forwards[layer]
             for number, forward in enumerate(forwards):
@@ -201,10 +205,10 @@ class Round:
                 if forward.on_host is not None:
                     forward.on_host.wait()
                 # The input that backward needs after this one comes back while this one runs.
-                upcoming = (layer, number + 1) if number + 1 < len(forwards) else (layer - 1, 0)
-                next_forward = self._forwards[upcoming[0]][upcoming[1]] if upcoming[0] > 0 else None
-                if next_forward is not None and next_forward.on_host is not None:
-                    next_forward.on_host.fetch()
+                next_layer, next_number = (layer, number + 1) if number + 1 < len(forwards) else (layer - 1, 0)
+                upcoming = self._forwards[next_layer][next_number] if next_layer > 0 else None
+                if upcoming is not None and upcoming.on_host is not None:
+                    upcoming.on_host.fetch()
                 self._backward_of(forward, following, term)
                 if following is not None:
                     self._forwards[layer + 1][number] = None
