@@ -109,11 +109,11 @@ class _Job:
 
     def save_while_training(self, directory: Path, repeats: int) -> tuple[list[float], list[float]]:
         """Seconds that training stood still per save, and the steps that ran while files were being written."""
-        from expertmesh.checkpoint.small_files import STATE_FILE, companions, state_bytes
+        from expertmesh.checkpoint.small_files import STATE_FILE, sidecar_files, state_bytes
         from expertmesh.checkpoint.write import STATUSES, CheckpointWriter
 
         writer = CheckpointWriter(directory, keep_last=1, asynchronous=True)
-        files = companions(self.model, None)
+        files = sidecar_files(self.model, None)
         pauses, during = [], []
         for step in range(1, repeats + 1):
             small = {**files, STATE_FILE: state_bytes(step, {}, self.optimizer)}

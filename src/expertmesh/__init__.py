@@ -14,13 +14,13 @@ _HOME = {
     "MoeConfig": "expertmesh.config",
     "ParallelConfig": "expertmesh.config",
     "PrecisionConfig": "expertmesh.config",
-    "adapters_off": "expertmesh.adapters.attach",
+    "adapters_off": "expertmesh.adapters.plan",
     "causal_lm_loss": "expertmesh.step.loss",
     "clip_grad_norm_": "expertmesh.step.grad_norm",
     "count_targets": "expertmesh.step.loss",
     "forward_backward": "expertmesh.step.forward_backward",
     "init_mesh": "expertmesh.distributed.mesh",
-    "iter_hf_weights": "expertmesh.adapters.stream",
+    "iter_hf_weights": "expertmesh.adapters.save",
     "like_ddp": "expertmesh.state.other_code",
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
@@ -65,10 +65,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from expertmesh.adapters.attach import adapters_off
     from expertmesh.adapters.peft_config import lora_from_peft
-    from expertmesh.adapters.save import save_adapter
-    from expertmesh.adapters.stream import iter_hf_weights
+    from expertmesh.adapters.plan import adapters_off
+    from expertmesh.adapters.save import iter_hf_weights, save_adapter
     from expertmesh.checkpoint.interface import load_checkpoint, load_weights, save_checkpoint
     from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
     from expertmesh.distributed.mesh import init_mesh

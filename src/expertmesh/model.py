@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertmesh.adapters.base import remember_formats
 from expertmesh.adapters.peft_model import peft_adapters
-from expertmesh.adapters.plan import adapt
+from expertmesh.adapters.plan import adapt, remember_formats
 from expertmesh.adapters.start import start
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError

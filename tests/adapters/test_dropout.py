@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import expertmesh as em
-from expertmesh.adapters.attach import attach_adapters
+from expertmesh.adapters.plan import attach_adapters
 from expertmesh.adapters.targets import Target
 from expertmesh.experts import lora_state
 from expertmesh.experts.lora_state import Dropout, adapter_state, keep_mask, salt_of

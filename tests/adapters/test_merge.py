@@ -20,9 +20,8 @@ from expertmesh.adapters.plan import plan_adapters
 from expertmesh.cli.main import main
 from expertmesh.config.errors import IntegrityError, SecurityError
 from expertmesh.data.encoding import sandbox
-from expertmesh.export import merge_check
-from expertmesh.export.deltas import Deltas
-from expertmesh.export.merge import merge
+from expertmesh.export import merge as merge_module
+from expertmesh.export.merge import Deltas, merge
 from expertmesh.weights import lazy, write
 from tests.adapters.reference import random_adapter
 from tests.adapters.stock import EXPERTS, adapted, base_model, logits, write_family
@@ -219,9 +218,9 @@ def test_memory_is_a_block_and_one_adapter_never_a_tensor_of_all_experts(
     written: dict[str, tuple[Path, torch.Tensor]], family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, _ = written[family]
-    for module in (lazy, write, merge_check):
+    for module in (lazy, write, merge_module):
         monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 512)
-    monkeypatch.setattr(merge_check, "_SAMPLE_ELEMENTS", 64)
+    monkeypatch.setattr(merge_module, "_SAMPLE_ELEMENTS", 64)
     with _Largest() as largest:
         merge(root / "adapter", tmp_path / "out")
     adapter = max(tensor.nbytes for tensor in load_file(root / "adapter" / ADAPTER).values())

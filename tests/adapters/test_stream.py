@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import expertmesh as em
-from expertmesh.adapters import stream
+from expertmesh.adapters import save as save_module
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.merge import merge
 from tests.adapters.stock import write_family
@@ -106,13 +106,13 @@ def test_adapters_are_merged_as_the_command_merges_them(
 
 
 def _with_a_bug(root: Path) -> list[str]:
-    add = stream.add_delta
+    add = save_module.add_delta
 
     def twice(values: Tensor, box: Any, target: Any, factors: Any) -> None:
         for _ in range(2 if target.experts is not None else 1):
             add(values, box, target, factors)
 
-    with mock.patch.object(stream, "add_delta", twice):
+    with mock.patch.object(save_module, "add_delta", twice):
         ((found, _),) = _merged_and_streamed(root, TWO[:1], "float32")
     return found
 

@@ -92,7 +92,7 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]
     def storage(self, path: str = "bucket/run") -> Storage:
         """The directory `path` of this store, as if s3fs had opened it."""
         with (
-            mock.patch.dict(expertmesh.io.urls.PACKAGES, {"s3": None}),
+            mock.patch.dict(expertmesh.io.storage.PACKAGES, {"s3": None}),
             mock.patch.object(fsspec.core, "url_to_fs", lambda url, **_: (self, url.partition("://")[2])),
         ):
             return Storage(f"s3://{path}")

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import expertmesh as em
 from expertmesh.anatomy import describe
-from expertmesh.checkpoint.manifest import read_manifest
-from expertmesh.checkpoint.schema import SCHEMA_VERSION, FileEntry, Manifest, TensorEntry, Tiling
+from expertmesh.checkpoint.manifest import SCHEMA_VERSION, FileEntry, Manifest, TensorEntry, Tiling, read_manifest
 from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.experts.placement import Placement, write_placement

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from expertmesh.checkpoint import uploads as uploads_module
+from expertmesh.checkpoint import remote as uploads_module
 from expertmesh.checkpoint.manifest import MANIFEST, parse_manifest
-from expertmesh.checkpoint.remote import RemoteCheckpoints, download, local_checkpoint
-from expertmesh.checkpoint.uploads import Shares, Uploads, divided
+from expertmesh.checkpoint.remote import RemoteCheckpoints, Shares, Uploads, divided, download, local_checkpoint
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.distributed.job_store import JobStore
 from expertmesh.io import storage as storage_module
 from expertmesh.io.hub import local_model
-from expertmesh.io.urls import refuse_url
+from expertmesh.io.storage import refuse_url
 from tests.checkpoint.object_store import Killed, ObjectStore
 from tests.support.errors import refused
 
@@ -164,7 +163,7 @@ def test_a_run_outlives_its_storage_and_nothing_that_waits_is_pruned(tmp_path: P
     uploads.submit(paths[1], keep_step=1)
     uploads.submit(paths[2], keep_step=1)
     uploads.finish()
-    assert remote.complete() == [3, 1]
+    assert list(remote.complete()) == [3, 1]
     assert uploads.held() == set()
 
 
@@ -218,7 +217,7 @@ def test_a_checkpoint_is_published_when_the_share_of_the_slowest_rank_has_arrive
     first.end()
     for rank in others:
         rank.wait()
-    assert uploads.remote.complete() == [3]
+    assert list(uploads.remote.complete()) == [3]
     assert set(store.objects) == {f"bucket/run/checkpoints/step-00000003/{name}" for name in _content(checkpoints[2])}
 
 
@@ -239,7 +238,7 @@ def test_a_rank_that_cannot_upload_or_is_lost_is_named_and_the_checkpoint_tried_
     alone = Shares(JobStore(dist.HashStore(), ""), 0, 2, store.storage(), tmp_path)
     with refused("storage.failed", naming="rank 1 has not answered"):
         remote.publish(_checkpoint(tmp_path, 2), alone.put)
-    assert remote.complete() == [1]
+    assert list(remote.complete()) == [1]
     alone.end()
 
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from expertmesh.checkpoint.interface import read_state
-from expertmesh.checkpoint.part import HeldPart, RankPart, note_path, write_part
 from expertmesh.checkpoint.read import check_hashes, open_state
 from expertmesh.checkpoint.small_files import read_generators, rng_state
+from expertmesh.checkpoint.state import HeldPart, RankPart, summary_path, write_part
 from expertmesh.checkpoint.write import SavedJob, publish
 from expertmesh.io.boxes import Box, extents
 from tests.support.ranks import shared_ranks
@@ -68,13 +68,13 @@ def _forge(directory: Path) -> Path:
     temporary.mkdir(parents=True)
     for rank in WRITTEN:
         write_part(_part(rank), temporary, RANKS)
-    first = json.loads(note_path(temporary, 0).read_text().splitlines()[0])
+    first = json.loads(summary_path(temporary, 0).read_text().splitlines()[0])
     _, _, scalars, _ = first["boxes"]["scalar"]
     for rank in set(range(RANKS)) - WRITTEN:
         boxes = {str(rows): (_box(rows, rank), True, None) for rows in ROWS}
         files = [{**file, "name": file["name"].replace("-00000-", f"-{rank:05d}-")} for file in first["files"]]
         note = {**first, "files": files, "listing": None, "boxes": {**boxes, "scalar": ((), False, scalars)}}
-        note_path(temporary, rank).write_text(json.dumps(note) + "\n{}\n")
+        summary_path(temporary, rank).write_text(json.dumps(note) + "\n{}\n")
     return temporary
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import expertmesh as em
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.write import IDLE, PUBLISHED, STATUSES, WRITING, WRITTEN, CheckpointWriter, publish
-from expertmesh.io.safetensors_writer import rename_synced
+from expertmesh.io.directory import rename_synced
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks, shared_ranks

@@ -16,7 +16,7 @@ import expertmesh.cli.main as verbs
 from expertmesh.cli.main import entry_point, main
 from expertmesh.cli.options import PlanOptions
 from expertmesh.config import IntegrityError, SecurityError
-from expertmesh.config.schema import schema_text
+from expertmesh.config.root import schema_text
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.worker import lazy_imports
 

@@ -8,7 +8,7 @@ import pytest
 
 from expertmesh.config import Config, DataSource, InputError, load_config
 from expertmesh.config.base import Section
-from expertmesh.config.other_names import DERIVED, ELSEWHERE, NOT_YET, THEIRS
+from expertmesh.config.explain import DERIVED, ELSEWHERE, NOT_YET, THEIRS
 from tests.config.minimal import write
 
 

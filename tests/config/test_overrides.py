@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from expertmesh.config import InputError
-from expertmesh.config.overrides import apply_override
+from expertmesh.config.files import apply_override
 
 
 @pytest.mark.parametrize(

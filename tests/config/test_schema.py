@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from expertmesh.config.schema import json_schema, schema_text
+from expertmesh.config.root import json_schema, schema_text
 
 SCHEMA = Path(__file__).parents[2] / "schema" / "expertmesh.schema.json"
 

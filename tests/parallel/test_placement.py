@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import expertmesh as em
-from expertmesh.adapters.base import content_hash
+from expertmesh.adapters.start import content_hash
 from expertmesh.anatomy import describe
 from expertmesh.config import OptimConfig
 from expertmesh.distributed.mesh import Mesh

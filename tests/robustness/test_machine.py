@@ -17,8 +17,7 @@ from expertmesh.config import load_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import dump_config
 from expertmesh.data.encoding.sandbox import Sandbox
-from expertmesh.io.directory import io_errors
-from expertmesh.io.safetensors_writer import write_synced
+from expertmesh.io.directory import io_errors, write_synced
 from expertmesh.training.lock import NAME, RunLock, holder
 from expertmesh.training.reporting import reporter
 from expertmesh.training.reporting.reporter import keep_rows

@@ -57,8 +57,8 @@ def _at_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     _die()
 
 
-def _after_half_of_it(original: Callable[..., Any], descriptor: int, buffer: memoryview) -> None:
-    original(descriptor, buffer[: len(buffer) // 2])
+def _after_half_of_it(original: Callable[..., Any], descriptor: int, buffer: memoryview, offset: int) -> None:
+    original(descriptor, buffer[: len(buffer) // 2], offset)
     _die()
 
 
@@ -134,10 +134,10 @@ def _assert_as_if_nothing_had_happened(output: Path, whole: Path) -> None:
     assert all(re.fullmatch(r"step-\d{8}", path.name) for path in (output / "checkpoints").iterdir())
 
 
-LOOP, PART, PUBLISH = "expertmesh.training.loop", "expertmesh.checkpoint.part", "expertmesh.checkpoint.write"
+LOOP, PART, PUBLISH = "expertmesh.training.loop", "expertmesh.checkpoint.state", "expertmesh.checkpoint.write"
 KILLS = {
     "in a step": Kill(1, "expertmesh.step.forward_backward:loss_of_batch", at=11, newest=4, or_before=2),
-    "while writing a part": Kill(1, f"{PART}:_write_all", at=100, how=_after_half_of_it, newest=2),
+    "while writing a part": Kill(1, f"{PART}:write_at", at=100, how=_after_half_of_it, newest=2),
     "while writing rank 0's note": Kill(0, f"{PART}:write_synced", at=2, newest=2),
     "before publishing": Kill(0, f"{PUBLISH}:rename_synced", about="step-00000004", newest=2),
     "before pruning": Kill(0, "expertmesh.checkpoint.write:prune", at=2, newest=4),
@@ -175,7 +175,7 @@ def test_a_killed_run_continues_from_the_newest_checkpoint(
     _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
 
 
-METRICS, REPLACE = "expertmesh.training.reporting.reporter", "expertmesh.io.safetensors_writer:os.replace"
+METRICS, REPLACE = "expertmesh.training.reporting.reporter", "expertmesh.io.directory:os.replace"
 FIRST_START = {
     "publishing the configuration": Kill(0, REPLACE, about="config.yaml"),
     "opening the metrics": Kill(0, REPLACE, about="metrics.jsonl"),
@@ -205,7 +205,7 @@ def test_restarts_that_are_killed_too_lose_nothing(
     metrics_replaced = Kill(0, REPLACE, about="metrics.jsonl")
     cleaned = Kill(0, "expertmesh.checkpoint.directory:shutil.rmtree", about=".tmp-", how=_after_half_of_the_files)
     row = Kill(0, f"{METRICS}:MetricsFile.write", at=3, how=_after_half_of_the_row)  # the row of step 7
-    saving = Kill(0, "expertmesh.weights.save:write_companions")
+    saving = Kill(0, "expertmesh.weights.save:write_sidecars")
     for kill, newest in ((config_replaced, 4), (metrics_replaced, 4), (cleaned, 4), (row, 4), (saving, 6)):
         capfd.readouterr()
         _run_into(kill, config)

@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from expertmesh.cli.main import main
-from expertmesh.export.convert import convert
-from expertmesh.export.merge import merge
+from expertmesh.export.merge import convert, merge
 from expertmesh.training.evaluation import end_tokens
 from expertmesh.training.run import train
 from tests.data.tokenizers_on_the_fly import CHATML, ENDS_DIFFERENTLY, PLAIN_WORDS, bpe_tokenizer

@@ -15,7 +15,7 @@ import expertmesh.model as loading
 from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.checkpoint import export
-from expertmesh.export.convert import convert
+from expertmesh.export.merge import convert
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
 from expertmesh.training.reporting.weights import loaded_lines, saved_lines

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.state.model_view import ModelView
-from expertmesh.weights.companions import config_files, write_config
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 from expertmesh.weights.save import save_model
+from expertmesh.weights.sidecars import config_files, write_config
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.families.catalogue import families
 from tests.families.tiny import tiny_config as tiny_config_of

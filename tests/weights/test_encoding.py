@@ -20,8 +20,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 import expertmesh as em
 from expertmesh.cli.options import MergedDtype, WrittenDtype
 from expertmesh.export.checkpoint import export
-from expertmesh.export.convert import convert
-from expertmesh.export.merge import merge
+from expertmesh.export.merge import convert, merge
 from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.codes import codes_of

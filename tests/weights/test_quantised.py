@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.export.convert import convert
+from expertmesh.export.merge import convert
 from expertmesh.io.boxes import extents, volume
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.codes import scale_values, values_of

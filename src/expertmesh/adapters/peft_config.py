@@ -37,34 +37,12 @@ _PICKLE = "adapter_model.bin"
 # All keys that adapter_config.json may set: those that we read, and those that do not change what a plain adapter
 # computes. Any other one is refused, so that an option of a future PEFT is not silently ignored.
 _KNOWN = (
-    "peft_type",
-    "task_type",
-    "r",
-    "lora_alpha",
-    "rank_pattern",
-    "alpha_pattern",
-    "lora_dropout",
-    "use_rslora",
-    "bias",
-    "init_lora_weights",
-    "target_modules",
-    "target_parameters",
-    "exclude_modules",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "auto_mapping",
-    "peft_version",
-    "layers_pattern",
-    "megatron_core",
-    "qalora_group_size",
-    "ensure_weight_tying",
-    "runtime_config",
-    "loftq_config",
-    "eva_config",
-    "corda_config",
-    "lora_ga_config",
-)
+    "peft_type", "task_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "use_rslora",
+    "bias", "init_lora_weights", "target_modules", "target_parameters", "exclude_modules",
+    "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "layers_pattern",
+    "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config",
+)  # fmt: skip
 # Keys of values beside low-rank adapters, which a merge takes.
 _TRAINED_IN_FULL = ("modules_to_save", "trainable_token_indices")
 # Keys whose values, if not null, have to be a bool or text.

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.targets import EMBEDDING, Target
 from expertmesh.config.errors import IntegrityError
 from expertmesh.state.model_view import ModelView
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, as_lazy
 from expertmesh.weights.mapping import StateTensor, plan_save
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -113,12 +113,12 @@ def file_tensors(state: Mapping[str, Tensor], targets: Sequence[Target]) -> dict
     """
     files: dict[str, LazyTensor] = {}
     for target in targets:
-        a, b = (LazyTensor.of(StateTensor(name, state[name])) for name in _names(target))
+        a, b = (LazyTensor.of(StateTensor(name, state[name])) for name in target.factors)
         key_a, key_b = file_keys(target, targets)
         if target.experts is not None:
             if target.swapped:
-                a, b = _lazy(b.transpose(1, 2)), _lazy(a.transpose(1, 2))
-            a, b = _lazy(a.flatten(0, 1)), _lazy(b.permute(1, 2, 0).flatten(1, 2))
+                a, b = as_lazy(b.transpose(1, 2)), as_lazy(a.transpose(1, 2))
+            a, b = as_lazy(a.flatten(0, 1)), as_lazy(b.permute(1, 2, 0).flatten(1, 2))
         files[key_a], files[key_b] = a, b
     return files
 
@@ -142,7 +142,7 @@ def model_tensors_from(
     left = set(files) - set(base_copies(files, targets))
     for target in targets:
         if target.name in parts:
-            tensors |= zip(_names(target), _joined(path, files, target, parts[target.name]), strict=True)
+            tensors |= zip(target.factors, _joined(path, files, target, parts[target.name]), strict=True)
             left -= {key for part in parts[target.name] for key in part.keys}
             continue
         experts, r, sizes = target.experts or 1, target.r, (target.in_features, target.out_features)
@@ -152,21 +152,16 @@ def model_tensors_from(
         a, b = (stored(path, files, key, shape, target.name) for key, shape in zip(keys, shapes, strict=True))
         left -= set(keys)
         if target.experts is not None:
-            a, b = _lazy(a.unflatten(0, (experts, r))), _lazy(b.unflatten(1, (r, experts)).permute(2, 0, 1))
+            a, b = as_lazy(a.unflatten(0, (experts, r))), as_lazy(b.unflatten(1, (r, experts)).permute(2, 0, 1))
             if target.swapped:
-                a, b = _lazy(b.transpose(1, 2)), _lazy(a.transpose(1, 2))
-        tensors |= zip(_names(target), (a, b), strict=True)
+                a, b = as_lazy(b.transpose(1, 2)), as_lazy(a.transpose(1, 2))
+        tensors |= zip(target.factors, (a, b), strict=True)
     if left:
         raise IntegrityError(
             f"{path}: holds {min(left)}, which fits no target of the adapter's config",
             key="adapter.differs-from-its-config",
         )
     return tensors
-
-
-def _names(target: Target) -> list[str]:
-    """Return the names of A and B in the model."""
-    return [f"{target.module}.{leaf}" for leaf in target.leaves]
 
 
 def _joined(
@@ -189,8 +184,8 @@ def _joined(
         ]
         joined.append((torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs))))
     if target.experts is None:
-        return _lazy(joined[0][0]), _lazy(joined[0][1])
-    return _lazy(torch.stack([a for a, _ in joined])), _lazy(torch.stack([b for _, b in joined]))
+        return as_lazy(joined[0][0]), as_lazy(joined[0][1])
+    return as_lazy(torch.stack([a for a, _ in joined])), as_lazy(torch.stack([b for _, b in joined]))
 
 
 def base_copies(files: Mapping[str, LazyTensor], targets: Sequence[Target]) -> dict[str, str]:
@@ -233,8 +228,3 @@ def is_parameter(target: Target) -> bool:
 def name_of(target: Target) -> str:
     """Return the target's name in the config."""
     return target.weight if is_parameter(target) else target.module
-
-
-def _lazy(tensor: Tensor) -> LazyTensor:
-    assert isinstance(tensor, LazyTensor)
-    return tensor

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.attach import attach_adapters
 from expertmesh.adapters.peft_config import lora_of, plain_content, refuse_content, refuse_start
 from expertmesh.adapters.peft_format import PREFIX
-from expertmesh.adapters.plan import AdapterPlan, plan_targets
+from expertmesh.adapters.plan import AdapterPlan, attach_adapters, plan_targets
 from expertmesh.adapters.start import copy_adapter
 from expertmesh.adapters.targets import Target, candidates
 from expertmesh.anatomy import describe

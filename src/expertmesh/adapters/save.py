@@ -1,7 +1,10 @@
-"""Write adapters as a plain PEFT directory, each rank its part, without the frozen base.
+"""Write adapters as a plain PEFT directory, each rank its part; stream the model's tensors to inference engines.
 
 The file does not depend on the layout. B of routed experts is stored with the expert index fastest, across all ranks,
 so these tensors are gathered one at a time; no rank ever holds more than its shards and one tensor.
+
+`iter_hf_weights` yields what `save_model` writes, or, with adapters merged, what `expertmesh merge` writes. Beside the
+yielded tensor, a rank holds a block of it and A and B of two adapted weights. Nothing here changes the model.
 
 `unread_by_engines` follows the readers of vLLM 0.33 (`vllm/lora`) and SGLang 0.5.23 (`sglang/srt/lora`), which
 tests/adapters/test_serving_readers.py runs; no engine is imported.
@@ -10,81 +13,44 @@ tests/adapters/test_serving_readers.py runs; no engine is imported.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from expertmesh.adapters.base import base_bytes
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, file_tensors
 from expertmesh.adapters.plan import AdapterPlan, plan_of
-from expertmesh.config.errors import InputError
+from expertmesh.adapters.start import base_bytes
+from expertmesh.adapters.targets import Target
+from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
-from expertmesh.io.directory import check_target, io_errors
-from expertmesh.io.safetensors_writer import FilesLayout, lay_out_file, write_synced
-from expertmesh.state.model_view import ModelView
+from expertmesh.io.boxes import Box, extents, full_box, slices
+from expertmesh.io.directory import check_target, io_errors, write_synced
+from expertmesh.io.safetensors_writer import FilesLayout, lay_out_file
+from expertmesh.state.model_view import ModelView, sharded
 from expertmesh.state.shards import held_parts, owns_copy
-from expertmesh.weights.companions import Tokenizer, generation_files, write_tokenizer
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.write import StateReader, live_values, write_directory
+from expertmesh.weights.mapping import StateTensor, plan_save
+from expertmesh.weights.save import saved_specs
+from expertmesh.weights.sidecars import Tokenizer, generation_files, write_tokenizer
+from expertmesh.weights.write import (
+    StateReader,
+    computed,
+    gather,
+    is_gathered,
+    live_values,
+    owned_values,
+    write_directory,
+)
 
 _VLLM_MOST_RANK = 512
 
 
-def unread_by_engines(model: PreTrainedModel, plan: AdapterPlan, *, per_expert: bool = False) -> tuple[str, ...]:
-    """Return a sentence for each thing that an engine would refuse or compute differently. No communication.
-
-    Args:
-        per_expert: The file has keys for each expert.
-    """
-    return (*_of_experts(model, plan, per_expert), *_of_modules(plan), *_of_config(plan))
-
-
-def _of_experts(model: PreTrainedModel, plan: AdapterPlan, per_expert: bool) -> Iterator[str]:
-    """Yield sentences about adapters on experts."""
-    weights = [target.name for target in plan.targets if target.experts is not None]
-    if not weights:
-        return
-    rules = get_model_conversion_mapping(ModelView(model).full)
-    if any(".experts.*." in f".{source}" for rule in rules for source in rule.source_patterns):
-        if not per_expert:
-            yield (
-                "vLLM, SGLang: experts of this family from keys for each expert (expertmesh export RUN "
-                "--adapter-format per-expert)"
-            )
-    else:
-        yield "SGLang: no adapters on experts that a model's files keep in one tensor; merge for it"
-    endings = {name.rpartition(".")[2] for name in weights}
-    if len(endings) == 1:
-        yield f"vLLM: experts with an adapter on {endings.pop()} alone; it wants both matrices, so merge for it"
-
-
-def _of_modules(plan: AdapterPlan) -> Iterator[str]:
-    """Yield sentences about adapters on other modules."""
-    names = {target.name.removesuffix(".weight").rpartition(".")[2] for target in plan.targets}
-    if "kv_b_proj" in names:
-        yield "vLLM: kv_b_proj, which decoding has absorbed without its adapter; merge for it"
-    if ("q_proj" in names and "v_proj" not in names) or (names & {"k_proj", "v_proj"} and "q_proj" not in names):
-        yield "SGLang: q_proj, k_proj or v_proj without both q_proj and v_proj; merge for it"
-    if any(target.group == "router" for target in plan.targets):
-        yield "SGLang: routers; merge for it"
-
-
-def _of_config(plan: AdapterPlan) -> Iterator[str]:
-    """Yield sentences about settings of all adapters."""
-    lora = plan.lora
-    if not plan.is_uniform:
-        yield "vLLM, SGLang: rank_pattern and alpha_pattern, which they do not look at; merge for them"
-    if lora.r > _VLLM_MOST_RANK:
-        yield f"vLLM: rank {lora.r}; it takes {_VLLM_MOST_RANK} at most"
-    if lora.use_rslora:
-        alpha = lora.alpha * math.sqrt(lora.r)
-        yield (
-            f"SGLang: use_rslora, which it does not look at; for it set lora_alpha to {alpha:g} and use_rslora to "
-            "false in adapter_config.json"
-        )
+_BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,21 +125,19 @@ def write_adapter(
     Collectives: every rank calls it; it raises and communicates as `save_adapter` does.
     """
 
-    def lay_out_in(temporary: Path) -> FilesLayout:
-        shaped = {
-            name: torch.empty(tuple(lazy.shape), dtype=dtype or lazy.dtype, device="meta")
-            for name, lazy in files.items()
-        }
-        return FilesLayout((lay_out_file(temporary / WEIGHTS_FILE, shaped, {"format": "pt"}),), None)
+    shaped = {
+        name: torch.empty(tuple(lazy.shape), dtype=dtype or lazy.dtype, device="meta") for name, lazy in files.items()
+    }
+    layout = FilesLayout((lay_out_file(directory / WEIGHTS_FILE, shaped, {"format": "pt"}),), None)
 
-    def write_others(temporary: Path, layout: FilesLayout) -> None:
+    def write_others(temporary: Path) -> None:
         with io_errors(temporary, layout.size):
             for name, content in small.items():
                 write_synced(temporary / name, content)
             if tokenizer is not None:
                 write_tokenizer(tokenizer, temporary)
 
-    return write_directory(directory, files, lay_out_in, write_others, values)
+    return layout, write_directory(directory, files, layout, write_others, values)
 
 
 def small_files(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, bytes]:
@@ -190,7 +154,7 @@ def _filled(model: PreTrainedModel, plan: AdapterPlan) -> tuple[dict[str, tuple[
     counts_TE = torch.zeros(len(plan.targets), max(target.experts or 1 for target in plan.targets), dtype=torch.int64)
     sizes = []
     for row, target in enumerate(plan.targets):
-        whole = adapters[f"{target.module}.{target.leaves[1]}"]
+        whole = adapters[target.factors[1]]
         sizes.append(whole.numel() // (target.experts or 1))
         if owns_copy(whole):
             for box, local in held_parts(whole):
@@ -207,3 +171,170 @@ def _filled(model: PreTrainedModel, plan: AdapterPlan) -> tuple[dict[str, tuple[
         elif counts[0] == 0:
             untrained.append(target.name)
     return filled, tuple(untrained)
+
+
+@torch.no_grad()
+def iter_hf_weights(
+    model: PreTrainedModel, *, dtype: torch.dtype | None = None, merge: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of every tensor of the model's files, one after the other, on every rank's device.
+
+        llm.load_weights(em.iter_hf_weights(model, dtype=torch.bfloat16))  # an inference engine on the same ranks
+
+    The names, shapes and bits are those that `save_model(model, dtype=dtype)` writes, per-expert files included.
+    Unmapped tensors of the files (MTP layers), which never change, are left out. Works in every layout.
+
+    Args:
+        dtype: None for the dtypes that `save_model` chooses.
+        merge: Merge adapters as `expertmesh merge` does: added in fp64 and rounded once.
+
+    Yields:
+        The name and the full tensor.
+
+    Raises:
+        InputError: The save cannot be planned.
+        IntegrityError: Values do not fit in `dtype`.
+
+    Collectives: every rank iterates to the end, or to the same place. One all-reduce of each tensor's bytes on the
+    default group; for adapted weights an all-gather of A and B; for conversions that compute, one of their inputs
+    instead. Errors are raised on all ranks.
+    """
+    with raise_on_all_ranks("planning what to stream"):
+        view = ModelView(model)
+        lazies = plan_save(view)
+        specs = saved_specs(view, lazies, dtype)
+    plan = plan_of(model) if merge else None
+    values = _Values(view, plan)
+    mesh = sharded(model).mesh
+    device = next(model.parameters()).device if mesh is None else mesh.device
+    for name, lazy in lazies.items():
+        values.prepare(lazy)
+        shape = tuple(lazy.shape)
+        # The last byte reports values that do not fit: the all-reduce of the tensor also brings the error to all ranks.
+        stored = torch.zeros(lazy.numel() * specs[name][0].itemsize + 1, dtype=torch.uint8, device=device)
+        tensor = stored[:-1].view(specs[name][0]).view(shape)
+        if is_gathered(lazy):
+            fits = _copy(computed(lazy, {}, values), full_box(shape), tensor)
+        else:
+            # A list, not a generator: `all` must not stop before every part is copied.
+            fits = all([_copy(part, box, tensor) for box, part in owned_values(lazy, values, _BLOCK_ELEMENTS)])
+            stored[-1] = not fits
+            if dist.is_initialized():
+                # MAX over bytes, of which one rank has each and the others zero: exact, and keeps the sign of zeros.
+                dist.all_reduce(stored, dist.ReduceOp.MAX)
+            fits = not bool(stored[-1])
+        if not fits:
+            raise IntegrityError(
+                f"{name}: has values that {tensor.dtype} cannot hold; stream it in bfloat16 or float32",
+                key="weights.dtype-too-narrow",
+            )
+        yield name, tensor
+
+
+class _Values:
+    """A reader of the model's values that merges adapters; merged values are in fp32 or wider."""
+
+    def __init__(self, view: ModelView, plan: AdapterPlan | None) -> None:
+        self._targets = {} if plan is None else {target.weight: target for target in plan.targets}
+        self._adapters: Mapping[str, Tensor] = view.adapters if plan is not None else {}
+        # Files hold an expert's two projections in turn.
+        self._factors = lru_cache(maxsize=2)(self._gather_factors)
+        self._gathered: dict[str, Tensor] = {}
+
+    def prepare(self, lazy: LazyTensor) -> None:
+        """Gather the tensors that `lazy` needs from other ranks.
+
+        Collectives: every rank calls it; those of `gather` for computed tensors, and for A and B of adapted weights.
+        """
+        self._gathered = gather(lazy) if is_gathered(lazy) else {}
+        for leaf in lazy.leaves():
+            if leaf.name in self._targets:
+                self._factors(leaf.name)
+
+    def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
+        """Return the values of `box` of a tensor, with its adapter merged if it has one. Call `prepare` first."""
+        gathered = self._gathered.get(leaf.name)
+        values = live_values(leaf, box) if gathered is None else gathered[slices(box)]
+        target = self._targets.get(leaf.name)
+        if target is None:
+            return values
+        merged = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
+        add_delta(merged, box, target, self._factors(leaf.name))
+        return merged
+
+    def _gather_factors(self, weight: str) -> tuple[Tensor, Tensor]:
+        """Return the full A and B of an adapted weight."""
+        target = self._targets[weight]
+        found = []
+        for name in target.factors:
+            whole = gather(LazyTensor.of(StateTensor(name, self._adapters[name])))
+            found.append(whole.get(name, self._adapters[name]).detach())
+        return found[0], found[1]
+
+
+def add_delta(values: Tensor, box: Box, target: Target, factors: tuple[Tensor, Tensor]) -> None:
+    """Add the part of `scaling · B A` in `box` of an adapted weight to `values`.
+
+    Products and sums are in fp64, so that the result does not depend on how the weight was cut into boxes.
+
+    Args:
+        values: The values of `box`, in fp32 or wider.
+        factors: A `[E, r, in]` and B `[E, out, r]`, without E for a matrix.
+    """
+    a_ErK, b_ENr = (factor if target.experts is not None else factor.unsqueeze(0) for factor in factors)
+    (first, last), rows, columns = box if target.experts is not None else ((0, 1), *box)
+    parts = values if target.experts is not None else values.unsqueeze(0)
+    for expert, part in zip(range(first, last), parts, strict=True):
+        a_rK, b_Nr = a_ErK[expert].double(), b_ENr[expert].double()
+        left, right = (a_rK.t(), b_Nr.t()) if target.transposed else (b_Nr, a_rK)
+        part.copy_(part.double().addmm_(left[slice(*rows)], right[:, slice(*columns)], alpha=target.scaling))
+
+
+def _copy(values: Tensor, box: Box, tensor: Tensor) -> bool:
+    """Copy `values` into the box of `tensor`, and return whether its dtype can hold them."""
+    part = tensor[slices(box)]
+    assert tuple(part.shape) == extents(box), (part.shape, box)
+    part.copy_(values)
+    return part.dtype == values.dtype or bool(torch.equal(part.isfinite(), values.isfinite().to(part.device)))
+
+
+def unread_by_engines(model: PreTrainedModel, plan: AdapterPlan, *, per_expert: bool = False) -> tuple[str, ...]:
+    """Return a sentence for each thing that an engine would refuse or compute differently. No communication.
+
+    Args:
+        per_expert: The file has keys for each expert.
+    """
+    return tuple(_unread(model, plan, per_expert))
+
+
+def _unread(model: PreTrainedModel, plan: AdapterPlan, per_expert: bool) -> Iterator[str]:
+    weights = [target.name for target in plan.targets if target.experts is not None]
+    rules = get_model_conversion_mapping(ModelView(model).full) if weights else []
+    if any(".experts.*." in f".{source}" for rule in rules for source in rule.source_patterns):
+        if not per_expert:
+            yield (
+                "vLLM, SGLang: experts of this family from keys for each expert (expertmesh export RUN "
+                "--adapter-format per-expert)"
+            )
+    elif weights:
+        yield "SGLang: no adapters on experts that a model's files keep in one tensor; merge for it"
+    endings = {name.rpartition(".")[2] for name in weights}
+    if len(endings) == 1:
+        yield f"vLLM: experts with an adapter on {endings.pop()} alone; it wants both matrices, so merge for it"
+    names = {target.name.removesuffix(".weight").rpartition(".")[2] for target in plan.targets}
+    if "kv_b_proj" in names:
+        yield "vLLM: kv_b_proj, which decoding has absorbed without its adapter; merge for it"
+    if ("q_proj" in names and "v_proj" not in names) or (names & {"k_proj", "v_proj"} and "q_proj" not in names):
+        yield "SGLang: q_proj, k_proj or v_proj without both q_proj and v_proj; merge for it"
+    if any(target.group == "router" for target in plan.targets):
+        yield "SGLang: routers; merge for it"
+    if not plan.is_uniform:
+        yield "vLLM, SGLang: rank_pattern and alpha_pattern, which they do not look at; merge for them"
+    if plan.lora.r > _VLLM_MOST_RANK:
+        yield f"vLLM: rank {plan.lora.r}; it takes {_VLLM_MOST_RANK} at most"
+    if plan.lora.use_rslora:
+        alpha = plan.lora.alpha * math.sqrt(plan.lora.r)
+        yield (
+            f"SGLang: use_rslora, which it does not look at; for it set lora_alpha to {alpha:g} and use_rslora to "
+            "false in adapter_config.json"
+        )

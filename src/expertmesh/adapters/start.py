@@ -1,36 +1,48 @@
-"""Give adapters their first values: A at random by PEFT's rules and B at zero, or those of a PEFT directory.
+"""Give adapters their first values, and remember the base that they belong to.
 
-Each target's A, and each expert's, comes from a separate generator, seeded by seed, name and expert. So a rank makes
-the values of its shards without communication, and they do not depend on the layout. From a directory, each rank reads
-the parts that it holds. The adapter has to fit the plan; if it has a hash of its base, that has to be the hash of this
-base.
+A starts at random by PEFT's rules and B at zero, or both come from a PEFT directory. Each target's A, and each
+expert's, has a generator of its own, seeded by seed, name and expert: a rank makes the values of its shards without
+communication, and they do not depend on the layout. From a directory, each rank reads the parts that it holds.
+
+An adapter on another base is noise, and causes no error by itself. So a hash of the frozen base stands beside every
+adapter, and resuming or merging it on another base is refused. The hash sums the bits of each element, weighted by its
+place in the full tensor, so that the sums of the ranks add up in any layout. It tells two sets of weights apart and
+does not protect against an adversary.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from expertmesh.adapters.base import base_of, check_base, read_base, remember_base
 from expertmesh.adapters.peft_format import BASE_FILE, WEIGHTS_FILE, base_copies, model_tensors_from
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import IntegrityError
-from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.experts.install import fetch_copies
 from expertmesh.experts.lora_state import adapter_state
-from expertmesh.io.boxes import Box, full_box, slices
-from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
-from expertmesh.state.model_view import ModelView, stage_names
-from expertmesh.state.shards import held_parts, is_on_other_stage, local_tensor
+from expertmesh.io.boxes import Box, blocks, extents, full_box, slices
+from expertmesh.io.reading import parse_json, read_file
+from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.state.model_view import ModelView, attach, sharded, stage_names
+from expertmesh.state.packed import values_at
+from expertmesh.state.shards import held_parts, is_on_other_stage, local_tensor, owns_copy
 from expertmesh.weights.first_values import seed_of
-from expertmesh.weights.lazy import LazyTensor, LeafReader, read_box
+from expertmesh.weights.lazy import LazyTensor, LeafReader, lazy_tensors, read_box, read_values
 from expertmesh.weights.load import refuse_non_finite
 from expertmesh.weights.mapping import StateTensor
+
+_FROZEN = (None, "float8", "nf4", "mxfp4", "nvfp4")
+_HASHED_ELEMENTS = 1 << 22
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -103,8 +115,11 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
         IntegrityError: Files do not fit, values are not finite, or the adapter has another base.
     """
     with open_weight_files(directory, WEIGHTS_FILE) as checkpoint:
-        _check_same_base(model, directory / BASE_FILE)
-        files, view = _lazy(checkpoint), ModelView(model)
+        path = directory / BASE_FILE
+        if path.exists():  # PEFT itself writes no hash
+            mend = ", or remove this file to start from the adapter on this base instead"
+            check_base(path, read_base(path), base_of(model), mend)
+        files, view = lazy_tensors(checkpoint.tensors), ModelView(model)
         tensors = view.adapters
         for name, lazy in model_tensors_from(files, plan.targets, plan.parts, directory).items():
             for box, local in held_parts(tensors[name]):  # empty if on another pipeline stage
@@ -125,7 +140,7 @@ def copy_adapter(model: nn.Module, plan: AdapterPlan, values: Mapping[str, torch
     Raises:
         IntegrityError: Tensors do not fit.
     """
-    files = {key: LazyTensor.of(StateTensor(key, tensor)) for key, tensor in values.items()}
+    files = lazy_tensors({key: StateTensor(key, tensor) for key, tensor in values.items()})
 
     def fetch(leaf: Any, box: Box, out: torch.Tensor) -> None:
         out.copy_(leaf.tensor[slices(box)])
@@ -139,18 +154,7 @@ def check_adapter(model: nn.Module) -> None:
     plan = plan_of(model)
     if plan is not None and plan.weights is not None:
         with open_weight_files(plan.weights, WEIGHTS_FILE) as checkpoint:
-            model_tensors_from(_lazy(checkpoint), plan.targets, plan.parts, plan.weights)
-
-
-def _lazy(checkpoint: WeightFiles) -> dict[str, LazyTensor]:
-    return {name: LazyTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
-
-
-def _check_same_base(model: nn.Module, path: Path) -> None:
-    """Raise `IntegrityError` if the adapter has the hash of another base; an adapter that PEFT wrote has no hash."""
-    if path.exists():
-        saved = read_base(path)
-        check_base(path, saved, base_of(model), ", or remove this file to start from the adapter on this base instead")
+            model_tensors_from(lazy_tensors(checkpoint.tensors), plan.targets, plan.parts, plan.weights)
 
 
 def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor, fetch: LeafReader) -> None:
@@ -160,11 +164,123 @@ def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor,
     """
     fits = tuple(lazy.shape) == tuple(base.shape)
     for box, local in held_parts(base) if fits else ():
-        stored = torch.empty(local.shape, dtype=lazy.dtype)
-        read_box(lazy, box, stored, fetch)
-        fits = fits and torch.equal(stored.to(local), local)
+        fits = fits and torch.equal(read_values(lazy, fetch, box).to(local), local)
     if not fits:
         raise IntegrityError(
             f"{directory}: {key} is not the weight of the model's; the adapter has another base",
             key="adapter.other-base",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The frozen weights of a model with adapters."""
+
+    sha256: str
+    """`content_hash` of the frozen weights, in the dtypes that they have in training."""
+    dtype: str
+    """The dtype of most of them."""
+    frozen: str | None = None
+    """The format to which they were quantised for training; None if they were not."""
+
+    def __str__(self) -> str:
+        packed = "" if self.frozen is None else f", packed as {self.frozen}"
+        return f"{self.sha256[:12]} in {self.dtype}{packed}"
+
+
+def remember_base(model: nn.Module) -> None:
+    """Hash the frozen weights of a model with adapters, and remember the hash on the model.
+
+    Collectives: every rank calls it; one all-reduce of one integer per tensor on the default group.
+    """
+    frozen = (p for p in ModelView(model).full.parameters() if not p.requires_grad)
+    dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
+    kinds = {kind.name for kind in (sharded(model).frozen_formats or {}).values() if not kind.published}
+    base = Base(content_hash(model), max(set(dtypes), key=dtypes.count), next(iter(kinds), None))
+    attach(model, lora_base=base)
+
+
+def base_of(model: nn.Module) -> Base:
+    base = sharded(model).lora_base
+    assert isinstance(base, Base), "the adapters of this model were never started"
+    return base
+
+
+def base_bytes(model: nn.Module) -> bytes:
+    """Return the content of the file that describes the base beside an adapter."""
+    description = {key: value for key, value in asdict(base_of(model)).items() if value is not None}
+    return json.dumps(description).encode() + b"\n"
+
+
+def read_base(path: Path, content: bytes | None = None) -> Base:
+    """Read the description that `base_bytes` made from `path`, or from its `content`. Raises `IntegrityError`."""
+    try:
+        base = Base(**parse_json(read_file(path) if content is None else content))
+        if not isinstance(base.sha256, str) or not isinstance(base.dtype, str) or base.frozen not in _FROZEN:
+            raise TypeError("not text")
+    except (TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"{path}: does not say which base the adapter belongs to ({error})", key="adapter.damaged"
+        ) from error
+    return base
+
+
+def check_base(path: Path, saved: Base, here: Base, otherwise: str = "") -> None:
+    """Raise `IntegrityError` if the base `here` is not the `saved` one of `path`.
+
+    Args:
+        otherwise: The end of the sentence, for another way to continue.
+    """
+    if saved != here:
+        raise IntegrityError(
+            f"{path}: the adapter was trained on another base (weights {saved}, here {here}); use the model, the "
+            f"precision.compute and the precision.frozen it was trained with{otherwise}",
+            key="adapter.other-base",
+        )
+
+
+@torch.no_grad()
+def content_hash(model: nn.Module) -> str:
+    """Return the hash of all parameters and persistent buffers except adapters.
+
+    Collectives: every rank calls it. One all-reduce of one integer per tensor on the default group.
+    """
+    tensors = ModelView(model).unique
+    sums = []
+    for tensor in tensors.values():
+        parts = held_parts(tensor) if owns_copy(tensor) else []
+        # In int64, which wraps around as the sums over ranks do.
+        sums.append(
+            torch.tensor([element_sum(local, box, tensor.shape) for box, local in parts], dtype=torch.int64).sum()
+        )
+    joined = sum_over_ranks(torch.stack(sums))
+    return joined_hash(tensors, dict(zip(tensors, joined.tolist(), strict=True)))
+
+
+def element_sum(values: Tensor, box: Box, shape: torch.Size | tuple[int, ...]) -> int:
+    """Return the weighted sum of the elements of `box` of a tensor of `shape`.
+
+    Args:
+        values: The elements of `box`, with its extents.
+
+    Returns:
+        The sum modulo 2**64, signed. The sums of disjoint boxes add up to the sum of the tensor.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for part in blocks(box, _HASHED_ELEMENTS):
+        if any(size == 0 for size in extents(part)):
+            continue
+        bits = values_at(values, slices(part, box)).contiguous()
+        bits = bits.view(_INTEGERS[bits.itemsize]).to(torch.int64)
+        place = torch.zeros((), dtype=torch.int64, device=values.device)
+        for (start, stop), size in zip(part, shape, strict=True):
+            place = place.unsqueeze(-1) * size + torch.arange(start, stop, device=values.device)
+        # Odd factors: a changed element always changes the sum.
+        total += (bits * (2 * place + 1)).sum()
+    return int(total)
+
+
+def joined_hash(tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> str:
+    """Return one hash of the sums of all tensors and of their names, dtypes and shapes."""
+    content = [[name, str(t.dtype), list(t.shape), sums[name] % 2**64] for name, t in sorted(tensors.items())]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

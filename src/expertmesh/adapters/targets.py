@@ -70,6 +70,12 @@ class Target:
         return f"{prefix}lora_A", f"{prefix}lora_B"
 
     @property
+    def factors(self) -> tuple[str, str]:
+        """The names of A and B in the model."""
+        leaf_a, leaf_b = self.leaves
+        return f"{self.module}.{leaf_a}", f"{self.module}.{leaf_b}"
+
+    @property
     def ending(self) -> str:
         """The shortest name that selects this target, together with others of its kind."""
         return ".".join(self.name.split(".")[-2 if self.parameter == "weight" else -1 :])
@@ -111,9 +117,11 @@ def find_targets(
             )
         if not matches:
             groups = (f"{group} ({', '.join(endings)})" for group, endings in listed(there).items())
-            why = f" ({_why_no_experts(model, anatomy)})" if selector == "experts" else ""
+            refused = ((spec.name, _expert_refusal(spec, model.get_submodule(spec.name))) for spec in anatomy.experts)
+            whys = [f" ({name}: its experts {why})" for name, why in refused if why and selector == "experts"]
             raise InputError(
-                f"lora.targets: {selector} matches nothing in this model{why}; it has {', '.join(groups)}",
+                f"lora.targets: {selector} matches nothing in this model{''.join(whys[:1])}; it has "
+                f"{', '.join(groups)}",
                 key="lora.targets-nothing",
             )
         chosen |= {target.name: target for target in matches}
@@ -192,11 +200,6 @@ def _expert_refusal(spec: ExpertsSpec, module: nn.Module) -> str | None:
     if isinstance(module, FusedExperts):
         return "are a list of modules, each of which PEFT gives adapters of its own"
     return "lie in flat matrices, in which PEFT knows no single expert" if spec.flat_gate is not None else None
-
-
-def _why_no_experts(model: nn.Module, anatomy: Anatomy) -> str:
-    refusals = {spec.name: _expert_refusal(spec, model.get_submodule(spec.name)) for spec in anatomy.experts}
-    return next(f"{name}: its experts {reason}" for name, reason in refusals.items() if reason)
 
 
 def _group(name: str, anatomy: Anatomy, inside: dict[str, ExpertsSpec]) -> str | None:

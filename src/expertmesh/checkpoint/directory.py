@@ -13,8 +13,7 @@ from pathlib import Path
 
 from expertmesh.checkpoint.manifest import MANIFEST, step_of
 from expertmesh.config.errors import InputError
-from expertmesh.io.directory import io_errors
-from expertmesh.io.safetensors_writer import rename_synced
+from expertmesh.io.directory import io_errors, rename_synced
 
 CHECKPOINTS = "checkpoints"
 _LEFTOVER = re.compile(r"(step-\d{8,}|model|adapter)\.(tmp|old)-[0-9a-f]+")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,23 +22,23 @@ from expertmesh.checkpoint.read import SavedState, check_fits, check_hashes, ope
 from expertmesh.checkpoint.small_files import (
     STATE_FILE,
     check_adapter_base,
-    companions,
     read_generators,
     read_layout,
     read_state_file,
     set_rng_state,
+    sidecar_files,
     state_bytes,
 )
 from expertmesh.checkpoint.state import allocate_optimizer_state, model_state
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.compat import weight_conversions
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks, rank_and_ranks
 from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.state.shards import held_parts, is_on_other_stage
-from expertmesh.weights.companions import Tokenizer
 from expertmesh.weights.load import fill, remember
+from expertmesh.weights.sidecars import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,8 @@ def save_checkpoint(
             )
         if keep_last is not None and keep_last < 1:
             raise InputError(f"keep_last {keep_last}: must be at least 1, or None for all", key="config.wrong-value")
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            files = {**companions(model, tokenizer), STATE_FILE: state_bytes(step, state or {}, optimizer)}
+        if rank_and_ranks()[0] == 0:
+            files = {**sidecar_files(model, tokenizer), STATE_FILE: state_bytes(step, state or {}, optimizer)}
             clean(Path(directory))
     saved = writer.save(model, optimizer, step, files, weights=weights)
     writer.close()
@@ -128,7 +127,7 @@ def load_directory(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, directory: Path, *, weights: bool = True
 ) -> LoadedCheckpoint:
     """Do the work of `load_checkpoint` for the checkpoint `directory`, the same on all ranks."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_and_ranks()
     with ExitStack() as stack:
         with raise_on_all_ranks("opening the checkpoint"):
             opened = stack.enter_context(open_state(directory, rank=rank, ranks=ranks))
@@ -138,23 +137,18 @@ def load_directory(
             if weights:
                 check_fits(opened, model_state(model))
             saved = read_state_file(directory, manifest)
-            _check_optimizer(directory, saved.optimizer, optimizer)
+            name = type(optimizer).__name__
+            if optimizer is not None and saved.optimizer not in (None, name):  # it would start without moments
+                raise InputError(
+                    f"{directory}: holds the state of {saved.optimizer}, but the optimizer to load into is {name}; use "
+                    f"{saved.optimizer}, or give None for the optimizer and let it start anew",
+                    key="checkpoint.other-optimizer",
+                )
             layout = read_layout(model, directory, manifest)
             check_adapter_base(model, directory, manifest)
         restore(model, optimizer, opened, weights=weights)
     remember(model, *layout)
     return LoadedCheckpoint(directory, saved.step, saved.state)
-
-
-def _check_optimizer(directory: Path, saved: str | None, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise `InputError` if another class of optimizer was saved: `optimizer` would silently start without moments."""
-    name = type(optimizer).__name__
-    if optimizer is not None and saved not in (None, name):
-        raise InputError(
-            f"{directory}: holds the state of {saved}, but the optimizer to load into is {name}; use {saved}, or give "
-            "None for the optimizer and let it start anew",
-            key="checkpoint.other-optimizer",
-        )
 
 
 @torch.no_grad()
@@ -176,7 +170,7 @@ def restore(
     Collectives: every rank calls it with the same checkpoint; a few small all-reduces on the default group, no weights.
     Errors are raised on all ranks, before anything is changed.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_and_ranks()
     # Each rank hashes a part of the files, and all wait: nothing is changed until every file is known to be intact.
     with raise_on_all_ranks("comparing the checkpoint with its hashes"):
         check_hashes(state, rank=rank, ranks=ranks)

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import MEND, damaged, expecting, read_manifest
-from expertmesh.checkpoint.schema import Manifest, is_tensor_file
+from expertmesh.checkpoint.manifest import MEND, Manifest, damaged, expecting, is_tensor_file, read_manifest
 from expertmesh.checkpoint.small_files import other_content
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import Box, Piece, extents, full_box, slices, volume
 from expertmesh.io.reading import open_file, parse_json, shortened
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
 from expertmesh.weights.lazy import LazyTensor, read_box
+from expertmesh.weights.load import first_not_finite
 
 
 class Headers:
@@ -79,8 +79,7 @@ class SavedState:
 
     def check_finite(self, name: str, box: Box, values: Tensor) -> None:
         """Raise `IntegrityError` unless all `values`, those of `box` of a tensor, are finite."""
-        # A sum is finite only if every term is: one pass. If it overflows, every term is checked.
-        if not values.is_floating_point() or values.sum().isfinite() or values.isfinite().all():
+        if not values.is_floating_point() or first_not_finite(values) is None:
             return
         boxes = (stored for _, stored in self.manifest.tiling_of(name).stored(box))
         parts = (file for stored in boxes for file, _ in self.manifest.parts_within(name, stored))
@@ -157,10 +156,10 @@ def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
     problems = [f"{name} is not in it" for name in targets if name not in saved]
     problems += [f"{name} is not in the model" for name in saved if name not in targets]
     for name in targets.keys() & saved.keys():
-        here, there = targets[name], saved[name]
-        if (tuple(here.shape), here.dtype) != (tuple(there.shape), DTYPES[there.dtype]):
+        in_model, stored = targets[name], saved[name]
+        if (tuple(in_model.shape), in_model.dtype) != (tuple(stored.shape), DTYPES[stored.dtype]):
             problems.append(
-                f"{name} is {there.dtype} {there.shape} in it, {here.dtype} {list(here.shape)} in the model"
+                f"{name} is {stored.dtype} {stored.shape} in it, {in_model.dtype} {list(in_model.shape)} in the model"
             )
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -177,15 +176,6 @@ def saved_offsets(path: Path) -> dict[str, list[int]]:
         return {name: [int(start) for start in entry["saved_offsets"]] for name, entry in entries.items()}
 
 
-def _expert_orders(path: Path) -> Mapping[str, Any]:
-    """Return from a file's header the expert in each slot, by the tensors whose experts are placed.
-
-    Raises `IntegrityError`.
-    """
-    with expecting(path, "damaged: its header does not say which experts it holds"):
-        return dict(parse_json(read_metadata(path).get("EXPERT_ORDERS", "{}")))
-
-
 def fingerprints_in(path: Path) -> Mapping[str, Any]:
     """Return from a file's header the fingerprints of replicated parts, by tensor. Raises `IntegrityError`."""
     with expecting(path, "damaged: its header does not hold fingerprints"):
@@ -194,7 +184,9 @@ def fingerprints_in(path: Path) -> Mapping[str, Any]:
 
 def match_header(path: Path, header: Mapping[str, FileTensor], manifest: Manifest) -> list[str]:
     """Return sentences about the differences between the `header` of a file and the manifest."""
-    belongs, orders, expected = saved_offsets(path), _expert_orders(path), manifest.parts_in(path.name)
+    belongs, expected = saved_offsets(path), manifest.parts_in(path.name)
+    with expecting(path, "damaged: its header does not say which experts it holds"):
+        orders = dict(parse_json(read_metadata(path).get("EXPERT_ORDERS", "{}")))  # by the tensors that are placed
     problems: list[str] = []
     for name, mark in fingerprints_in(path).items():
         if type(mark) is not int or not -(2**63) <= mark < 2**63:

@@ -20,19 +20,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from expertmesh.adapters.base import base_of, check_base, read_base
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.save import small_files
-from expertmesh.checkpoint.manifest import MANIFEST, MEND, damaged, expecting
-from expertmesh.checkpoint.schema import FileEntry, Manifest
+from expertmesh.adapters.start import base_of, check_base, read_base
+from expertmesh.checkpoint.manifest import MANIFEST, MEND, FileEntry, Manifest, damaged, expecting
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.directory import sync, write_synced
 from expertmesh.io.reading import MAX_MANIFEST_BYTES, parse_json, read_file
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header
-from expertmesh.io.safetensors_writer import CODES, sync, write_synced
+from expertmesh.io.safetensors_writer import CODES
 from expertmesh.state.model_view import ModelView, Source
-from expertmesh.weights.companions import Tokenizer, config_files
 from expertmesh.weights.mapping import plan_load, plan_save
+from expertmesh.weights.sidecars import Tokenizer, config_files
 
 LAYOUT_FILE = "layout.json"
 HUGGINGFACE = "huggingface"
@@ -42,7 +42,7 @@ STATE_FILE = "state.json"
 RNG_FILE = "rng/generators.safetensors"
 
 
-def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: str = "auto") -> dict[str, bytes]:
+def sidecar_files(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: str = "auto") -> dict[str, bytes]:
     """Return the files that are the same in every checkpoint of a run, by path. No communication.
 
     Args:
@@ -176,7 +176,10 @@ def write_generators(directory: Path, ranks: Sequence[Mapping[str, str]]) -> Non
     Args:
         ranks: The result of `rng_state` on each rank, in order.
     """
-    values = {kind: torch.stack([_decoded(states[kind]) for states in ranks]) for kind in ranks[0]}
+    values = {}
+    for kind in ranks[0]:
+        states = [base64.b64decode(each[kind], validate=True) for each in ranks]
+        values[kind] = torch.stack([torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states])
     path = directory / RNG_FILE
     path.parent.mkdir(exist_ok=True)
     write_synced(path, save(values, {"format": "pt"}))
@@ -205,19 +208,10 @@ def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -
                 states = {kind: torch.empty(tensor.shape[1], dtype=torch.uint8) for kind, tensor in header.items()}
                 for kind, state in states.items():
                     files.read(header[kind], ((rank, rank + 1), (0, len(state))), state)
-                found.append(_checked(path, states))
+                with expecting(path, "does not hold the states of torch's generators"):
+                    torch.Generator().set_state(states["cpu"])  # raises for bytes that are no generator's state
+                found.append(states)
     return found
-
-
-def _checked(path: Path, states: dict[str, Tensor]) -> dict[str, Tensor]:
-    with expecting(path, "does not hold the states of torch's generators"):
-        torch.Generator().set_state(states["cpu"])  # raises for bytes that are no generator's state
-    return states
-
-
-def _decoded(text: str) -> Tensor:
-    """Decode one generator's state to uint8. Raises `ValueError` for text that is not base64."""
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
 
 
 def read_small(directory: Path, manifest: Manifest, name: str) -> bytes:

@@ -27,31 +27,39 @@ from torch import Tensor, nn
 
 from expertmesh import __version__
 from expertmesh.checkpoint.directory import prune, published, step_name
-from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST
-from expertmesh.checkpoint.part import (
+from expertmesh.checkpoint.manifest import AXES, CONFIG_FILE, KINDS, MANIFEST, FileEntry, Manifest, TensorEntry, Tiling
+from expertmesh.checkpoint.small_files import write_generators
+from expertmesh.checkpoint.state import (
     ListedTensor,
-    Note,
     RankPart,
+    RankSummary,
     SharedBox,
-    note_path,
+    model_state,
+    optimizer_state,
     read_fingerprints,
-    read_note,
+    read_summary,
+    summary_path,
     take_part,
+    trained,
     write_part,
 )
-from expertmesh.checkpoint.schema import AXES, KINDS, FileEntry, Manifest, TensorEntry, Tiling
-from expertmesh.checkpoint.small_files import write_generators
-from expertmesh.checkpoint.state import model_state, optimizer_state, trained
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks, rank_and_ranks
 from expertmesh.io.boxes import Box, volume
-from expertmesh.io.directory import io_errors, require_space, temporary_directory, wait_until_seen
-from expertmesh.io.safetensors_writer import rename_synced, sync, write_synced
+from expertmesh.io.directory import (
+    io_errors,
+    rename_synced,
+    require_space,
+    sync,
+    temporary_directory,
+    wait_until_seen,
+    write_synced,
+)
 from expertmesh.state.model_view import ModelView, mesh_of
 from expertmesh.state.shards import on_other_stage
 
 if TYPE_CHECKING:
-    from expertmesh.checkpoint.uploads import Uploads
+    from expertmesh.checkpoint.remote import Uploads
 
 
 STATUSES = range(5)
@@ -139,7 +147,8 @@ class CheckpointWriter:
         self.keep_last = keep_last
         self.keep_step: int | None = None
         self.asynchronous = asynchronous
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = rank_and_ranks()[0]
+        # One worker, so that writing, publishing and pruning never overlap.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._save: _Save | None = None
         # On rank 0, while `_save` is set: joins the parts that all ranks have written.
@@ -180,6 +189,7 @@ class CheckpointWriter:
         tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model) if weights else {}}
         if optimizer is not None:
             tensors["optimizer"] = optimizer_state(model, optimizer)
+        # The free space has to suffice for all stages, and the manifest names what all of them train.
         tensors, updated = _of_all_stages(model, tensors, trained(model, optimizer) if optimizer is not None else {})
         needed = sum(tensor.numel() * tensor.itemsize for state in tensors.values() for tensor in state.values())
         with temporary_directory(temporary, remove=self._rank == 0):
@@ -350,7 +360,7 @@ def _create(step: int, target: Path, temporary: Path, needed: int, files: Mappin
         )
     with io_errors(temporary, needed):
         target.parent.mkdir(parents=True, exist_ok=True)
-        sync(target.parent.parent)
+        sync(target.parent.parent)  # the entry of the new directory has to survive a power loss as well
         require_space(target.parent, needed + sum(map(len, files.values())))
         temporary.mkdir()
         for name, content in files.items():
@@ -391,48 +401,44 @@ class _Joined:
     leader: tuple[int, str] = (0, "")
     """The first rank of the current pipeline stage, and the hash of its listing."""
 
-    def add(self, rank: int, note: Note) -> None:
+    def add(self, rank: int, summary: RankSummary) -> None:
         """Add the summary of the next rank.
 
         Raises:
             IntegrityError: The rank holds other tensors than its stage, or other values of a copy than another rank.
         """
-        self.files += note.files
-        self.rng.append(note.rng)
-        if note.listing is not None:
-            self.leader = rank, note.tensors
-            for kind, name, entry in note.listing:
+        self.files += summary.files
+        self.rng.append(summary.rng)
+        if summary.listing is not None:
+            self.leader = rank, summary.tensors
+            for kind, name, entry in summary.listing:
                 if self.tensors.setdefault((kind, name), entry) != entry:
                     raise IntegrityError(
                         f"{name}: rank {rank} holds another dtype or layout of it than another stage",
                         key="model.replicas-differ",
                     )
-        elif note.tensors != self.leader[1]:
+        elif summary.tensors != self.leader[1]:
             raise IntegrityError(
                 f"rank {rank} holds other tensors than rank {self.leader[0]} of the same stage, so this job does not "
                 "train one model; the checkpoint was not written",
                 key="model.replicas-differ",
             )
-        for sharding, shared in note.boxes.items():
+        for sharding, shared in summary.boxes.items():
             copies = self.copies.setdefault(sharding, {})
             if not volume(shared.box):
                 continue
             first = copies.setdefault(shared.box, _Copies(rank, shared))
             if shared.copies != first.shared.copies:
-                self._refuse_copies(sharding, first.first, rank)
+                one, other = (read_fingerprints(self.directory, each) for each in (first.first, rank))
+                names = (name for (_, name), (_, _, cut) in self.tensors.items() if cut == sharding)
+                name = next(name for name in names if one.get(name) != other.get(name))
+                raise IntegrityError(
+                    f"{name}: the copies of rank {first.first} and rank {rank} differ, so this job does not train one "
+                    "model; the checkpoint was not written. Start again from an earlier one",
+                    key="model.replicas-differ",
+                )
             first.count += 1
             first.writers += [rank] * shared.writes
-
-    def _refuse_copies(self, sharding: str, first: int, rank: int) -> None:
-        """Raise `IntegrityError` naming a tensor of which the two ranks hold different copies."""
-        one, other = (read_fingerprints(self.directory, each) for each in (first, rank))
-        names = (name for (_, name), (_, _, cut) in self.tensors.items() if cut == sharding)
-        name = next(name for name in names if one.get(name) != other.get(name))
-        raise IntegrityError(
-            f"{name}: the copies of rank {first} and rank {rank} differ, so this job does not train one "
-            "model; the checkpoint was not written. Start again from an earlier one",
-            key="model.replicas-differ",
-        )
 
 
 def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
@@ -445,24 +451,29 @@ def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
     """
     joined = _Joined(temporary)
     for rank in range(job.world_size):
-        wait_until_seen(note_path(temporary, rank))
-        joined.add(rank, read_note(temporary, rank))
+        wait_until_seen(summary_path(temporary, rank))
+        joined.add(rank, read_summary(temporary, rank))
     write_generators(temporary, joined.rng)
     manifest = _manifest(temporary, job, joined)
     # The manifest is the last file: it has the hashes of all others.
     write_synced(temporary / MANIFEST, manifest.model_dump_json(exclude_none=True).encode())
     for rank in range(job.world_size):
-        note_path(temporary, rank).unlink()
+        summary_path(temporary, rank).unlink()
     rename_synced(temporary, target)
     return manifest
 
 
 def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
     """Make the manifest of all files in `directory` except the summaries; hash those that no rank has hashed."""
-    names = {file.name for file in joined.files} | {note_path(directory, rank).name for rank in range(job.world_size)}
+    names = {file.name for file in joined.files} | {
+        summary_path(directory, rank).name for rank in range(job.world_size)
+    }
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    others = [(path, path.relative_to(directory).as_posix()) for path in paths]
-    files = joined.files + [_hashed(path, name) for path, name in others if name not in names]
+    files = list(joined.files)
+    for path in paths:
+        if (name := path.relative_to(directory).as_posix()) not in names:
+            content = path.read_bytes()
+            files.append(FileEntry(name=name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest()))
     tilings: dict[str, tuple[int, Tiling]] = {}
     numbers: dict[str, int] = {}
     entries: dict[str, dict[str, TensorEntry]] = {kind: {} for kind in KINDS}
@@ -505,8 +516,3 @@ def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Copies]) -> Til
             f"{name}: cannot be saved: {error}; the model is not sharded as its DTensors say",
             key="model.not-sharded-as-declared",
         ) from error
-
-
-def _hashed(path: Path, name: str) -> FileEntry:
-    content = path.read_bytes()
-    return FileEntry(name=name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())

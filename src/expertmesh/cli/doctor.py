@@ -30,7 +30,7 @@ from torch.utils.collect_env import get_pretty_env_info
 
 from expertmesh.cli.printing import bytes_text
 from expertmesh.config.errors import InputError
-from expertmesh.io.safetensors_writer import sync
+from expertmesh.io.directory import sync
 from expertmesh.io.terminal import printable
 from expertmesh.planning.forecast import devices_here, host_memory
 from expertmesh.training.lock import RunLock

@@ -24,9 +24,8 @@ from expertmesh.cli.plan import read_figures, usual_length
 from expertmesh.cli.printing import bytes_text
 from expertmesh.config import Config, DataSource, LoraConfig, ObjectiveConfig, PrecisionConfig
 from expertmesh.config.errors import ExpertmeshError, InputError
-from expertmesh.config.files import config_from, make_config
+from expertmesh.config.files import apply_override, config_from, make_config
 from expertmesh.config.objective import ObjectiveName
-from expertmesh.config.overrides import apply_override
 from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.data import build_dataset, load_tokenizer
 from expertmesh.data.sources import locations

@@ -43,7 +43,7 @@ from expertmesh.cli.options import (
 )
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import ExpertmeshError, InputError
-from expertmesh.config.schema import schema_text
+from expertmesh.config.root import schema_text
 from expertmesh.io.terminal import prepare_output, print_log, tell
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.launch import run as run_ranks

@@ -21,8 +21,7 @@ from expertmesh.checkpoint.small_files import ADAPTER
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.config.errors import InputError
 from expertmesh.export.checkpoint import AdapterFormat, export
-from expertmesh.export.convert import convert
-from expertmesh.export.merge import MergeReport, merge
+from expertmesh.export.merge import MergeReport, convert, merge
 from expertmesh.io.directory import io_errors
 from expertmesh.io.terminal import plural, tell
 from expertmesh.training.reporting.weights import dtype_text, saved_lines

@@ -1,7 +1,7 @@
-"""What a user may say: typed sections, YAML in and out, overrides, and the errors a user can cause.
+"""Define, read and check the configuration: typed sections, YAML in and out, overrides, and the errors of users.
 
-It imports neither torch nor transformers nor anything else of expertmesh, so a bad configuration is refused
-before anything heavy is loaded.
+It imports neither torch nor transformers nor anything else of expertmesh, so a wrong configuration is refused before
+anything heavy is loaded.
 """
 
 from expertmesh.config.data import DataConfig, DataSource, EvalConfig
@@ -15,8 +15,7 @@ from expertmesh.config.errors import (
 from expertmesh.config.files import dump_config, load_config, make_config
 from expertmesh.config.objective import ObjectiveConfig
 from expertmesh.config.output import CheckpointConfig, DistributedConfig, LogConfig, SaveConfig
-from expertmesh.config.root import Config
-from expertmesh.config.schema import json_schema
+from expertmesh.config.root import Config, json_schema
 from expertmesh.config.sections import (
     LoraConfig,
     ModelConfig,

@@ -1,8 +1,8 @@
-"""The base class of every configuration section: frozen, strict, and refusing in sentences.
+"""Define the base class of every section: frozen, strict, and refusing in sentences.
 
-Strict means that no value changes its type on the way in (`"10"` is text, not a number; an integer is taken
-where a number is asked) and that no key is ignored. Built from YAML or from Python, a bad value ends in
-`InputError` with one sentence per problem, never in pydantic's own report.
+Strict means that no value changes its type on the way in (`"10"` is text, not a number; an integer is taken where a
+number is expected) and that no key is ignored. Built from YAML or from Python, a wrong value ends in `InputError` with
+one sentence per problem, never in pydantic's own report.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Sections `data` and `eval`, and what evaluations decide: where samples come from, how rows become token sequences."""
+"""Define the sections `data`, `eval` and `train.early_stop`: sources, how rows become tokens, what evaluations decide.
+
+Nothing here reads a row.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,10 +1,13 @@
-"""A configuration file in, a `Config` out, and back.
+"""Read a configuration file and overrides into a `Config`, and write it back.
 
-`load_config` is the only way from text to a `Config`: it reads YAML, applies overrides, validates, and says
-where each problem stands. It opens no file but the one it is given.
+`load_config` is the only way from text to a `Config`: it reads YAML, applies overrides, validates, and says where each
+problem stands. It opens no file but the one it is given. An override, `train.max_steps=10`, is one dotted key and a
+value that is read as YAML. `data.train.0.path=x` reaches into a list; the position behind the last item appends.
+Sections on the way are created. Given twice, the later one wins, so that a caller's override may follow a script's.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path as FilePath
 from typing import Any
@@ -13,9 +16,10 @@ from pydantic import ValidationError
 
 from expertmesh.config.errors import InputError
 from expertmesh.config.explain import explain, show
-from expertmesh.config.overrides import apply_override
 from expertmesh.config.root import Config
-from expertmesh.config.yaml_text import MAX_CHARACTERS, Path, dump_yaml, parse_yaml
+from expertmesh.config.yaml_text import MAX_CHARACTERS, Path, dotted, dump_yaml, parse_yaml
+
+Container = dict[str, Any] | list[Any]
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -66,11 +70,6 @@ def make_config(
         raise explain(error, Config, where=where) from None
 
 
-def dump_config(config: Config) -> str:
-    """Return the resolved configuration, defaults included, as YAML that `load_config` reads back as its equal."""
-    return dump_yaml(config.model_dump(mode="json"))
-
-
 def _read(source: str) -> str:
     try:
         with FilePath(source).open(encoding="utf-8") as file:
@@ -88,3 +87,69 @@ def _read(source: str) -> str:
             f"{source}: the configuration cannot be read ({error.strerror}); check the path",
             key="config.file-unreadable",
         ) from None
+
+
+def dump_config(config: Config) -> str:
+    """Return the resolved configuration, defaults included, as YAML that `load_config` reads back as its equal."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def apply_override(values: dict[str, Any], override: str) -> Path:
+    """Set one `dotted.key=value` inside `values`; returns the path of the outermost value that is new."""
+    key_text, equals, text = override.partition("=")
+    parts = key_text.split(".")
+    if not equals or not all(parts):
+        raise InputError(
+            f"override {show(override)} is not of the form key=value; write for example train.max_steps=10",
+            key="config.invalid-override",
+        )
+    value = parse_yaml(text, f"override {show(override)}").value
+    container: Container = values
+    path: Path = ()
+    new: Path = ()
+    for part, following in pairwise(parts):
+        key = _key_in(container, part, path, override)
+        path = (*path, key)
+        # The place behind the last item of a list has no value yet.
+        known: dict[Any, Any] = container if isinstance(container, dict) else dict(enumerate(container))
+        inner = known.get(key)
+        if inner is None:
+            inner = [] if _is_place(following) else {}
+            _put(container, key, inner)
+            new = new or path
+        if not isinstance(inner, dict | list):
+            here = dotted(path)
+            raise InputError(
+                f"override {show(override)}: {here} is {show(inner)}, which has no keys; set {here} itself",
+                key="config.invalid-override",
+            )
+        container = inner
+    key = _key_in(container, parts[-1], path, override)
+    _put(container, key, value)
+    return new or (*path, key)
+
+
+def _key_in(container: Container, part: str, path: Path, override: str) -> str | int:
+    """Return `part` as a key or position of `container`. Raises `InputError` if a list has no such position."""
+    if isinstance(container, dict):
+        return part
+    if not _is_place(part) or int(part) > len(container):
+        raise InputError(
+            f"override {show(override)}: {dotted(path)} is a list of {len(container)}, counted from 0, and "
+            f"{part} is not in it; use a smaller number, or {len(container)} to append",
+            key="config.invalid-override",
+        )
+    return int(part)
+
+
+def _is_place(part: str) -> bool:
+    """Return whether it is a position in a list; Python's own digits have many scripts, and powers."""
+    return part.isascii() and part.isdigit() and len(part) < 10
+
+
+def _put(container: Container, key: str | int, value: Any) -> None:
+    if isinstance(container, dict):
+        container[str(key)] = value
+    else:
+        assert isinstance(key, int)
+        container[key : key + 1] = [value]

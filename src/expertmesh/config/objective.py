@@ -1,6 +1,6 @@
 """Name what a run minimises, and refuse keys that do not go with it. Imports no torch.
 
-`OBJECTIVES` has what others ask of an objective: nobody asks for its name.
+`OBJECTIVES` has the facts of each objective; code that needs one reads it there and never compares names.
 """
 
 import math

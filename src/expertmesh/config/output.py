@@ -1,4 +1,7 @@
-"""What a user may say about what a run writes (checkpoints, the model at its end, reports), and how long ranks wait."""
+"""Define the sections about what a run writes (checkpoints, the result, reports), and how long ranks wait.
+
+Nothing here writes a file.
+"""
 
 from typing import Annotated, ClassVar, Literal, Self
 

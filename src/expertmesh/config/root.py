@@ -1,5 +1,10 @@
-"""The whole configuration: all sections together, and the rules that span several of them."""
+"""Define the whole configuration: all sections together, the rules that span several of them, and the JSON schema.
 
+`expertmesh schema > schema/expertmesh.schema.json` writes the schema, for completion and checks in editors. It says
+less than `load_config` checks: rules between keys cannot be expressed in it.
+"""
+
+import json
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -61,7 +66,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _rows_of_responses(cls, values: Any) -> Any:
-        """Turn packing off for responses, which are rows of their own, unless it is asked for."""
+        """Turn packing off for responses, which are rows of their own, unless it is set."""
         if not isinstance(values, dict):
             return values
         objective, data = values.get("objective"), values.get("data")
@@ -157,9 +162,9 @@ class Config(Section):
 
     def _figure_problems(self) -> Iterator[str]:
         stop, known = self.train.early_stop, eval_figures(self.objective, self.data)
-        asked = {"checkpoint.keep_best": self.checkpoint.keep_best}
-        asked["train.early_stop.figure"] = None if stop is None else stop.figure
-        for key, figure in asked.items():
+        figures = {"checkpoint.keep_best": self.checkpoint.keep_best}
+        figures["train.early_stop.figure"] = None if stop is None else stop.figure
+        for key, figure in figures.items():
             if figure is None:
                 continue
             if not self.data.eval or self.train.eval_every_steps is None:
@@ -168,3 +173,16 @@ class Config(Section):
                 )
             elif figure not in known:
                 yield f"{key} is {figure}, which is no figure of these evaluations; choose from {', '.join(known)}"
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the schema as plain JSON values."""
+    return {"$schema": DIALECT, **Config.model_json_schema(mode="validation")}
+
+
+def schema_text() -> str:
+    """Return the schema as it stands in the file."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

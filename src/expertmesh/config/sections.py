@@ -1,8 +1,7 @@
-"""What a user may say: one typed, frozen class per section of the configuration file.
+"""Define the sections of the configuration file: one typed, frozen class each.
 
-The docstring under a field is its documentation and its description in the JSON schema. Keys whose feature
-this version does not have are accepted only at the value that means "off". Nothing here imports torch, reads
-the model or knows the number of ranks: what depends on those is checked where they are known.
+The docstring under a field is its documentation and its description in the JSON schema. Nothing here imports torch,
+reads the model or knows the number of ranks: what depends on those is checked where they are known.
 """
 
 import math
@@ -123,9 +122,9 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        said = [key for key in self._SAID_BY_ADAPTER if key in self.model_fields_set]
-        if self.from_adapter is not None and said:
-            refuse(f"lora.{said[0]} is said by the adapter that lora.from_adapter names; remove one of the two")
+        given = [key for key in self._SAID_BY_ADAPTER if key in self.model_fields_set]
+        if self.from_adapter is not None and given:
+            refuse(f"lora.{given[0]} is said by the adapter that lora.from_adapter names; remove one of the two")
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             refuse(*(f"lora.{key}: {problem}" for pattern in patterns if (problem := pattern_problem(pattern))))
         return self
@@ -430,12 +429,7 @@ class MoeConfig(Section):
                 f"moe.replicas is {self.replicas}, but moe.placement is contiguous; set moe.placement to balanced or a "
                 "file with copies"
             )
-        balancing = [key for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate") if self._is_on(key)]
-        if self.router == "frozen" and balancing:
-            key = balancing[0]
-            value = getattr(self, key)
-            refuse(f"moe.{key} is {value}, but moe.router is frozen; set moe.{key} to 0.0 or moe.router to train")
+        for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate") if self.router == "frozen" else ():
+            if (value := getattr(self, key)) not in ("from_model", 0.0):
+                refuse(f"moe.{key} is {value}, but moe.router is frozen; set moe.{key} to 0.0 or moe.router to train")
         return self
-
-    def _is_on(self, key: str) -> bool:
-        return getattr(self, key) not in ("from_model", 0.0)

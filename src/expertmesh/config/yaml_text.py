@@ -1,8 +1,8 @@
-"""YAML text to plain values and back, with YAML 1.2 scalars and the line of every key.
+"""Read YAML text as plain values and write it back, with YAML 1.2 scalars and the line of every key.
 
-`1e-5` is a number, `yes` and `2024-01-01` are text, and a key given twice is refused with both lines. Only
-mappings, lists and scalars exist: tags that would build objects, and aliases, are refused. Values carry their
-lines along so that a later complaint can name `file:line`.
+`1e-5` is a number, `yes` and `2024-01-01` are text, and a key given twice is refused with both lines. Only mappings,
+lists and scalars exist: tags that would build objects, and aliases, are refused. Values keep their lines, so that a
+later error can name `file:line`.
 """
 
 import math

@@ -33,8 +33,8 @@ from expertmesh.data.report import DataReport, SourceReport
 from expertmesh.data.sources import RowShare, SourceFile, locations
 from expertmesh.data.stream import first_rows
 from expertmesh.data.tokenized import SampleIndex, TokenizedDataset, index_of
+from expertmesh.io.directory import rename_synced, replace_synced, sync
 from expertmesh.io.reading import read_versioned
-from expertmesh.io.safetensors_writer import rename_synced, replace_synced, sync
 
 # Keys of `data` that tokens do not depend on; the template's text counts, not its file.
 _NO_MATTER = {"train", "eval", "packing", "shuffle", "chat_template", "prepared_path", "stream", "stream_rows"}

@@ -12,7 +12,7 @@ from expertmesh.config import ModelConfig
 from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
 from expertmesh.io.hub import hub_mend, model_at
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, opened, parse_json, read_file
-from expertmesh.io.urls import is_url
+from expertmesh.io.storage import is_url
 
 # What tokenizers of transformers are read from.
 _FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")

@@ -66,6 +66,11 @@ def raise_on_all_ranks(doing: str) -> Iterator[None]:
     raise raised from (None if raised is error else error)
 
 
+def rank_and_ranks() -> tuple[int, int]:
+    """Return this rank and the number of ranks in the default group; (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def from_rank_0(own: T) -> T:
     """Return the value of rank 0 on every rank, pickled between the ranks of a job.
 

@@ -29,10 +29,9 @@ from safetensors.torch import save
 
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.io.boxes import full_box, inverse
-from expertmesh.io.directory import io_errors
+from expertmesh.io.directory import io_errors, replace_synced
 from expertmesh.io.reading import read_versioned, shortened
 from expertmesh.io.safetensors_reader import open_weight_files
-from expertmesh.io.safetensors_writer import replace_synced
 
 LOAD_FILE, PAIRS_FILE = "expert_load.json", "expert_pairs.safetensors"
 SCHEMA_VERSION = 1

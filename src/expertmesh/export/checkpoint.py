@@ -28,7 +28,6 @@ from expertmesh.adapters.peft_format import (
     CONFIG_FILE,
     PREFIX,
     WEIGHTS_FILE,
-    Part,
     file_tensors,
     is_parameter,
     name_of,
@@ -36,10 +35,8 @@ from expertmesh.adapters.peft_format import (
 )
 from expertmesh.adapters.plan import AdapterPlan, adapt, plan_of
 from expertmesh.adapters.save import unread_by_engines, write_adapter
-from expertmesh.adapters.targets import Target
-from expertmesh.checkpoint.manifest import unsafe_content
+from expertmesh.checkpoint.manifest import Manifest, unsafe_content
 from expertmesh.checkpoint.read import SavedState, check_fits, check_hashes, open_state
-from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import ADAPTER, HUGGINGFACE, read_layout, read_save_dtype, read_small
 from expertmesh.checkpoint.state import model_state
 from expertmesh.config import LoraConfig
@@ -48,12 +45,12 @@ from expertmesh.io.boxes import Box
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.state.model_view import ModelView
-from expertmesh.weights.companions import CopiedFiles
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, as_lazy
 from expertmesh.weights.load import remember
 from expertmesh.weights.mapping import StateTensor
 from expertmesh.weights.meta_model import build_meta_model, give_dtypes, read_model_config
 from expertmesh.weights.save import SavedDtype, SaveReport, dtype_of, save_values
+from expertmesh.weights.sidecars import CopiedFiles
 from expertmesh.weights.write import StateReader
 
 AdapterFormat = Literal["peft", "per-expert"]
@@ -94,6 +91,7 @@ def export(
                 key="checkpoint.no-adapter",
             )
         model = stored_model(state, trust_remote_code=trust_remote_code)
+        # Saving reads tensors of the model, the checkpoint knows them by name.
         names = {id(tensor): name for name, tensor in model_state(model).items()}
 
         def values(leaf: StateTensor, box: Box) -> Tensor:
@@ -108,7 +106,7 @@ def export(
             ModelView(model),
             target,
             values,
-            tokenizer=CopiedFiles(companion_files(state)),
+            tokenizer=CopiedFiles(sidecar_files(state)),
             dtype=dtype or read_save_dtype(state.directory, state.manifest),
             max_shard_bytes=max_shard_bytes,
         )
@@ -116,8 +114,7 @@ def export(
 
 
 def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return the checkpoint's model on meta, in its stored dtypes, ready to be saved in the layout that training began
-    with.
+    """Return the checkpoint's model on meta, in its stored dtypes, to be saved in the layout of training's first files.
 
     A checkpoint of a LoRA run holds the adapters alone; files then have the family's published layout. Reads config and
     layout, whose hashes the caller has compared.
@@ -145,11 +142,11 @@ def holds_adapters(state: SavedState) -> bool:
     return f"{ADAPTER}/{CONFIG_FILE}" in state.manifest.by_name
 
 
-def companion_files(state: SavedState) -> dict[str, Path]:
-    """Return the files that belong beside the weights of the model, by their path there: config, tokenizer, chat
-    template, code.
+def sidecar_files(state: SavedState) -> dict[str, Path]:
+    """Return the files that belong beside the model's weights (config, tokenizer, template, code), by their path there.
 
-    Raises `SecurityError` for a link that leads out of the checkpoint, and for a pickle.
+    Raises:
+        SecurityError: A link leads out of the checkpoint, or a file is a pickle.
     """
     prefix = f"{HUGGINGFACE}/"
     names = [file.name for file in state.manifest.files if file.name.startswith(prefix)]
@@ -196,7 +193,10 @@ def _per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> _PerExpert
     for target, key, part in published_parts(model, plan.targets):
         if part is None:
             _refuse(model, target.weight, key)
-        files |= zip(part.keys, _factors(adapters, target, part), strict=True)
+        a, b = (LazyTensor.of(StateTensor(name, adapters[name])) for name in target.factors)
+        rows = slice(*part.rows)
+        chosen = (a, b[rows]) if part.expert is None else (a[part.expert], b[part.expert, rows])
+        files |= zip(part.keys, map(as_lazy, chosen), strict=True)
         named[target.name] += part.rows[1] - part.rows[0]
         joined[name_of(target)] += part.expert in (None, 0)
         ranks[re.sub(r"\.experts\.\d+\.", ".experts#.", part.key.removeprefix(PREFIX))] = target.r, target.alpha
@@ -209,15 +209,6 @@ def _per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> _PerExpert
         # PEFT joins gate and up to one adapter of twice the rank, which has to keep the scaling of each.
         ranks[name] = count * target.r, target.alpha * (math.sqrt(count) if plan.lora.use_rslora else count)
     return _PerExpertAdapter(files, tuple(modules), ranks, joined)
-
-
-def _factors(adapters: Mapping[str, Tensor], target: Target, part: Part) -> tuple[LazyTensor, LazyTensor]:
-    names = [f"{target.module}.{leaf}" for leaf in target.leaves]
-    a, b = (LazyTensor.of(StateTensor(name, adapters[name])) for name in names)
-    rows = slice(*part.rows)
-    chosen = (a, b[rows]) if part.expert is None else (a[part.expert], b[part.expert, rows])
-    assert all(isinstance(each, LazyTensor) for each in chosen)
-    return chosen  # type: ignore[return-value]
 
 
 def _refuse(model: PreTrainedModel, weight: str, key: str) -> NoReturn:
@@ -258,7 +249,7 @@ def _export_adapter(
         files = adapter.tensors
         small[CONFIG_FILE] = adapter.config(json.loads(small[CONFIG_FILE]), plan)
     # Of what is beside a model's weights, what says something of the tokenizer or of generation.
-    found = companion_files(state)
+    found = sidecar_files(state)
     beside = {name: found[name] for name in found if name != "config.json" and not name.endswith(".py")}
     layout, written = write_adapter(directory, files, small, CopiedFiles(beside), values, dtype)
     return SaveReport(

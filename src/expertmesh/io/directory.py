@@ -1,6 +1,7 @@
-"""Create directories of files under a temporary name, complete them, and publish them with one rename.
+"""Write files and directories that appear complete or not at all, synced to disk; imports no torch.
 
-Nothing is overwritten: a target directory that is not empty is refused. Nothing here communicates.
+A directory is filled under a temporary name and published with one rename. Nothing is overwritten: a target directory
+that is not empty is refused. Nothing here communicates.
 """
 
 import errno
@@ -13,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from expertmesh.config.errors import InputError
-from expertmesh.io.safetensors_writer import FilesLayout, create_file, rename_synced, sync
 
 # The longest time until files of one rank appear on another: network file systems cache directories.
 VISIBLE_WITHIN_SECONDS = 30.0
@@ -63,21 +63,6 @@ def io_errors(directory: Path, needed: int) -> Iterator[None]:
         ) from error
 
 
-def create_files(layout: FilesLayout, temporary: Path) -> None:
-    """Create the temporary directory with all weights files at their full sizes.
-
-    Raises:
-        InputError: The disk has too little space, or a write failed.
-    """
-    with io_errors(temporary, layout.size):
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        require_space(temporary.parent, layout.size)
-        temporary.mkdir()
-        for file in layout.files:
-            create_file(file)
-        sync(temporary)
-
-
 def nearest(directory: Path) -> Path:
     """Return the directory, or the innermost of its parents that exists.
 
@@ -118,7 +103,51 @@ def wait_until_seen(path: Path, size: int | None = None) -> None:
         time.sleep(0.05)
 
 
-def publish(layout: FilesLayout, temporary: Path, directory: Path) -> None:
-    """Rename the complete directory to its final name, atomically; an empty directory of that name is replaced."""
-    with io_errors(directory, layout.size):
-        rename_synced(temporary, directory)
+def write_synced(path: Path, content: bytes, size: int | None = None) -> None:
+    """Create a new file with `content`, followed by a hole if `size` is larger, and sync it to disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        write_at(descriptor, memoryview(content), 0)
+        if size is not None:
+            os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_synced(path: Path, content: bytes) -> None:
+    """Replace the content of `path` completely or not at all, even if the process or the machine fails.
+
+    A failure can leave a file `NAME.tmp` behind. The next call replaces it, and never writes through a link.
+    """
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.unlink(missing_ok=True)
+    write_synced(unfinished, content)
+    rename_synced(unfinished, path)
+
+
+def rename_synced(source: Path, target: Path) -> None:
+    """Rename a file or a directory so that a power loss leaves it complete under one of the two names.
+
+    Its entries are synced before the rename and the rename itself after it, because a file system may order them in
+    another way. The content of files in a directory must be synced by their writers.
+    """
+    sync(source)
+    os.replace(source, target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Sync the content of a file or directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, buffer: memoryview, offset: int) -> None:
+    """Write all of `buffer` from `offset` on; a single write may take less than it is given."""
+    while buffer:
+        done = os.pwrite(descriptor, buffer, offset)
+        buffer, offset = buffer[done:], offset + done

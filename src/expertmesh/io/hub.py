@@ -1,7 +1,7 @@
 """Fetch models that a URL names, and explain errors of the hub's clients: was it reached, and what does it answer.
 
 transformers, datasets and huggingface_hub each wrap the reason in errors of their own, so the chain of causes is
-searched for it. ModelScope is asked through its own library, which is imported for its URLs (ms://) alone.
+searched for it. ModelScope is reached through its own library, which is imported for its URLs (ms://) alone.
 
 Directories of object storage are copied into the user's cache, one copy for each content: a directory that changed in
 storage is copied again. Processes of one machine wait for each other. Nothing here communicates.
@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,8 +23,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
 
 from expertmesh.config.errors import InputError
-from expertmesh.io.directory import io_errors, require_space
-from expertmesh.io.safetensors_writer import rename_synced
+from expertmesh.io.directory import io_errors, rename_synced, require_space
 from expertmesh.io.storage import Storage
 
 # The files of a model directory except code: weights, JSON, and the tokenizer's plain-text files.
@@ -126,7 +125,10 @@ def model_at(url: str, revision: str | None = None, trust_remote_code: bool = Fa
 
 def hub_mend(error: BaseException, local: str, otherwise: str) -> str:
     """Return how to fix `error`: `otherwise` if the hub has answered, else fix the network, or use `local` instead."""
-    behind = list(_behind(error))
+    behind, cause = [error], error.__cause__ or error.__context__
+    while cause is not None:
+        behind.append(cause)
+        cause = cause.__cause__ or cause.__context__
     if any(isinstance(each, GatedRepoError) for each in behind):
         return "accept the conditions on its page on the hub, and set HF_TOKEN"
     responses = [each.response for each in behind if isinstance(each, HfHubHTTPError) and each.response is not None]
@@ -136,10 +138,3 @@ def hub_mend(error: BaseException, local: str, otherwise: str) -> str:
     if constants.HF_HUB_OFFLINE:
         return f"HF_HUB_OFFLINE is set, so nobody has asked the hub, and the cache has none; unset it, or {local}"
     return f"the hub was not reached, so the network is the cause and not the name; connect, or {local}"
-
-
-def _behind(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the chain of its causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

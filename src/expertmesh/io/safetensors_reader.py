@@ -152,6 +152,7 @@ class WeightFiles:
             part.copy_(span.view(-1, stride)[:, :length])
 
     def _read_run(self, tensor: FileTensor, first: int, out: Tensor) -> None:
+        """Read consecutive bytes of a tensor, from byte `first` on, into `out`."""
         descriptor, offset = self._descriptor(tensor.path), tensor.offset + first
         buffer = out.numpy().data
         while buffer:
@@ -168,7 +169,7 @@ class WeightFiles:
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
-            if len(self._descriptors) == MAX_OPEN_FILES:
+            if len(self._descriptors) == MAX_OPEN_FILES:  # files are read in order, so the oldest is done first
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
             self._descriptors[path] = _open(path)
         return self._descriptors[path]
@@ -267,7 +268,15 @@ def read_metadata(path: Path) -> dict[str, str]:
 def _header_entries(path: Path) -> tuple[dict[str, Any], int, int]:
     """Return the JSON object of the header, the offset of the data, and the size of the file in bytes."""
     with _opened(path) as (descriptor, size):
-        header = _pread(path, descriptor, _header_length(path, descriptor, size), 8)
+        if size < 8:
+            _damaged(path, f"the file has {size} bytes, too few for a header")
+        length = int.from_bytes(_pread(path, descriptor, 8, 0), "little")
+        # Checked before anything is allocated for the header.
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            if length <= MAX_HEADER_BYTES and _is_cut(_pread(path, descriptor, size - 8, 8)):
+                _damaged(path, f"the file has {size} bytes and ends inside its header of {length} bytes")
+            _unsafe(path, f"a header of {length} bytes in a file of {size} bytes")
+        header = _pread(path, descriptor, length, 8)
     count = header.count(b'"data_offsets"')  # before parsing, because a million tensors take seconds and gigabytes
     try:
         entries = parse_json(header) if count <= MAX_TENSORS else {}
@@ -278,21 +287,6 @@ def _header_entries(path: Path) -> tuple[dict[str, Any], int, int]:
     if (count := max(count, len(entries))) > MAX_TENSORS:
         _unsafe(path, f"a header of {count:,} tensors")
     return entries, 8 + len(header), size
-
-
-def _header_length(path: Path, descriptor: int, size: int) -> int:
-    """Return the length in the first 8 bytes, if the file can hold it.
-
-    Nothing is allocated for the header before this check.
-    """
-    if size < 8:
-        _damaged(path, f"the file has {size} bytes, too few for a header")
-    length = int.from_bytes(_pread(path, descriptor, 8, 0), "little")
-    if length > min(size - 8, MAX_HEADER_BYTES):
-        if length <= MAX_HEADER_BYTES and _is_cut(_pread(path, descriptor, size - 8, 8)):
-            _damaged(path, f"the file has {size} bytes and ends inside its header of {length} bytes")
-        _unsafe(path, f"a header of {length} bytes in a file of {size} bytes")
-    return length
 
 
 def _is_cut(header: bytes) -> bool:

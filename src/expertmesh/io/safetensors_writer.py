@@ -7,7 +7,6 @@ process. Nothing here communicates or decides who writes what.
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.io.boxes import Box, ByteRuns, volume
+from expertmesh.io.directory import io_errors, require_space, sync, write_at, write_synced
 from expertmesh.io.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE, FileTensor, as_bytes
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -54,6 +54,15 @@ class FilesLayout:
         """The bytes of all files, headers included."""
         return sum(file.size for file in self.files)
 
+    def moved_to(self, directory: Path) -> "FilesLayout":
+        """Return the layout of the same files in another directory."""
+        files = []
+        for file in self.files:
+            path = directory / file.path.name
+            tensors = tuple(replace(tensor, path=path) for tensor in file.tensors)
+            files.append(replace(file, path=path, tensors=tensors))
+        return replace(self, files=tuple(files))
+
 
 def lay_out(
     directory: Path,
@@ -72,6 +81,7 @@ def lay_out(
     """
     groups: list[list[FileTensor]] = [[]]
     filled = 0
+
     for name, (dtype, shape) in tensors.items():
         tensor = FileTensor(name, dtype, tuple(shape), directory, 0)
         if groups[-1] and filled + tensor.nbytes > max_shard_bytes:
@@ -97,52 +107,24 @@ def create_file(file: FileLayout) -> None:
     write_synced(file.path, file.header, file.size)
 
 
+def create_files(layout: FilesLayout, temporary: Path) -> None:
+    """Create the temporary directory with all weights files at their full sizes.
+
+    Raises:
+        InputError: The disk has too little space, or a write failed.
+    """
+    with io_errors(temporary, layout.size):
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        require_space(temporary.parent, layout.size)
+        temporary.mkdir()
+        for file in layout.files:
+            create_file(file)
+        sync(temporary)
+
+
 def create_index(directory: Path, index: dict[str, Any]) -> None:
     """Write the index file of `directory`, synced to disk."""
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-
-
-def write_synced(path: Path, content: bytes, size: int | None = None) -> None:
-    """Create a new file with `content`, followed by a hole if `size` is larger, and sync it to disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        _pwrite(descriptor, memoryview(content), 0)
-        if size is not None:
-            os.ftruncate(descriptor, size)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_synced(path: Path, content: bytes) -> None:
-    """Replace the content of `path` completely or not at all, even if the process or the machine fails.
-
-    A failure can leave a file `NAME.tmp` behind. The next call replaces it, and never writes through a link.
-    """
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.unlink(missing_ok=True)
-    write_synced(unfinished, content)
-    rename_synced(unfinished, path)
-
-
-def rename_synced(source: Path, target: Path) -> None:
-    """Rename a file or a directory so that a power loss leaves it complete under one of the two names.
-
-    Its entries are synced before the rename and the rename itself after it, because a file system may order them in
-    another way. The content of files in a directory must be synced by their writers.
-    """
-    sync(source)
-    os.replace(source, target)
-    sync(target.parent)
-
-
-def sync(path: Path) -> None:
-    """Sync the content of a file or directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_box(descriptor: int, tensor: FileTensor, box: Box, values: Tensor) -> int:
@@ -164,15 +146,9 @@ def write_box(descriptor: int, tensor: FileTensor, box: Box, values: Tensor) -> 
     at = 0
     for first, count, stride in runs.rows():
         for row in range(count):
-            _pwrite(descriptor, source[at : at + runs.length], tensor.offset + first + row * stride)
+            write_at(descriptor, source[at : at + runs.length], tensor.offset + first + row * stride)
             at += runs.length
     return at
-
-
-def _pwrite(descriptor: int, buffer: memoryview, offset: int) -> None:
-    while buffer:
-        done = os.pwrite(descriptor, buffer, offset)
-        buffer, offset = buffer[done:], offset + done
 
 
 def lay_out_file(path: Path, values: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileLayout:

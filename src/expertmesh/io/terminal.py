@@ -70,23 +70,10 @@ def has_bars() -> bool:
 
 def tracked(items: Iterable[T], count: int, what: str, unit: str) -> Iterator[T]:
     """Yield the `count` items one by one and show the progress: `loading weights  40 of 300 tensors`."""
-    if has_bars():
-        with bars() as shown:
-            task = shown.add_task(what, total=count)
-            for number, item in enumerate(items, start=1):
-                yield item
-                shown.update(task, completed=number, description=f"{what}  {number:,} of {count:,} {unit}")
-            shown.remove_task(task)
-            shown.refresh()
-        return
-    began, due = time.monotonic(), _LONG_SECONDS
-    for number, item in enumerate(items, start=1):
-        yield item
-        passed = time.monotonic() - began
-        if passed >= due and number < count:
-            left = duration(round(passed / number * (count - number)))
-            log.info(f"{what}  {number:,} of {count:,} {unit}, {left} left")
-            due = passed + _EVERY_SECONDS
+    with counted(what, unit, count) as done:
+        for item in items:
+            yield item
+            done(1)
 
 
 def plural(count: int, word: str) -> str:
@@ -95,39 +82,34 @@ def plural(count: int, word: str) -> str:
 
 
 @contextmanager
-def counted(what: str, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show the progress of work of unknown size, and its speed: `tokenizing  40,960 rows, 900 rows/s`.
+def counted(what: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show the progress of work, with its speed if its size is unknown: `tokenizing  40,960 rows, 900 rows/s`.
 
     Yields a function to call with the number of further units that are done.
     """
     began = time.monotonic()
     done, due = 0, _LONG_SECONDS
 
-    def line() -> str:
-        return f"{what}  {done:,} {unit}, {done / max(time.monotonic() - began, 1e-9):,.0f} {unit}/s"
-
-    if has_bars():
-        with bars() as shown:
-            task = shown.add_task(what, total=None)
-
-            def show(more: int) -> None:
-                nonlocal done
-                done += more
-                shown.update(task, description=line())
-
-            yield show
-            shown.remove_task(task)
-            shown.refresh()
-        return
-
-    def tell_now_and_then(more: int) -> None:
+    def count(more: int) -> None:
         nonlocal done, due
         done += more
-        if time.monotonic() - began >= due:
-            due += _EVERY_SECONDS
-            log.info(line())
+        passed = max(time.monotonic() - began, 1e-9)
+        line = f"{what}  {done:,} {unit}, {done / passed:,.0f} {unit}/s"
+        if total is not None:
+            line = f"{what}  {done:,} of {total:,} {unit}"
+        if shown is not None and task is not None:
+            shown.update(task, completed=done, description=line)
+        elif passed >= due and done != total:
+            left = "" if total is None else f", {duration(round(passed / done * (total - done)))} left"
+            log.info(f"{line}{left}")
+            due = passed + _EVERY_SECONDS
 
-    yield tell_now_and_then
+    with bars() if has_bars() else contextlib.nullcontext() as shown:
+        task = None if shown is None else shown.add_task(what, total=total)
+        yield count
+        if shown is not None and task is not None:
+            shown.remove_task(task)
+            shown.refresh()
 
 
 # The most characters of one line: a name of 20 million characters must not fill a log.
@@ -137,11 +119,12 @@ _MAX_LINE = 4000
 def printable(text: str) -> str:
     """Return `text` with control characters as escapes and long lines cut, so that data cannot control the terminal."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-    return "\n".join(map(_cut, shown.split("\n"))) if len(shown) > _MAX_LINE else shown
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ... ({len(line):,} characters)"
+    if len(shown) <= _MAX_LINE:
+        return shown
+    lines = shown.split("\n")
+    return "\n".join(
+        each if len(each) <= _MAX_LINE else f"{each[:_MAX_LINE]} ... ({len(each):,} characters)" for each in lines
+    )
 
 
 def tell(*lines: str, error: bool = False) -> None:

@@ -450,7 +450,7 @@ def plan_frozen(
     Args:
         expert_dims: the dim that efsdp shards, by parameter.
         frozen: the value of `precision.frozen`. Formats for `as_published` were read from the headers of the files
-            before (weights/quantised/resident.py).
+            before (weights/quantised/published.py).
 
     Raises:
         InputError: a parameter cannot stay packed, or `parallel.offload` is set without packed experts.

@@ -25,7 +25,7 @@ from markupsafe import Markup
 
 from expertmesh import __version__
 from expertmesh.config.errors import InputError
-from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.directory import replace_synced
 from expertmesh.io.terminal import duration, plural
 from expertmesh.report.metrics import WORST
 from expertmesh.report.plots import (

@@ -68,7 +68,7 @@ def values_of(codes: Tensor, code: Code, scratch: Scratch | None = None) -> Tens
 
     Returns:
         `[..., n]` for 8-bit codes, `[..., 2n]` for bytes of 4-bit codes, `[..., 8n]` for words of them. With `scratch`
-            the result lies in it.
+        the result lies in it.
     """
     *lead, last = codes.shape
     scratch, device = scratch or Scratch(), codes.device
@@ -95,22 +95,18 @@ def codes_of(units: Tensor, code: Code) -> Tensor:
     if code == "e4m3":
         return units.clamp(-LARGEST[code], LARGEST[code]).to(torch.float8_e4m3fn).view(torch.uint8)
     if code == "e2m1":
-        nibbles = _to_e2m1(units)
+        size = units.abs().clamp_max_(LARGEST["e2m1"])
+        # Codes count steps of 0.5 up to 2, of 1 from 2 to 4, and of 2 from 4 to 6. `round` goes to an even number of
+        # steps at a tie, and an even number of steps is an even code.
+        upper = torch.where(size < 4, size.round().add_(2), (size / 2).round_().add_(4))
+        steps = torch.where(size < 2, (2 * size).round_(), upper)
+        nibbles = steps.to(torch.uint8) | units.signbit().to(torch.uint8) << 3
     elif code == "int4":
         nibbles = (units.round().clamp_(-_INT4_OFFSET, _INT4_OFFSET - 1) + _INT4_OFFSET).to(torch.uint8)
     else:
         table = torch.tensor(_NF4, device=units.device)
         nibbles = torch.bucketize(units, (table[1:] + table[:-1]) / 2).to(torch.uint8)
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
-
-
-def _to_e2m1(units: Tensor) -> Tensor:
-    size = units.abs().clamp_max_(LARGEST["e2m1"])
-    # Codes count steps of 0.5 up to 2, of 1 from 2 to 4, and of 2 from 4 to 6. `round` goes to an even number of steps
-    # at a tie, and an even number of steps is an even code.
-    upper = torch.where(size < 4, size.round().add_(2), (size / 2).round_().add_(4))
-    steps = torch.where(size < 2, (2 * size).round_(), upper)
-    return steps.to(torch.uint8) | units.signbit().to(torch.uint8) << 3
 
 
 def scale_values(scale: Tensor) -> Tensor:
@@ -142,7 +138,13 @@ def scales_for(
         how: The effect of the factor.
     """
     if has_exponents(dtype):
-        return _exponents(largest, code).view(dtype)
+        mantissa, exponent = torch.frexp(largest)
+        # The largest e4m3 value, 448, is 0.875 * 2 ** 9. The largest e2m1 value is 0.75 * 2 ** 3, and is the nearest
+        # code of values below 0.875 * 2 ** 3.
+        next_one = mantissa > 0.875 if code == "e4m3" else mantissa >= 0.875
+        power = exponent + next_one.to(torch.int32) - (9 if code == "e4m3" else 3)
+        power = power.masked_fill(largest == 0, 0).clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS
+        return power.masked_fill(~largest.isfinite(), _E8M0_NAN).to(torch.uint8).view(dtype)
     scales = largest / LARGEST[code]
     if factor is not None:
         scales = scales * factor if how == "divides" else scales / factor
@@ -150,16 +152,6 @@ def scales_for(
     if dtype == torch.float8_e4m3fn:
         scales = scales.clamp_max(LARGEST["e4m3"])
     return torch.where(largest == 0, 1.0, scales.to(dtype).to(torch.float32).clamp_min(smallest)).to(dtype)
-
-
-def _exponents(largest: Tensor, code: Code) -> Tensor:
-    mantissa, exponent = torch.frexp(largest)
-    # The largest e4m3 value, 448, is 0.875 * 2 ** 9. The largest e2m1 value is 0.75 * 2 ** 3, and is the nearest code
-    # of values below 0.875 * 2 ** 3.
-    next_one = mantissa > 0.875 if code == "e4m3" else mantissa >= 0.875
-    power = exponent + next_one.to(torch.int32) - (9 if code == "e4m3" else 3)
-    power = power.masked_fill(largest == 0, 0).clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS
-    return power.masked_fill(~largest.isfinite(), _E8M0_NAN).to(torch.uint8)
 
 
 def factor_for(largest: Tensor, code: Code, how: Factor) -> Tensor:
@@ -304,18 +296,6 @@ class PackedFormat:
         sides = zip(box, self.shape, block, strict=True)
         return tuple((start // run * run, min(size, -(-stop // run) * run)) for (start, stop), size, run in sides)
 
-    def scale_rows(self) -> Tensor:
-        """Return the row of scales that each row uses."""
-        found, first = [], 0
-        for part in self.parts:
-            found.append(torch.arange(part) // self.block[0] + first)
-            first += -(-part // self.block[0])
-        return torch.cat(found)
-
-    def factor_rows(self) -> Tensor:
-        """Return the part that each row of scales belongs to."""
-        return torch.cat([torch.full((-(-part // self.block[0]),), number) for number, part in enumerate(self.parts)])
-
 
 def quantised_format(
     name: str, rows: int, columns: int, *, transposed: bool = False, by_rows: bool = False
@@ -377,22 +357,20 @@ def dequantise(
     scratch = scratch or Scratch()
     codes_XRB, scales_XRG = sections.codes_XRB, scales_of(sections, kind)
     if kind.block[0] > 1:
-        scales_XRG = scales_XRG.index_select(1, _scale_rows(kind, codes_XRB.device))
+        scales_XRG = scales_XRG.index_select(1, scale_rows(kind, codes_XRB.device))
     if rows is not None:
         codes_XRB, scales_XRG = codes_XRB[:, rows], scales_XRG[:, rows]
-    values_XRC = _scaled(values_of(codes_XRB, kind.code, scratch), scales_XRG, kind.block[1]).to(kind.rounded)
+    values_XRC, block = values_of(codes_XRB, kind.code, scratch), kind.block[1]
+    columns = values_XRC.shape[-1]
+    # In place: `scratch` holds the values.
+    if columns % block:
+        values_XRC.mul_(scales_XRG.repeat_interleave(block, -1)[..., :columns])
+    else:
+        values_XRC.unflatten(-1, (-1, block)).mul_(scales_XRG.unsqueeze(-1))
+    values_XRC = values_XRC.to(kind.rounded)
     if values_XRC.dtype != dtype:
         values_XRC = scratch.take(values_XRC.shape, dtype, values_XRC.device).copy_(values_XRC)
     return _in_model(values_XRC, kind)
-
-
-def _scaled(values: Tensor, scales_XRG: Tensor, block: int) -> Tensor:
-    """Multiply each `block` columns by their scale, in place."""
-    columns = values.shape[-1]
-    if columns % block:
-        return values.mul_(scales_XRG.repeat_interleave(block, -1)[..., :columns])
-    values.unflatten(-1, (-1, block)).mul_(scales_XRG.unsqueeze(-1))
-    return values
 
 
 def quantise(values: Tensor, kind: PackedFormat) -> Tensor:
@@ -463,15 +441,22 @@ def scales_of(sections: Sections, kind: PackedFormat) -> Tensor:
     if factors is None:
         return scales
     if len(kind.parts) > 1:
-        factors = factors.index_select(1, _factor_rows(kind, scales.device))
+        factors = factors.index_select(1, factor_rows(kind, scales.device))
     return with_factor(scales, factors.unsqueeze(-1), kind.factor)
 
 
 @cache
-def _scale_rows(kind: PackedFormat, device: torch.device) -> Tensor:
-    return kind.scale_rows().to(device)
+def scale_rows(kind: PackedFormat, device: torch.device) -> Tensor:
+    """Return the row of scales that each row uses."""
+    rows, first = [], 0
+    for part in kind.parts:
+        rows.append(torch.arange(part) // kind.block[0] + first)
+        first += -(-part // kind.block[0])
+    return torch.cat(rows).to(device)
 
 
 @cache
-def _factor_rows(kind: PackedFormat, device: torch.device) -> Tensor:
-    return kind.factor_rows().to(device)
+def factor_rows(kind: PackedFormat, device: torch.device) -> Tensor:
+    """Return the part that each row of scales belongs to."""
+    rows_of_parts = torch.tensor([-(-part // kind.block[0]) for part in kind.parts])
+    return torch.arange(len(kind.parts)).repeat_interleave(rows_of_parts).to(device)

@@ -2,7 +2,7 @@
 
 A model may be plain, on meta, sharded by FSDP2, or one of several pipeline stages. Files, checkpoints, audits and
 optimizers handle the full model and must not depend on the layout. So a function of the public interface makes one view
-and hands it to the functions below it, and none of them asks the model again.
+and hands it to the functions below it, and none of them derives it again.
 
 A view answers at the first question and keeps the answer: after parameters were replaced (allocated, adapted, split
 into stages) make a new one.
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.safetensors_reader import FileTensor
+from expertmesh.state.codes import PackedFormat
 from expertmesh.state.packed import stored
 from expertmesh.state.shards import (
     OTHER_STAGE,
@@ -92,7 +93,7 @@ class ShardedModel:
     """Its adapters: `adapters.plan.plan_of`."""
     lora_base: Any = None
     """Hash of the frozen weights: `adapters.base.base_of`."""
-    frozen_formats: Any = None
+    frozen_formats: Mapping[str, PackedFormat] | None = None
     """Formats of the weights that stay packed, by parameter, or None: `parallel.shard_plan.plan_frozen`."""
     follows_routes: bool = False
     """True once its routers were shown to take the routes of a batch: parallel/routes.py."""
@@ -100,8 +101,8 @@ class ShardedModel:
     """True if gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
     source: Source = field(default_factory=Source)
     """The files it was loaded from; an empty one for a model made in memory."""
-    base_files: Any = None
-    """The JSON files of the base that it was built from, as bytes by name: weights/companions.py."""
+    base_files: Mapping[str, bytes] | None = None
+    """The JSON files of the base that it was built from, as bytes by name: weights/sidecars.py."""
 
 
 @dataclass(slots=True)
@@ -112,13 +113,13 @@ class ModuleState:
     """The expert layer: `experts.layer.layer_of`."""
     lora_state: Any = None
     """The model's adapter state, if this module itself is adapted: `experts.lora_state.adapter_state_of`."""
-    lora_scaling: Any = None
+    lora_scaling: Mapping[str, float] = field(default_factory=dict)
     """The factor of the adapter's product, by the name of the adapted parameter."""
     lora_name: str = ""
     """The adapted module's name in the model."""
     first_column: int = 0
     """The start of this rank's part of the inputs, if tensor parallelism splits them."""
-    row_bias: Any = None
+    row_bias: Tensor | None = None
     """The bias of a linear layer whose inputs are split, added once to the sum of the ranks' outputs."""
     tensor_part: Any = None
     """Its part in tensor parallelism: parallel/tensor.py."""
@@ -207,9 +208,21 @@ class ModelView:
 
         Tensors of other stages have a name, a shape and a dtype, and this rank holds an empty part of them.
         """
-        state = dict(self.module.state_dict(keep_vars=True))
+        own = dict(self.module.state_dict(keep_vars=True))
         stage = self.attached.stage_view
-        return state if stage is None else _full_state(stage, state)
+        if stage is None:
+            return own
+        full, held = dict(stage.meta_model.state_dict(keep_vars=True)), {}
+        for name, tensor in own.items():
+            replica = name in stage.tied_replicas
+            placement = StagePlacement(
+                is_tied_replica=replica,
+                has_tied_replica=replica or name in stage.tied_originals,
+                is_first_rank=stage.is_first_rank,
+            )
+            # By identity on meta, so that each name of a tied tensor gets the same object.
+            held[id(full[name])] = place(tensor, placement)
+        return {name: held.get(id(meta), place(meta, OTHER_STAGE)) for name, meta in full.items()}
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -324,22 +337,3 @@ def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     # `run_check` would issue a collective.
     own = DTensor.from_local(stored(local_tensor(tensor)), tensor.device_mesh, tensor.placements, run_check=False)
     return placed_like(own, tensor)
-
-
-def _full_state(view: StageView, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict of the full model of a stage, each tensor marked with its placement.
-
-    Args:
-        own: The stage's state dict, with its parameters as they are.
-    """
-    full = dict(view.meta_model.state_dict(keep_vars=True))
-    held = {}
-    for name, tensor in own.items():
-        replica = name in view.tied_replicas
-        placement = StagePlacement(
-            is_tied_replica=replica,
-            has_tied_replica=replica or name in view.tied_originals,
-            is_first_rank=view.is_first_rank,
-        )
-        held[id(full[name])] = place(tensor, placement)
-    return {name: held.get(id(meta), place(meta, OTHER_STAGE)) for name, meta in full.items()}

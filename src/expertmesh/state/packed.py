@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,8 @@ from expertmesh.compat import NoTorchFunction, runs_in_backward, wrapper_tensor
 from expertmesh.state.codes import PackedFormat, Scratch, Sections, cut_columns, dequantise, quantise, scales_of
 
 aten = torch.ops.aten
+_HANDLERS: dict[Any, Callable[..., Any]] = {}
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
 # This many elements of packed weights are dequantised together, but at least one expert: on a CPU as many as its caches
 # hold; on a GPU enough for kernels to take longer than their launches (benchmarks/RESULTS.md, "On one GPU").
 _ELEMENTS_ON_CPU, _ELEMENTS = 1 << 20, 1 << 26
@@ -250,14 +252,31 @@ def stored(local: Tensor) -> Tensor:
     return local.packed_LB if isinstance(local, PackedTensor) else local
 
 
+def handles(handlers: dict[Any, Callable[..., Any]], *functions: Any) -> Callable[[_Handler], _Handler]:
+    """Register the decorated function in `handlers` as what a tensor subclass runs in place of `functions`."""
+
+    def register(handler: _Handler) -> _Handler:
+        handlers.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
 def _with(tensor: PackedTensor, packed_LB: Tensor) -> PackedTensor:
     return PackedTensor(packed_LB, tensor.kind, tensor.dtype, host=tensor.host)
 
 
+@handles(_HANDLERS, aten.detach.default, aten.alias.default)
 def _same(tensor: PackedTensor, *_: Any, **__: Any) -> PackedTensor:
     return PackedTensor(tensor.packed_LB, tensor.kind, tensor.dtype, tensor.shape, tensor.host)
 
 
+@handles(_HANDLERS, aten.clone.default)
+def _clone(tensor: PackedTensor, **_: Any) -> PackedTensor:
+    return _with(tensor, tensor.packed_LB.clone())
+
+
+@handles(_HANDLERS, aten.view.default)
 def _view(tensor: PackedTensor, size: Sequence[int]) -> PackedTensor:
     # FSDP2 also stores a flat view of its shard, but never reads it for a tensor that defines `fsdp_pre_all_gather`.
     if tuple(size) not in ((-1,), tuple(tensor.shape)):
@@ -266,12 +285,14 @@ def _view(tensor: PackedTensor, size: Sequence[int]) -> PackedTensor:
     return PackedTensor(tensor.packed_LB, tensor.kind, tensor.dtype, shape, tensor.host)
 
 
+@handles(_HANDLERS, aten.as_strided.default)
 def _as_strided(tensor: PackedTensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> PackedTensor:
     if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or offset:
         raise NotImplementedError(f"packed weights {tuple(tensor.shape)} cannot be seen as {tuple(size)}")
     return _same(tensor)
 
 
+@handles(_HANDLERS, aten._to_copy.default)
 def _moved(tensor: PackedTensor, *, dtype: torch.dtype | None = None, **options: Any) -> PackedTensor:
     if dtype not in (None, tensor.dtype):
         raise NotImplementedError(f"packed weights of {tensor.dtype} cannot be cast to {dtype}")
@@ -281,6 +302,7 @@ def _moved(tensor: PackedTensor, *, dtype: torch.dtype | None = None, **options:
     return _with(tensor, aten._to_copy(tensor.packed_LB, **options))
 
 
+@handles(_HANDLERS, aten.empty_like.default)
 def _empty_like(tensor: PackedTensor, *, device: Any = None, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     if dtype not in (None, tensor.dtype):
         return torch.empty(tensor.shape, dtype=dtype, device=device or tensor.device)
@@ -289,11 +311,13 @@ def _empty_like(tensor: PackedTensor, *, device: Any = None, dtype: torch.dtype 
     return _with(tensor, torch.empty_like(tensor.packed_LB, device=device))
 
 
+@handles(_HANDLERS, aten.new_zeros.default)
 def _new_zeros(tensor: PackedTensor, size: Sequence[int], **_: Any) -> PackedTensor:
     assert tuple(size[1:]) == tuple(tensor.shape[1:]), f"whole units only: {tuple(size)} of {tuple(tensor.shape)}"
     return _with(tensor, tensor.packed_LB.new_zeros(size[0], tensor.packed_LB.shape[1]))
 
 
+@handles(_HANDLERS, aten.split.Tensor)
 def _split(tensor: PackedTensor, size: int, dim: int = 0) -> list[PackedTensor]:
     if dim == 0:
         return [_with(tensor, part) for part in tensor.packed_LB.split(size)]
@@ -303,28 +327,15 @@ def _split(tensor: PackedTensor, size: int, dim: int = 0) -> list[PackedTensor]:
     return [PackedTensor(packed_LB, kind, tensor.dtype) for packed_LB, kind in cut]
 
 
+@handles(_HANDLERS, aten.slice.Tensor)
 def _slice(tensor: PackedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     assert dim == 0, "packed weights are cut between units alone"
     return _with(tensor, tensor.packed_LB[start:end:step])
 
 
+@handles(_HANDLERS, aten.copy_.default)
 def _copy(tensor: PackedTensor, source: Tensor, non_blocking: bool = False) -> PackedTensor:
     assert isinstance(source, PackedTensor), "packed weights can be copied from packed ones alone"
     assert source.kind == tensor.kind, (source.kind, tensor.kind)
     tensor.packed_LB.copy_(source.packed_LB, non_blocking)
     return tensor
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _same,
-    aten.alias.default: _same,
-    aten.view.default: _view,
-    aten.as_strided.default: _as_strided,
-    aten.clone.default: lambda tensor, **_: _with(tensor, tensor.packed_LB.clone()),
-    aten._to_copy.default: _moved,
-    aten.empty_like.default: _empty_like,
-    aten.new_zeros.default: _new_zeros,
-    aten.split.Tensor: _split,
-    aten.slice.Tensor: _slice,
-    aten.copy_.default: _copy,
-}

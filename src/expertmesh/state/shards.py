@@ -15,7 +15,8 @@ meta: they have a name, a shape and a dtype, and this rank holds an empty part o
 `full_values` and `full_tensors`.
 """
 
-import math
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from expertmesh.compat import StridedShard
-from expertmesh.distributed.all_ranks import collective_device
+from expertmesh.distributed.all_ranks import collective_device, rank_and_ranks
 from expertmesh.io.boxes import Box, extents, full_box, intersect, inverse, moved_parts, slices, volume
 from expertmesh.state.packed import PackedTensor, values_at
 
@@ -137,7 +138,7 @@ def owns_copy(tensor: Tensor) -> bool:
         return all(coordinate[axis] == 0 for axis in replicated)
     if placement is not None:
         return placement.is_first_rank
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank_and_ranks()[0] == 0
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -168,6 +169,7 @@ def full_values(tensor: DTensor) -> Tensor:
     """
     local, order = local_tensor(tensor), expert_order(tensor)
     if isinstance(local, PackedTensor):
+        # Packed units cannot be gathered by a DTensor; their values can, at the cost of more bytes.
         values = DTensor.from_local(local.experts(0, len(local)), tensor.device_mesh, tensor.placements)
         full = values.full_tensor()
     else:
@@ -215,18 +217,14 @@ def _sharding_order(tensor: DTensor, dim: int) -> list[int]:
         if shard_dim(placement) != dim:
             assert shard_dim(placement) is not None or isinstance(placement, Replicate), f"{placement}"
         elif isinstance(placement, StridedShard):
-            inside = _prefix_of_size(tensor, order, int(placement.split_factor))
-            order.insert(inside, axis)
+            # The axes outside of it are the first ones whose sizes multiply to its split factor.
+            sizes = [tensor.device_mesh.size(other) for other in order]
+            products = list(itertools.accumulate(sizes, operator.mul, initial=1))
+            assert placement.split_factor in products, f"no axes of {tensor.placements} multiply to its split factor"
+            order.insert(products.index(int(placement.split_factor)), axis)
         else:
             order.insert(0, axis)
     return order
-
-
-def _prefix_of_size(tensor: DTensor, order: list[int], size: int) -> int:
-    for length in range(len(order) + 1):
-        if math.prod(tensor.device_mesh.size(axis) for axis in order[:length]) == size:
-            return length
-    raise AssertionError(f"no axes of {tensor.placements} multiply to split factor {size}")
 
 
 def shard_dim(placement: Placement) -> int | None:

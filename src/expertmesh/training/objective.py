@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertmesh.adapters.attach import adapters_off
+from expertmesh.adapters.plan import adapters_off
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import read_small
 from expertmesh.config import Config, ObjectiveConfig

@@ -25,12 +25,12 @@ from expertmesh.adapters.save import save_adapter
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.checkpoint.directory import CHECKPOINTS, clean, step_name
 from expertmesh.checkpoint.interface import load_directory
-from expertmesh.checkpoint.small_files import STATE_FILE, companions, state_bytes
+from expertmesh.checkpoint.small_files import STATE_FILE, sidecar_files, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.directory import replace_synced
 from expertmesh.io.terminal import first_line, gib, plural
 from expertmesh.model import load_weights
 from expertmesh.training.objective import reference_file
@@ -39,9 +39,9 @@ from expertmesh.training.reporting.weights import adapter_lines, dtype_text, rep
 from expertmesh.training.resume import Best, Counters, flat, read_counters
 from expertmesh.training.startup.output_dir import RunUploads, result_of, start_uploads
 from expertmesh.training.startup.prepare import Prepared, say
-from expertmesh.weights.companions import CopiedFiles, model_files, tokenizer_files
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.save import save_model
+from expertmesh.weights.sidecars import CopiedFiles, model_files, tokenizer_files
 
 if TYPE_CHECKING:
     from expertmesh.training.control import Control
@@ -294,7 +294,7 @@ def open_checkpoints(run: Prepared, state: RunState) -> RunCheckpoints:
             beside = tokenizer_files(run.data.tokenizer, run.checked.directory)
             if config.lora is None:
                 beside |= model_files(run.checked.directory, code=config.model.trust_remote_code)
-            own = companions(run.model, CopiedFiles(beside), config.save.dtype)
+            own = sidecar_files(run.model, CopiedFiles(beside), config.save.dtype)
             files = {"config.yaml": dump_config(config).encode(), **own}
             files |= reference_file(run.data.datasets)
     with raise_on_all_ranks("cleaning up after interrupted checkpoints"):

@@ -25,20 +25,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.base import read_base
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from expertmesh.adapters.plan import plan_of
+from expertmesh.adapters.start import read_base
 from expertmesh.checkpoint.manifest import (
     MANIFEST,
+    Manifest,
+    TensorEntry,
     file_problems,
     header_problems,
+    is_tensor_file,
     parse_manifest,
     tensor_problems,
     unsafe_content,
 )
 from expertmesh.checkpoint.read import Headers, SavedState, file_sha256, fingerprints_in, match_header
-from expertmesh.checkpoint.schema import Manifest, TensorEntry, is_tensor_file
 from expertmesh.checkpoint.small_files import (
     ADAPTER,
     HUGGINGFACE,
@@ -413,7 +415,7 @@ def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[Veri
         leaves: dict[tuple[str, int], list[str]] = {}
         for target in plan.targets:
             if target.experts is not None:
-                names = [f"{target.module}.{leaf}" for leaf in target.leaves]
+                names = target.factors
                 leaves.setdefault((target.module, target.experts), []).extend(names)
         modules = [ExpertTensors(module, count, tuple(names)) for (module, count), names in leaves.items()]
     numbers = Counter(_number(tensors.module) for tensors in modules)

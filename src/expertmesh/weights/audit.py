@@ -14,25 +14,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
+from expertmesh.distributed.all_ranks import raise_on_all_ranks, rank_and_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, Leaf, Piece, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.safetensors_reader import FileTensor, as_bytes
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import held_boxes, is_on_other_stage, local_values, owns_copy
 from expertmesh.weights.first_values import FirstValues, open_weights
-from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
+from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box, read_values
 from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source
-from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
-from expertmesh.weights.quantised.resident import kept_plan
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, kept_plan, plan_load
 
 AuditMode = Literal["sampled", "full"]
 FORMAT, VERSION = "expertmesh-audit", 1
@@ -163,7 +161,7 @@ class LibraryFiles:
     """Number of reads."""
     mapped: int = 0
     """Bytes mapped since the open files were last closed."""
-    opened: dict[Path, Any] = field(default_factory=dict)
+    opened: dict[Path, Any] = field(default_factory=dict)  # the class of an open file is private to safetensors
 
     def __call__(self, leaf: Leaf, box: Box, out: Tensor) -> None:
         assert isinstance(leaf, FileTensor)
@@ -234,7 +232,12 @@ class _Auditor:
                 for box in held_boxes(self.state[name]):
                     for part in blocks(box, _BLOCK_ELEMENTS) if volume(box) else ():
                         self._compare(name, [(lazy, part)])
-        return [self._module(tensors) for tensors in self.experts]
+        hashed = []
+        for experts in self.experts:
+            described = tuple(HashedSlice.of(experts, name, self.plan.tensors[name]) for name in experts.names)
+            hashes = tuple(self._expert(experts, number) for number in range(experts.count))
+            hashed.append(HashedExperts(experts.module, described, hashes))
+        return hashed
 
     def _experts_of(self, name: str) -> ExpertTensors | None:
         return next((tensors for tensors in self.experts if name in tensors.names), None)
@@ -248,11 +251,6 @@ class _Auditor:
             read_box(lazy, part, run.view(extents(part)), self.files)
         self._equal(name, held, expected, [part for _, part in parts])
 
-    def _module(self, experts: ExpertTensors) -> HashedExperts:
-        described = tuple(HashedSlice.of(experts, name, self.plan.tensors[name]) for name in experts.names)
-        hashes = tuple(self._expert(experts, number) for number in range(experts.count))
-        return HashedExperts(experts.module, described, hashes)
-
     def _expert(self, experts: ExpertTensors, number: int) -> str:
         """Compare this rank's part of one expert.
 
@@ -260,7 +258,11 @@ class _Auditor:
             The hash of the full expert if this is the rank that hashes it, else "".
         """
         first = self.state[experts.names[0]]
-        digest = hashlib.sha256() if _holds_start(first, experts.rows(first, number)[0]) else None
+        # One rank hashes an expert: the one that owns its first element.
+        row = experts.rows(first, number)[0]
+        corner: Box = ((row, row + 1), *((0, 1),) * (first.dim() - 1))
+        hashes = owns_copy(first) and any(intersect(box, corner) for box in held_boxes(first))
+        digest = hashlib.sha256() if hashes else None
         for name in experts.names:
             tensor, lazy = self.state[name], self.plan.tensors[name]
             whole: Box = (experts.rows(tensor, number), *full_box(tensor.shape)[1:])
@@ -268,8 +270,7 @@ class _Auditor:
             read = own if digest is None else whole
             if read is None:
                 continue
-            values = torch.empty(extents(read), dtype=lazy.dtype)
-            read_box(lazy, read, values, self.files)
+            values = read_values(lazy, self.files, read)
             if digest is not None:
                 digest.update(as_bytes(values).numpy().data)
             if own is not None:
@@ -278,24 +279,28 @@ class _Auditor:
         return "" if digest is None else digest.hexdigest()
 
     def _equal(self, name: str, held: Tensor, expected: Tensor, parts: Sequence[Box]) -> None:
-        """Compare `held` with `expected`; both hold the elements of `parts`, one box after the other."""
-        different = as_bytes(held) != as_bytes(expected)
-        if bool(different.any()):
-            first = int(different.nonzero()[0]) // held.dtype.itemsize
-            self._refuse(name, float(held[first]), float(expected[first]), _element(parts, first))
+        """Raise `IntegrityError` unless `held` equals `expected`, the elements of `parts`, one box after the other."""
         self.bytes += held.nbytes
-
-    def _refuse(self, name: str, held: float, expected: float, index: list[int]) -> NoReturn:
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        different = as_bytes(held) != as_bytes(expected)
+        if not bool(different.any()):
+            return
+        first = place = int(different.nonzero()[0]) // held.dtype.itemsize
+        # `place` counts through one box after the other.
+        differing = iter(parts)
+        while place >= volume(part := next(differing)):
+            place -= volume(part)
+        offsets = torch.unravel_index(torch.tensor(place), extents(part)) if part else ()
+        index = [int(offset) + start for offset, (start, _) in zip(offsets, part, strict=True)]
+        rank = rank_and_ranks()[0]
         experts = self._experts_of(name)
         what = f"parameter {name}"
         if experts is not None:
             number = experts.experts(self.state[name], (index[0], index[0] + 1)).start
             what = f"expert {number}, {what}"
         raise IntegrityError(
-            f"{named_source(self.plan.tensors[name], index)} holds {expected:.6g} where rank {rank} has {held:.6g} "
-            f"({what} at {index}): its shard was not filled, or was written to after loading; do not train on it, "
-            "and report this as a bug",
+            f"{named_source(self.plan.tensors[name], index)} holds {float(expected[first]):.6g} where rank {rank} has "
+            f"{float(held[first]):.6g} ({what} at {index}): its shard was not filled, or was written to after loading; "
+            "do not train on it, and report this as a bug",
             key="weights.loaded-wrongly",
         )
 
@@ -333,22 +338,6 @@ def _run(key: str, piece: Piece, box: Box) -> Box:
         place, offset = divmod(place, stop - start - length + 1)
         run.append((start + offset, start + offset + length))
     return tuple(run)
-
-
-def _holds_start(tensor: Tensor, row: int) -> bool:
-    """Return whether this rank hashes the expert: it holds the first element, at `row` of dim 0."""
-    holding = (box for box in held_boxes(tensor) if volume(box) > 0 and box[0][0] <= row < box[0][1])
-    return owns_copy(tensor) and any(all(start == 0 for start, _ in box[1:]) for box in holding)
-
-
-def _element(parts: Sequence[Box], position: int) -> list[int]:
-    """Return the index of element `position` of `parts`, counted through one box after the other."""
-    for part in parts:
-        if position < volume(part):
-            offsets = torch.unravel_index(torch.tensor(position), extents(part)) if part else ()
-            return [int(offset) + start for offset, (start, _) in zip(offsets, part, strict=True)]
-        position -= volume(part)
-    raise AssertionError("a position outside of all parts")
 
 
 def _joined(hashed: Sequence[HashedExperts], compared: int) -> tuple[int, tuple[HashedExperts, ...]]:

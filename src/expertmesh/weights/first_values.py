@@ -8,7 +8,6 @@ values: beside the shards it holds one tensor, or one expert of one, in float32.
 """
 
 import hashlib
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from expertmesh.io.boxes import Box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.patching import exchanged
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import lazy_tensors
 from expertmesh.weights.quantised.published import PublishedTensors, quantisation
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -79,7 +78,7 @@ class FirstValues:
     def published(self) -> PublishedTensors:
         """The tensors as those of files."""
         return PublishedTensors(
-            {name: LazyTensor.of(tensor) for name, tensor in self.tensors.items()},
+            lazy_tensors(self.tensors),
             {name: (name,) for name in self.tensors},
         )
 
@@ -133,6 +132,12 @@ class FirstValues:
         slots = parameter_slots(module) if is_parameter else buffer_slots(module)
         new = nn.Parameter(values, requires_grad=False) if is_parameter else values
         name = tensor.name if expert is None else f"{tensor.name}.{expert}"
+        # The modules around the tensor, each with the (sub-)model whose `_init_weights` transformers calls for it.
+        # transformers goes from children to parents.
+        chain: list[tuple[PreTrainedModel, nn.Module]] = [(self._model, self._model)]
+        for part in owner.split(".") if owner else ():
+            inner = chain[-1][1].get_submodule(part)
+            chain.append((inner if isinstance(inner, PreTrainedModel) else chain[-1][0], inner))
         constructor = getattr(module, "reset_parameters", None)  # of torch's modules; what the class draws replaces it
         # The caller's random state must not change; seeding the default generator alone leaves accelerators' as it is.
         with exchanged(slots, {leaf: new}), guard_torch_init_functions(), torch.random.fork_rng(devices=[]):
@@ -141,7 +146,7 @@ class FirstValues:
                 try:
                     if first is not None:
                         first()
-                    for model, each in self._initialisers(owner):
+                    for model, each in reversed(chain):
                         init_weights(model, each)
                 except Exception as error:  # the family's own code
                     raise self._without_values(tensor, f": {error}") from error
@@ -156,17 +161,6 @@ class FirstValues:
             "remove the key and name a model with weights",
             key="model.no-first-values",
         )
-
-    def _initialisers(self, owner: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-        """Yield the modules that may initialise a tensor of module `owner`, in transformers' order: children first.
-
-        With each, the (sub-)model whose `_init_weights` transformers calls for it.
-        """
-        chain: list[tuple[PreTrainedModel, nn.Module]] = [(self._model, self._model)]
-        for leaf in owner.split(".") if owner else ():
-            model, module = chain[-1][0], chain[-1][1].get_submodule(leaf)
-            chain.append((module if isinstance(module, PreTrainedModel) else model, module))
-        yield from reversed(chain)
 
 
 def open_weights(view: ModelView, directory: str | Path, seed: int | None = None) -> WeightFiles | FirstValues:

@@ -15,9 +15,9 @@ computes. Nothing here communicates.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from expertmesh.compat import VIEWS_BY_SIZE, VIEWS_BY_STRIDES, pytree, wrapper_tensor
 from expertmesh.io.boxes import Box, Leaf, Piece, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.state.codes import PackedFormat, cut_columns, quantise, rounded
-from expertmesh.state.packed import PackedTensor, units_together
+from expertmesh.state.packed import PackedTensor, handles, units_together
 from expertmesh.weights.quantised.tensor import QuantisedTensor, published_bytes
 
 # Copies that change dtype, device or order of dims go through host memory in parts of at most this many elements.
@@ -35,7 +35,6 @@ _BLOCK_ELEMENTS = 1 << 24
 LeafReader = Callable[[Any, Box, Tensor], None]
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
-_Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 class LazyTensor(torch.Tensor):
@@ -60,17 +59,20 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
-        if handler is not None:
-            result = handler(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
+        if handler is not None and (result := handler(*args, **kwargs)) is not NotImplemented:
+            return result
         if func._schema.is_mutable:
             raise NotImplementedError(f"a weight conversion writes with {func}, which lazy tensors cannot follow")
         # Not views by strides: a caller cannot know those of the probe.
-        makes_views = func._schema.arguments[0].alias_info is not None and func not in VIEWS_BY_STRIDES
-        views = _views(func, *args, **(kwargs or {})) if makes_views else None
-        return _compute(func, args, kwargs or {}) if views is None else views
+        if func._schema.arguments[0].alias_info is not None and func not in VIEWS_BY_STRIDES:
+            lazy, *others = args
+            views = func(_probe(lazy), *others, **kwargs)  # indexing, splitting, permuting, ...
+            seen = [_seen(lazy, view) for view in ([views] if isinstance(views, Tensor) else views)]
+            if all(each is not None for each in seen):
+                return seen[0] if isinstance(views, Tensor) else seen
+        return _compute(func, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         leaves = ", ".join(dict.fromkeys(piece.leaf.name for piece in self.pieces[:3]))
@@ -85,8 +87,12 @@ class LazyTensor(torch.Tensor):
     @property
     def plain_dtype(self) -> torch.dtype:
         """The dtype to write it in: that of its files, bfloat16 where they hold codes."""
-        quantised = any(isinstance(leaf, QuantisedTensor) for leaf in self.leaves())
-        return torch.bfloat16 if quantised else self.dtype
+        return torch.bfloat16 if self.holds_codes else self.dtype
+
+    @property
+    def holds_codes(self) -> bool:
+        """True if the files hold codes of some of its values."""
+        return any(isinstance(leaf, QuantisedTensor) for leaf in self.leaves())
 
     def leaves(self) -> list[Leaf]:
         """Return the leaves that have values (file tensors or model tensors), including those behind other leaves."""
@@ -96,6 +102,17 @@ class LazyTensor(torch.Tensor):
             for leaf in [piece.leaf] if inner is None else [leaf for lazy in inner for leaf in lazy.leaves()]:
                 found[id(leaf)] = leaf
         return list(found.values())
+
+
+def lazy_tensors(leaves: Mapping[str, Leaf]) -> dict[str, LazyTensor]:
+    """Return a lazy tensor of all elements of each leaf, by the same names."""
+    return {name: LazyTensor.of(leaf) for name, leaf in leaves.items()}
+
+
+def as_lazy(tensor: Tensor) -> LazyTensor:
+    """Return `tensor`, the result of an operation on lazy tensors, with its type."""
+    assert isinstance(tensor, LazyTensor)
+    return tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,22 +249,15 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pytree.tree_unflatten(outputs, structure)
 
 
-def _handles(*functions: Any) -> Callable[[_Handler], _Handler]:
-    """Register the handler of a primitive, which rearranges pieces; `NotImplemented` falls back to `Computed`."""
-
-    def register(handler: _Handler) -> _Handler:
-        _HANDLERS.update(dict.fromkeys(functions, handler))
-        return handler
-
-    return register
+# Handlers of primitives, which rearrange pieces; one that returns `NotImplemented` falls back to `Computed`.
 
 
-@_handles(aten.clone.default)
+@handles(_HANDLERS, aten.clone.default)
 def _same(lazy: LazyTensor, **_: Any) -> LazyTensor:
     return LazyTensor(lazy.shape, lazy.dtype, lazy.pieces)
 
 
-@_handles(aten._to_copy.default)
+@handles(_HANDLERS, aten._to_copy.default)
 def _to_copy(lazy: LazyTensor, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     # A cast that preserves every value is done together with the last cast, when values are read.
     if dtype is not None and torch.promote_types(lazy.dtype, dtype) != dtype:
@@ -255,25 +265,23 @@ def _to_copy(lazy: LazyTensor, *, dtype: torch.dtype | None = None, **_: Any) ->
     return LazyTensor(lazy.shape, dtype or lazy.dtype, lazy.pieces)
 
 
-@_handles(aten.stack.default)
+@handles(_HANDLERS, aten.stack.default)
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if not all(isinstance(tensor, LazyTensor) for tensor in tensors):
         return NotImplemented
     dim = range(tensors[0].dim() + 1)[dim]
-    return _cat([_with_dim(tensor, dim) for tensor in tensors], dim)
+    # A dim of size 1 is inserted without `unsqueeze`, whose probe is slow: tens of thousands of experts are stacked.
+    with_dim = []
+    for lazy in map(as_lazy, tensors):
+        pieces = []
+        for piece in lazy.pieces:
+            dest, dims = (*piece.dest[:dim], (0, 1), *piece.dest[dim:]), (*piece.dims[:dim], None, *piece.dims[dim:])
+            pieces.append(Piece(dest, piece.leaf, piece.source, dims))
+        with_dim.append(LazyTensor([*lazy.shape[:dim], 1, *lazy.shape[dim:]], lazy.dtype, pieces))
+    return _cat(with_dim, dim)
 
 
-def _with_dim(lazy: Tensor, dim: int) -> LazyTensor:
-    """Insert a dim of size 1 at `dim`, faster than `unsqueeze`: tens of thousands of experts are stacked."""
-    assert isinstance(lazy, LazyTensor)
-    pieces = []
-    for piece in lazy.pieces:
-        dest, dims = (*piece.dest[:dim], (0, 1), *piece.dest[dim:]), (*piece.dims[:dim], None, *piece.dims[dim:])
-        pieces.append(Piece(dest, piece.leaf, piece.source, dims))
-    return LazyTensor([*lazy.shape[:dim], 1, *lazy.shape[dim:]], lazy.dtype, pieces)
-
-
-@_handles(aten.cat.default)
+@handles(_HANDLERS, aten.cat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if not all(isinstance(tensor, LazyTensor) and tensor.dim() for tensor in tensors):
         return NotImplemented
@@ -286,31 +294,20 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         if tensor.dim() != first.dim() or any(size != other for place, (size, other) in pairs if place != dim):
             shapes = f"{tuple(first.shape)} and {tuple(tensor.shape)}"
             raise ValueError(f"cannot join tensors of shapes {shapes} on dim {dim}")
-        assert isinstance(tensor, LazyTensor)
-        pieces += [_moved(piece, dim, end) for piece in tensor.pieces]
+        for piece in as_lazy(tensor).pieces:
+            start, stop = piece.dest[dim]
+            dest = (*piece.dest[:dim], (start + end, stop + end), *piece.dest[dim + 1 :])
+            pieces.append(Piece(dest, piece.leaf, piece.source, piece.dims))
         end += tensor.shape[dim]
         dtype = torch.promote_types(dtype, tensor.dtype)
     return LazyTensor([*first.shape[:dim], end, *first.shape[dim + 1 :]], dtype, pieces)
 
 
-@_handles(*VIEWS_BY_SIZE, aten.reshape.default)
+@handles(_HANDLERS, *VIEWS_BY_SIZE, aten.reshape.default)
 def _view(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
     view = _probe(lazy).reshape(shape)
     seen = _seen(lazy, view)
     return LazyTensor.of(Reshaped(lazy, tuple(view.shape))) if seen is None else seen
-
-
-def _views(func: Any, lazy: LazyTensor, *args: Any, **kwargs: Any) -> Any:
-    """Apply a function that makes views (indexing, splitting, permuting, ...) to `lazy`.
-
-    Returns:
-        One lazy tensor, or one for each view. None if `_seen` cannot describe one of them.
-    """
-    views = func(_probe(lazy), *args, **kwargs)
-    if isinstance(views, Tensor):
-        return _seen(lazy, views)
-    seen = [_seen(lazy, view) for view in views]
-    return None if any(each is None for each in seen) else seen
 
 
 def _probe(lazy: LazyTensor) -> Tensor:
@@ -356,12 +353,6 @@ def _seen(lazy: LazyTensor, view: Tensor) -> LazyTensor | None:
     return LazyTensor(view.shape, lazy.dtype, pieces)
 
 
-def _moved(piece: Piece, dim: int, by: int) -> Piece:
-    start, stop = piece.dest[dim]
-    dest = (*piece.dest[:dim], (start + by, stop + by), *piece.dest[dim + 1 :])
-    return Piece(dest, piece.leaf, piece.source, piece.dims)
-
-
 def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None:
     """Fill `out` with the elements of `box` of `lazy`, cast to the dtype of `out`.
 
@@ -375,6 +366,13 @@ def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None
         _read_packed(lazy, box, out, fetch)
     else:
         _Reader(fetch).read(lazy, box, out)
+
+
+def read_values(
+    lazy: LazyTensor, fetch: LeafReader, box: Box | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the elements of `box` of `lazy`, or all of them, in `dtype` or its own, on the CPU."""
+    return _Reader(fetch).values(lazy, full_box(lazy.shape) if box is None else box, dtype)
 
 
 def bytes_needed(lazy: LazyTensor, box: Box) -> int:
@@ -409,9 +407,7 @@ def _read_packed(lazy: LazyTensor, box: Box, out: PackedTensor, fetch: LeafReade
             packed_XB.copy_(published_bytes(pieces, part, kind, fetch))
             continue
         wanted = (units, *(whole if cuts else box)[1:])
-        values = torch.empty(extents(wanted), dtype=lazy.dtype)
-        _Reader(fetch).read(lazy, wanted, values)
-        packed = quantise(values.to(out.device), uncut if cuts else kind)
+        packed = quantise(read_values(lazy, fetch, wanted).to(out.device), uncut if cuts else kind)
         packed_XB.copy_(cut_columns(packed, uncut, *box[1])[0] if cuts else packed)
 
 
@@ -425,16 +421,21 @@ class _Reader:
     def leaf(self, leaf: Leaf, box: Box, out: Tensor) -> None:
         """Fill `out` with `box` of a leaf of any kind; `fetch` supplies the values of files or of the model."""
         if isinstance(leaf, Computed):
-            if id(leaf.call) not in self.evaluated:
-                self.evaluated[id(leaf.call)] = self._evaluate(leaf.call)
-            out.copy_(self.evaluated[id(leaf.call)][leaf.index][slices(box)])
+            call = leaf.call
+            if id(call) not in self.evaluated:
+                args, kwargs = pytree.tree_map(
+                    lambda value: self.values(value, full_box(value.shape)) if isinstance(value, LazyTensor) else value,
+                    (call.args, call.kwargs),
+                )
+                outputs = pytree.tree_leaves(call.func(*args, **kwargs))
+                self.evaluated[id(call)] = [value for value in outputs if isinstance(value, Tensor)]
+            out.copy_(self.evaluated[id(call)][leaf.index][slices(box)])
         elif isinstance(leaf, Reshaped):
-            self._reshaped(leaf, box, out)
+            inner, outer = leaf.widened(box)
+            out.copy_(self.values(leaf.lazy, inner).reshape(extents(outer))[slices(box, outer)])
         elif isinstance(leaf, Rounded):
             inner = leaf.inner(box)
-            values = torch.empty(extents(inner), dtype=leaf.lazy.dtype)
-            self.read(leaf.lazy, inner, values)
-            out.copy_(rounded(values, leaf.kind)[slices(box, inner)])
+            out.copy_(rounded(self.values(leaf.lazy, inner), leaf.kind)[slices(box, inner)])
         elif isinstance(leaf, QuantisedTensor):
             out.copy_(leaf.read(box, self.fetch))
         else:
@@ -448,6 +449,12 @@ class _Reader:
             filled += volume(piece.dest)
         assert filled == volume(box), f"{lazy!r} supplies {filled} of the {volume(box)} elements of {box}"
 
+    def values(self, lazy: LazyTensor, box: Box, dtype: torch.dtype | None = None) -> Tensor:
+        """Return `box` of `lazy` as a new tensor on the CPU, in `dtype` or its own."""
+        values = torch.empty(extents(box), dtype=dtype or lazy.dtype)
+        self.read(lazy, box, values)
+        return values
+
     def _piece(self, piece: Piece, target: Tensor) -> None:
         same = target.dtype == piece.leaf.dtype and target.device.type == "cpu" and target.is_contiguous()
         if same and piece.in_order:
@@ -460,20 +467,3 @@ class _Reader:
             values = torch.empty(extents(cropped.source), dtype=piece.leaf.dtype)
             self.leaf(piece.leaf, cropped.source, values)
             target[slices(part, piece.dest)].copy_(cropped.arrange(values))
-
-    def _evaluate(self, call: Call) -> list[Tensor]:
-        def materialize(value: Any) -> Any:
-            if not isinstance(value, LazyTensor):
-                return value
-            out = torch.empty(tuple(value.shape), dtype=value.dtype)
-            self.read(value, full_box(value.shape), out)
-            return out
-
-        args, kwargs = pytree.tree_map(materialize, (call.args, call.kwargs))
-        return [value for value in pytree.tree_leaves(call.func(*args, **kwargs)) if isinstance(value, Tensor)]
-
-    def _reshaped(self, leaf: Reshaped, box: Box, out: Tensor) -> None:
-        inner, outer = leaf.widened(box)
-        values = torch.empty(extents(inner), dtype=leaf.dtype)
-        self.read(leaf.lazy, inner, values)
-        out.copy_(values.reshape(extents(outer))[slices(box, outer)])

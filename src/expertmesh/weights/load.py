@@ -1,14 +1,24 @@
 """Fill an already sharded model from a Hugging Face directory, or with first values. A rank reads only its shards.
 
-Tensors are read one by one, in the order of the files, while the system already reads the next ones: so the ranks of a
-node read the same part of a file at about the same time. Values go straight into the local shards on their device, cast
-to the parameter's dtype. Beside the shards a rank holds at most one block of one tensor in host memory. Errors are
-raised on every rank with the same sentence. Weights are never gathered or broadcast, so that no rank can overwrite the
-experts of another.
+A tensor from file to shard, as `fill` takes it; save.py tells the way back:
 
-The model remembers the files that its weights came from, so that saving restores their layout and dtypes. That includes
-unmapped tensors, which the files hold and the model does not, such as next-token-prediction (MTP) layers: transformers
-families declare them unused, they are never trained, and saving copies them from those files (write.py).
+1. `open_weights` reads and checks the headers of the files (io/safetensors_reader.py). With a seed there are no files,
+   and first_values.py draws what they would hold.
+2. `plan_load` (mapping.py) runs transformers' own rules on tensors without values (lazy.py). Its result says which
+   boxes of which file tensors make each tensor of the model; codes with their scales count as one tensor of values
+   (quantised/). Everything that does not fit is refused here, before a weight is read.
+3. `materialize` (meta_model.py) allocates the shards of this rank.
+4. `held_parts` (state/shards.py) says which boxes of a tensor this rank holds, and gives the memory of each.
+5. `read_box` (lazy.py) crops the plan to each box, reads exactly those bytes and casts them into the shard. Tensors go
+   in the order of the files, while the system already reads the next ones: so the ranks of a node read the same part
+   of a file at about the same time. Beside the shards a rank holds at most one block of one tensor in host memory.
+6. A value that is not finite, and two different copies of a tied tensor, are errors.
+7. The model remembers its files (`Source`), so that saving restores their layout and dtypes. That includes unmapped
+   tensors, which the files hold and the model does not, such as next-token-prediction (MTP) layers: transformers
+   families declare them unused, they are never trained, and saving copies them.
+
+Errors are raised on every rank with the same sentence. Weights are never gathered or broadcast, so that no rank can
+overwrite the experts of another.
 """
 
 import os
@@ -36,34 +46,10 @@ from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load, plan_save
 from expertmesh.weights.meta_model import materialize
 
+# How many elements are checked at once for values that are not finite.
 _CHECKED_ELEMENTS = 1 << 22
 # How many bytes ahead of the reads the system is advised to read (`posix_fadvise`).
 _AHEAD_BYTES = 256 << 20
-
-
-def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> None:
-    """Remember on the model the layout and dtypes of `files`, from which `plan` fills it."""
-    # A new head is not in the files, so that no dtype of the files is recorded for it.
-    tied = [names for names in view.ties if names[0] in plan.tensors]
-    dtypes = {name: plan.tensors[names[0]].plain_dtype for names in tied for name in names}
-    unmapped, published = set(plan.ignored), plan.published
-    packed = [part for name in published.quantised for part in published.stored[name] if part not in unmapped]
-    source = Source(
-        dtypes,
-        tuple(files.tensors[name] for name in plan.ignored),
-        published.settings,
-        tuple(files.tensors[name] for name in packed),
-        bare=not any(name.startswith(f"{view.module.base_model_prefix}.") for name in published.tensors),
-    )
-    remember(view.module, plan.conversions, source)
-    if source.bare and not plan_save(view).keys() <= published.tensors.keys():
-        attach(view.module, source=replace(source, bare=False))
-
-
-def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: Source) -> None:
-    """Attach `source` to the model, and the conversion rules that loading applied, where transformers stores them."""
-    set_weight_conversions(model, list(conversions))
-    attach(model, source=source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,33 +62,6 @@ class UnmappedTensors:
     """The number of tensors."""
     bytes: int
     """Their bytes in the files."""
-
-
-def summarize_unmapped(tensors: Sequence[FileTensor], used: Collection[str]) -> tuple[UnmappedTensors, ...]:
-    """Group `tensors` by the shortest prefixes of full name components that no name in `used` shares."""
-    taken = {prefix for name in used for prefix in _prefixes(name)}
-    groups: dict[str, list[FileTensor]] = {}
-    for tensor in tensors:
-        free = next((prefix for prefix in _prefixes(tensor.name) if prefix not in taken), tensor.name)
-        groups.setdefault(free if free == tensor.name else f"{free}.*", []).append(tensor)
-    return tuple(
-        UnmappedTensors(pattern, len(group), sum(tensor.nbytes for tensor in group))
-        for pattern, group in groups.items()
-    )
-
-
-def still_readable(tensors: Sequence[FileTensor]) -> bool:
-    """Return whether the files still hold `tensors` where they were when the model was loaded."""
-    try:
-        headers = {path: read_header(path) for path in {tensor.path for tensor in tensors}}
-    except ExpertmeshError:
-        return False
-    return all(headers[tensor.path].get(tensor.name) == tensor for tensor in tensors)
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +118,7 @@ def fill(
         plan = plan_load(view, files, new)
         if allocate_on is not None:
             materialize(model, allocate_on)
+        # A new view: allocating has replaced the parameters.
         report = fill_planned(ModelView(model), files, plan)
     return replace(report, new=tuple(name for name in new if name not in plan.tensors))
 
@@ -201,6 +161,7 @@ def fill_planned(view: ModelView, files: WeightFiles | FirstValues, plan: LoadPl
             assert not local.is_meta, f"{name} is still on meta; allocate the model's shards before filling them"
             read_box(lazy, box, local, files.read)
             refuse_non_finite(name, lazy, box, local)
+    # Tied tensors are filled from one of their copies; another value in the others would be lost when saving.
     for name, lazy in plan.copies:
         for box, local in shards[name]:
             copy = torch.empty_like(local)
@@ -225,25 +186,24 @@ def _announced(
     files: WeightFiles | FirstValues, plan: LoadPlan, boxes: dict[str, list[Box]]
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the tensors in the order of the files, while the system prefetches the bytes of the next ones."""
-    items = sorted(plan.tensors.items(), key=lambda item: _place(item[1]))
+
+    def first_bytes(item: tuple[str, LazyTensor]) -> tuple[str, int]:
+        leaves = (leaf for leaf in item[1].leaves() if isinstance(leaf, FILE_LEAVES))
+        return min(((leaf.path.name, getattr(leaf, "offset", 0)) for leaf in leaves), default=("", 0))
+
+    items = sorted(plan.tensors.items(), key=first_bytes)
     sizes = [sum(bytes_needed(lazy, box) for box in boxes[name]) for name, lazy in items]
-    told, following = 0, 0 if hasattr(os, "posix_fadvise") else len(items)
+    ahead_bytes, following = 0, 0 if hasattr(os, "posix_fadvise") else len(items)  # macOS has no such call
     for number, item in enumerate(items):
-        while following < len(items) and (following <= number or told < _AHEAD_BYTES):
+        while following < len(items) and (following <= number or ahead_bytes < _AHEAD_BYTES):
             name, lazy = items[following]
             for piece in (piece for box in boxes[name] for piece in lazy.inside(box)):
                 if isinstance(files, WeightFiles) and isinstance(piece.leaf, FileTensor):
                     files.announce(piece.leaf, piece.source)
-            told += sizes[following]
+            ahead_bytes += sizes[following]
             following += 1
         yield item
-        told -= sizes[number]
-
-
-def _place(lazy: LazyTensor) -> tuple[str, int]:
-    """Return the file and the offset of the tensor's first bytes."""
-    leaves = (leaf for leaf in lazy.leaves() if isinstance(leaf, FILE_LEAVES))
-    return min(((leaf.path.name, getattr(leaf, "offset", 0)) for leaf in leaves), default=("", 0))
+        ahead_bytes -= sizes[number]
 
 
 def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
@@ -251,24 +211,15 @@ def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> N
     if not local.is_floating_point() or local.numel() == 0:
         return
     if isinstance(local, PackedTensor):
-        if (expert := local.not_finite()) is not None:
-            index = [box[0][0] + expert, *(start for start, _ in box[1:])]
-            raise IntegrityError(
-                f"{named_source(lazy, index)}: expert {index[0]} of {name} holds a value that is not finite; the "
-                "checkpoint is damaged",
-                key="weights.not-finite",
-            )
-        return
-    # A sum is finite only if every term is: one pass, one device synchronisation. A sum may also overflow, so a sum
-    # that is not finite is checked element by element below.
-    wide = torch.promote_types(local.dtype, torch.float32)
-    parts = torch.split(local.reshape(-1), _CHECKED_ELEMENTS)
-    if bool(torch.stack([part.sum(dtype=wide) for part in parts]).sum().isfinite()):
-        return
-    for number, part in enumerate(parts):
-        if bool(part.isfinite().all()):
-            continue
-        first = number * _CHECKED_ELEMENTS + int(part.isfinite().logical_not().nonzero()[0])
+        if (expert := local.not_finite()) is None:
+            return
+        index = [box[0][0] + expert, *(start for start, _ in box[1:])]
+        raise IntegrityError(
+            f"{named_source(lazy, index)}: expert {index[0]} of {name} holds a value that is not finite; the "
+            "checkpoint is damaged",
+            key="weights.not-finite",
+        )
+    if (first := first_not_finite(local)) is not None:
         offsets = torch.unravel_index(torch.tensor(first), local.shape)
         index = [int(offset) + start for offset, (start, _) in zip(offsets, box, strict=True)]
         raise IntegrityError(
@@ -276,6 +227,20 @@ def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> N
             f"(parameter {name} at {index}); the checkpoint is damaged or needs a wider dtype",
             key="weights.not-finite",
         )
+
+
+def first_not_finite(values: Tensor) -> int | None:
+    """Return the place, in row-major order, of the first floating-point value that is not finite, or None."""
+    # A sum is finite only if every term is: one pass, one device synchronisation. A sum may also overflow, so a sum
+    # that is not finite is checked element by element, in blocks, so that the masks stay small.
+    parts = torch.split(values.reshape(-1), _CHECKED_ELEMENTS)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    if bool(torch.stack([part.sum(dtype=wide) for part in parts]).sum().isfinite()):
+        return None
+    for number, part in enumerate(parts):
+        if not bool(part.isfinite().all()):
+            return number * _CHECKED_ELEMENTS + int(part.isfinite().logical_not().nonzero()[0])
+    return None
 
 
 def differing_copies(lazy: LazyTensor, other: LazyTensor) -> IntegrityError:
@@ -295,6 +260,54 @@ def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
             leaf = piece.leaf
             return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, FILE_LEAVES) else leaf.name
     raise AssertionError(f"no piece of {lazy!r} holds {index}")
+
+
+def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> None:
+    """Remember on the model the layout and dtypes of `files`, from which `plan` fills it."""
+    # A new head is not in the files, so that no dtype of the files is recorded for it.
+    tied = [names for names in view.ties if names[0] in plan.tensors]
+    dtypes = {name: plan.tensors[names[0]].plain_dtype for names in tied for name in names}
+    unmapped, published = set(plan.ignored), plan.published
+    packed = [part for name in published.quantised for part in published.stored[name] if part not in unmapped]
+    set_weight_conversions(view.module, list(plan.conversions))
+    bare = not any(name.startswith(f"{view.module.base_model_prefix}.") for name in published.tensors)
+    # Without the prefix, all names that are saved have to be the files': a rename of the family may take it off, too.
+    bare = bare and plan_save(view, bare=True).keys() <= published.tensors.keys()
+    copied, codes = (tuple(files.tensors[name] for name in names) for names in (plan.ignored, packed))
+    attach(view.module, source=Source(dtypes, copied, published.settings, codes, bare))
+
+
+def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: Source) -> None:
+    """Attach `source` to the model, and the conversion rules that loading applied, where transformers stores them."""
+    set_weight_conversions(model, list(conversions))
+    attach(model, source=source)
+
+
+def summarize_unmapped(tensors: Sequence[FileTensor], used: Collection[str]) -> tuple[UnmappedTensors, ...]:
+    """Group `tensors` by the shortest prefixes of full name components that no name in `used` shares."""
+    taken = {prefix for name in used for prefix in _prefixes(name)}
+    groups: dict[str, list[FileTensor]] = {}
+    for tensor in tensors:
+        free = next((prefix for prefix in _prefixes(tensor.name) if prefix not in taken), tensor.name)
+        groups.setdefault(free if free == tensor.name else f"{free}.*", []).append(tensor)
+    return tuple(
+        UnmappedTensors(pattern, len(group), sum(tensor.nbytes for tensor in group))
+        for pattern, group in groups.items()
+    )
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def still_readable(tensors: Sequence[FileTensor]) -> bool:
+    """Return whether the files still hold `tensors` where they were when the model was loaded."""
+    try:
+        headers = {path: read_header(path) for path in {tensor.path for tensor in tensors}}
+    except ExpertmeshError:
+        return False
+    return all(headers[tensor.path].get(tensor.name) == tensor for tensor in tensors)
 
 
 def head_names(model: PreTrainedModel) -> list[str]:

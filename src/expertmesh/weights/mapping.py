@@ -7,14 +7,14 @@ is filled exactly once, from tensors that fit. Nothing in this file depends on a
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -29,9 +29,10 @@ from expertmesh.compat import declared, set_weight_conversions, weight_conversio
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import Leaf
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
-from expertmesh.state.model_view import ModelView
+from expertmesh.state.codes import PackedFormat
+from expertmesh.state.model_view import ModelView, sharded
 from expertmesh.weights.first_values import FirstValues
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, rounded_units
 from expertmesh.weights.module_list import list_rules
 from expertmesh.weights.quantised.published import PublishedTensors, published_tensors, quantisation
 from expertmesh.weights.quantised.tensor import QuantisedTensor
@@ -148,11 +149,22 @@ def plan_load(
     return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()), published)
 
 
-def plan_save(view: ModelView) -> dict[str, LazyTensor]:
+def kept_plan(model: nn.Module, plan: LoadPlan) -> LoadPlan:
+    """Return `plan` with the values that `model` has after loading, where frozen weights may be quantised."""
+    formats: Mapping[str, PackedFormat] = sharded(model).frozen_formats or {}
+    quantised = {name: kind for name, kind in formats.items() if not kind.published}
+    kept = {name: rounded_units(plan.tensors[name], kind) for name, kind in quantised.items()}
+    return replace(plan, tensors=plan.tensors | kept)
+
+
+def plan_save(view: ModelView, bare: bool | None = None) -> dict[str, LazyTensor]:
     """Plan the tensors to write, by file tensor name, in the layout of the files read, or else the family's own layout.
 
     The keys and shapes are those of transformers' `save_pretrained`: tied tensors once, the family's ignore list
     omitted. The leaves are `StateTensor`s. Works on parallelised models; issues no collective.
+
+    Args:
+        bare: Leave out the base model's prefix; None if the files that were read did.
 
     Raises:
         InputError: transformers' rules for saving change the number of values.
@@ -160,11 +172,12 @@ def plan_save(view: ModelView) -> dict[str, LazyTensor]:
     model, state = view.module, view.tensors
     kept = _untied(view) - set(declared(model, "_keys_to_ignore_on_save"))
     # transformers adds the prefix when it loads files without it, but does not remove it when it saves.
-    prefix = f"{model.base_model_prefix}." if view.attached.source.bare else ""
+    prefix = f"{model.base_model_prefix}." if (view.attached.source.bare if bare is None else bare) else ""
     lazies = {
         name.removeprefix(prefix): LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept
     }
     if view.is_stage:
+        # Loading has recorded the rules that applied on this stage; the full model on meta was never loaded.
         set_weight_conversions(view.full, weight_conversions(model))
     with view.published_classes(), torch.no_grad():
         saved: dict[str, Any] = revert_weight_conversion(view.full, dict(lazies))
@@ -180,7 +193,7 @@ def plan_save(view: ModelView) -> dict[str, LazyTensor]:
 
 @dataclass(slots=True)
 class _LoadPlanner:
-    """The steps of `plan_load`; they collect mismatches."""
+    """The steps of `plan_load`, which go on after a mismatch, so that one error can name all of them."""
 
     view: ModelView
     published: PublishedTensors
@@ -258,16 +271,10 @@ class _LoadPlanner:
                         add("unexpected", key, self.published.tensors[key].leaves())
                 elif value.shape != wanted.shape:
                     add("misshaped", f"{name}: files {tuple(value.shape)}, model {tuple(wanted.shape)}", leaves)
-                elif wrong := next((leaf for leaf in leaves if not _castable(leaf.dtype, wanted.dtype)), None):
+                elif wrong := next((leaf for leaf in leaves if not _can_cast(leaf.dtype, wanted.dtype)), None):
                     add("mistyped", f"{name}: {wrong.name} is {wrong.dtype}, the model {wanted.dtype}", [wrong])
                 filled.setdefault(name, value)
         return filled, failed
-
-    def _odd(self, keys: Sequence[str]) -> list[str]:
-        """Return the tensors whose shape differs from the most frequent shape among `keys`."""
-        shapes = [tuple(self.published.tensors[key].shape) for key in keys]
-        usual = max(shapes, key=shapes.count)
-        return [key for key, shape in zip(keys, shapes, strict=True) if shape != usual]
 
     def _convert(self, target: str, inputs: _ConversionInputs) -> dict[str, LazyTensor]:
         """Return the tensors made from `inputs`, by name; none if the files do not fit the family's rule."""
@@ -286,10 +293,15 @@ class _LoadPlanner:
             with torch.no_grad():
                 made = inputs.converter.convert(target, model=self.view.full, config=self.view.module.config)
         except Exception as error:  # operations of a family can raise any exception
-            odd = [key for keys in inputs.keys.values() for key in self._odd(keys)]
-            for key in odd:
-                self.mismatches.add("misshaped", f"{key}: {tuple(tensors[key].shape)}", tensors[key].leaves())
-            if not odd:
+            fits = True
+            for keys in inputs.keys.values():
+                shapes = [tuple(tensors[key].shape) for key in keys]
+                usual = max(shapes, key=shapes.count)
+                for key, shape in zip(keys, shapes, strict=True):
+                    if shape != usual:
+                        fits = False
+                        self.mismatches.add("misshaped", f"{key}: {shape}", tensors[key].leaves())
+            if fits:
                 self.mismatches.add("incomplete", f"{target}: {error}")
             return {}
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
@@ -303,7 +315,7 @@ def _surplus(inputs: _ConversionInputs, value: Tensor, wanted: Tensor) -> list[s
     return [key for keys in stacked for key in keys[len(wanted) :]]
 
 
-def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
+def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether a cast preserves the meaning; it does not for integers and for 8-bit floats without scales."""
     scaled = stored.is_floating_point and stored.itemsize == 1 and stored != wanted
     return stored.is_floating_point == wanted.is_floating_point and not scaled
@@ -342,7 +354,7 @@ def _untied(view: ModelView) -> set[str]:
     kept = set(view.tensors)
     for names in view.ties:
         copies = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
-        kept -= set(copies[: len(names) - 1])
+        kept -= set(copies[: len(names) - 1])  # one name stays, also where the family declares all as copies
         left = [name for name in names if name in kept]
         if len(left) > 1:
             raise InputError(

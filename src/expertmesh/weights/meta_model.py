@@ -35,7 +35,7 @@ from expertmesh.compat import apply_to_tensors, class_mapping, declared, mark_in
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.io.hub import MODEL_FILES, hub_mend, model_at, model_patterns
 from expertmesh.io.reading import read_file, read_json, shortened
-from expertmesh.io.urls import is_url
+from expertmesh.io.storage import is_url
 from expertmesh.state.model_view import attach, tied_names
 from expertmesh.weights.first_values import refuse_from_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
@@ -225,10 +225,10 @@ def read_model_config(
     except Exception as error:
         # A family's config class can raise any exception on wrong values.
         cause, reason = blamed(content, str(error)), _one_line(error)
-        said = (
+        problem = (
             "is not a config that transformers understands" if cause is None else f"{cause}, which transformers refuses"
         )
-        raise InputError(f"{path}: {said}: {reason}; correct it", key="model.invalid-config") from error
+        raise InputError(f"{path}: {problem}: {reason}; correct it", key="model.invalid-config") from error
     assert isinstance(config, PreTrainedConfig)
     refuse_impossible(config.to_dict(), path)  # now with the family's defaults for values that the file lacks
     refuse_unsupported(config, directory)
@@ -326,7 +326,14 @@ def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
         InputError: transformers has no class for the config.
     """
     if num_labels is not None:
-        return _classifier(config)
+        classifier: Any = AutoModelForSequenceClassification
+        if type(config) not in class_mapping(classifier):
+            raise InputError(
+                f"{config.model_type}: transformers has no sequence classifier of it; leave num_labels out, or take a "
+                "family that has one (Qwen3-MoE, Mixtral, gpt-oss, DeepSeek-V3 ...)",
+                key="model.no-classifier",
+            )
+        return classifier
     known = _known(config)
     if not known and not getattr(config, "auto_map", None):
         raise InputError(
@@ -342,17 +349,6 @@ def _known(config: PreTrainedConfig) -> list[Any]:
     known = [auto for auto in mappings if type(config) in class_mapping(auto)]
     architectures = config.architectures or ()
     return sorted(known, key=lambda auto: class_mapping(auto)[type(config)].__name__ not in architectures)
-
-
-def _classifier(config: PreTrainedConfig) -> Any:
-    auto: Any = AutoModelForSequenceClassification
-    if type(config) not in class_mapping(auto):
-        raise InputError(
-            f"{config.model_type}: transformers has no sequence classifier of it; leave num_labels out, or take a "
-            "family that has one (Qwen3-MoE, Mixtral, gpt-oss, DeepSeek-V3 ...)",
-            key="model.no-classifier",
-        )
-    return auto
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -396,6 +392,7 @@ def give_dtypes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
 
 def _compute_buffers(model: PreTrainedModel) -> None:
     """Let the model initialise its non-persistent buffers, as `from_pretrained` does after loading."""
+    # `initialize_weights` passes over marked tensors: parameters and persistent buffers are filled from files.
     for tensor in model.state_dict(keep_vars=True).values():
         mark_initialised(tensor)
     for name, buffer in list(model.named_non_persistent_buffers()):

@@ -40,15 +40,32 @@ TOLERANCE = 1e-5
 
 
 def fuse_lists_of_experts(model: PreTrainedModel) -> None:
-    """Fuse every list of experts in place and remember how the files hold them.
+    """Fuse every list of experts in `model`, on meta or in memory, in place, and remember how the files hold them.
 
     Raises:
-        InputError: A list cannot be fused.
+        InputError: A list cannot be fused exactly; names it.
     """
     rules = get_model_conversion_mapping(model, add_legacy=False)
-    if fuse_module_lists(model):
-        known = weight_conversions(model) or rules
-        set_weight_conversions(model, [*known, *list_rules(model)])
+    proven: list[list[Any]] = []  # one block of each kind is proven, as the layers of a model are equal
+    blocks = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(experts := child_slots(module).get("experts"), nn.ModuleList) and len(experts)
+    ]
+    for name, block in blocks:
+        members: Any = block.experts
+        module_spec = expert_module_spec(f"{name}.experts", members)
+        kind = _kind(block)
+        if kind not in proven:
+            proven.append(kind)
+            if reason := refusal_by_proof("block", proof_key(block), partial(_refusal, block, module_spec)):
+                raise InputError(
+                    f"{name}: {type(block).__name__} with a list of experts {reason}",
+                    key="model.experts-not-weighted-sum",
+                )
+        fuse(block, model.config, module_spec)
+    if blocks:
+        set_weight_conversions(model, [*(weight_conversions(model) or rules), *list_rules(model)])
 
 
 def list_rules(model: nn.Module) -> list[WeightConverter]:
@@ -60,50 +77,17 @@ def list_rules(model: nn.Module) -> list[WeightConverter]:
             leaf = parent.rpartition(".")[2]
             # The last component gives one rule for all layers. A bare number would also match other modules.
             kinds[parent if leaf.isdigit() else leaf, module.ups, module.down, module.has_bias] = None
-    return [rule for kind in kinds for rule in _rules(*kind)]
-
-
-def _rules(parent: str, ups: tuple[str, ...], down: str, biased: bool) -> list[WeightConverter]:
     rules = []
-    up = "gate_up_proj" if len(ups) == 2 else "up_proj"
-    for leaf, end in (("weight", ""), ("bias", "_bias"))[: 1 + biased]:
-        for linears, target in ((ups, up), ((down,), "down_proj")):
-            operations: list[ConversionOps] = [MergeModulelist(dim=0)]
-            if len(linears) > 1:
-                operations.append(Concatenate(dim=1))
-            sources = [f"{parent}.experts.*.{linear}.{leaf}" for linear in linears]
-            rules.append(WeightConverter(sources, f"{parent}.experts.{target}{end}", operations))
+    for parent, ups, down, biased in kinds:
+        up = "gate_up_proj" if len(ups) == 2 else "up_proj"
+        for leaf, end in (("weight", ""), ("bias", "_bias"))[: 1 + biased]:
+            for linears, target in ((ups, up), ((down,), "down_proj")):
+                operations: list[ConversionOps] = [MergeModulelist(dim=0)]
+                if len(linears) > 1:
+                    operations.append(Concatenate(dim=1))
+                sources = [f"{parent}.experts.*.{linear}.{leaf}" for linear in linears]
+                rules.append(WeightConverter(sources, f"{parent}.experts.{target}{end}", operations))
     return rules
-
-
-def fuse_module_lists(model: nn.Module) -> int:
-    """Fuse every list of experts in `model`, on meta or in memory, in place.
-
-    Returns:
-        The number of lists.
-
-    Raises:
-        InputError: a list cannot be fused exactly; names it.
-    """
-    confirmed: list[Any] = []
-    blocks = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(experts := child_slots(module).get("experts"), nn.ModuleList) and len(experts)
-    ]
-    for name, block in blocks:
-        members: Any = block.experts
-        module_spec = expert_module_spec(f"{name}.experts", members)
-        kind = _kind(block)
-        if kind not in confirmed:
-            confirmed.append(kind)
-            if reason := refusal_by_proof("block", proof_key(block), partial(_refusal, block, module_spec)):
-                raise InputError(
-                    f"{name}: {type(block).__name__} with a list of experts {reason}",
-                    key="model.experts-not-weighted-sum",
-                )
-        fuse(block, model.config, module_spec)  # type: ignore[arg-type]
-    return len(blocks)
 
 
 def _kind(block: nn.Module) -> list[Any]:

@@ -1,7 +1,17 @@
-"""Save a model, sharded or not, as a plain Hugging Face directory.
+"""Save a model, sharded or not, as a plain Hugging Face directory. Each rank writes only the bytes that it owns.
 
-This file decides which tensors go into it and in which dtype. `write.py` does the writing; there each rank writes only
-the bytes that it owns. `quantised/encode.py` writes the tensors that are stored as codes and scales.
+A tensor from shard to file, as `save_model` takes it; load.py tells the way in:
+
+1. `plan_save` (mapping.py) runs transformers' rules backwards on tensors without values. Its result says which boxes
+   of which model tensors make each tensor of the files, in the layout of the files that were read.
+2. `plan_packing` (quantised/encode.py) says which of them are written as codes and scales. `still_readable` says
+   whether unmapped tensors can be copied from the old files.
+3. `saved_specs` gives each tensor of the files its dtype and shape, and `lay_out` (io/safetensors_writer.py) its file
+   and offset: every rank computes the same layout, so nothing is sent.
+4. `write_directory` (write.py) lets rank 0 create the files at full size in a temporary directory. Each rank crops
+   the plan to the boxes that it owns, casts them and writes them into their place. A tensor that is computed across
+   shards is gathered and written by rank 0; a tensor of codes is assembled on one rank, encoded and written there.
+5. Rank 0 writes config, tokenizer and index (sidecars.py), and one rename publishes the directory.
 """
 
 import functools
@@ -23,18 +33,21 @@ from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_writer import lay_out
 from expertmesh.state.model_view import ModelView
-from expertmesh.weights.companions import Tokenizer, write_companions
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import UnmappedTensors, still_readable, summarize_unmapped
 from expertmesh.weights.mapping import plan_save
 from expertmesh.weights.meta_model import kept_in_fp32
 from expertmesh.weights.quantised.encode import PACKED, Rounded, plan_packing, write_packed
+from expertmesh.weights.sidecars import Tokenizer, write_sidecars
 from expertmesh.weights.write import OpenFiles, StateReader, live_values, write_directory
 
-# "auto": the dtypes of the files that the model was loaded from, bfloat16 where these are quantised; the dtypes of its
-# parameters if it was made in memory. None: the dtypes of its parameters. A name of `PACKED`: codes with scales, other
-# tensors as in "auto".
 SavedDtype = torch.dtype | str | None
+"""The dtype to save in.
+
+"auto": the dtypes of the files that the model was loaded from, bfloat16 where these are quantised; the dtypes of its
+parameters if it was made in memory. None: the dtypes of its parameters. A name of `PACKED`: codes with scales, other
+tensors as in "auto".
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +76,6 @@ class SaveReport:
     """The rounding error of quantised formats."""
     unread: tuple[str, ...] = ()
     """Sentences about what inference engines cannot read of an adapter."""
-
-
-def dtype_of(dtype: SavedDtype) -> torch.dtype | None:
-    """Return the dtype that all tensors are cast to, or None if they are not cast to one dtype.
-
-    Raises:
-        InputError: The name is not a dtype or a format.
-    """
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype in (None, "auto", *PACKED):
-        return None
-    found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype):
-        raise InputError(
-            f"dtype {dtype!r}: is none to save in; give auto, bfloat16, float16, float32 or one of {', '.join(PACKED)}",
-            key="config.wrong-value",
-        )
-    return found
 
 
 def save_model(
@@ -140,8 +134,7 @@ def save_values(
         packing = plan_packing(view, lazies, dtype)
         unmapped = [tensor for tensor in view.attached.source.unmapped if tensor.name not in lazies]
     # All ranks must decide the same: a file that one rank cannot read would give that rank another layout.
-    lost = [not still_readable([*unmapped, *packing.sources])]
-    readable = not sum_over_ranks(torch.tensor(lost, dtype=torch.int64)).any()
+    readable = not sum_over_ranks(torch.tensor([not still_readable([*unmapped, *packing.sources])]).long()).any()
     copied = [*unmapped, *packing.copied]
     summary = summarize_unmapped(unmapped if readable else copied, lazies)
     plain = {name: lazy for name, lazy in lazies.items() if name not in packing.packed}
@@ -158,11 +151,12 @@ def save_values(
     def write_rest(files: OpenFiles) -> None:
         rounded.extend(write_packed(packing, files, values, from_source=readable and bool(packing.sources)))
 
-    layout, written = write_directory(
+    layout = lay_out(directory, specs, max_shard_bytes, view.full.num_parameters())
+    written = write_directory(
         directory,
         plain,
-        lambda temporary: lay_out(temporary, specs, max_shard_bytes, view.full.num_parameters()),
-        lambda temporary, layout: write_companions(view, temporary, layout, tokenizer, main_dtype, packing.settings),
+        layout,
+        lambda temporary: write_sidecars(view, temporary, layout, tokenizer, main_dtype, packing.settings),
         values,
         copied if readable else (),
         write_rest if packing.packed else None,
@@ -231,3 +225,22 @@ def saved_specs(
             target = torch.float32 if all(kept(leaf.name) for leaf in lazy.leaves()) else cast
         specs[name] = (target, tuple(lazy.shape))
     return specs
+
+
+def dtype_of(dtype: SavedDtype) -> torch.dtype | None:
+    """Return the dtype that all tensors are cast to, or None if they are not cast to one dtype.
+
+    Raises:
+        InputError: The name is not a dtype or a format.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype in (None, "auto", *PACKED):
+        return None
+    found = getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype):
+        raise InputError(
+            f"dtype {dtype!r}: is none to save in; give auto, bfloat16, float16, float32 or one of {', '.join(PACKED)}",
+            key="config.wrong-value",
+        )
+    return found

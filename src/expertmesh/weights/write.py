@@ -17,14 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.distributed.all_ranks import collective_device, from_rank_0, raise_on_all_ranks, sum_over_ranks
+from expertmesh.distributed.all_ranks import (
+    collective_device,
+    from_rank_0,
+    raise_on_all_ranks,
+    rank_and_ranks,
+    sum_over_ranks,
+)
 from expertmesh.io.boxes import Box, Piece, blocks, extents, full_box, intersect, slices, volume
-from expertmesh.io.directory import create_files, io_errors, publish, temporary_directory, wait_until_seen
+from expertmesh.io.directory import io_errors, rename_synced, temporary_directory, wait_until_seen
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
-from expertmesh.io.safetensors_writer import FilesLayout, write_box
+from expertmesh.io.safetensors_writer import FilesLayout, create_files, write_box
 from expertmesh.io.terminal import tracked
 from expertmesh.state.shards import full_tensors, held_boxes, local_values, owns_copy
-from expertmesh.weights.lazy import LazyTensor, read_box
+from expertmesh.weights.lazy import LazyTensor, read_values
 from expertmesh.weights.mapping import StateTensor
 
 _BLOCK_ELEMENTS, _COPIED_ELEMENTS = 1 << 20, 1 << 24
@@ -36,22 +42,22 @@ StateReader = Callable[[StateTensor, Box], Tensor]
 def write_directory(
     directory: Path,
     lazies: Mapping[str, LazyTensor],
-    lay_out_in: Callable[[Path], FilesLayout],
-    write_others: Callable[[Path, FilesLayout], None],
+    layout: FilesLayout,
+    write_others: Callable[[Path], None],
     values: StateReader,
     kept: Sequence[FileTensor] = (),
     write_more: Callable[["OpenFiles"], None] | None = None,
-) -> tuple[FilesLayout, int]:
+) -> int:
     """Write tensors, and the files of `write_others`, into a directory that appears when it is complete.
 
     Args:
-        lay_out_in: Returns the layout of the files in the temporary directory.
-        write_others: Called on rank 0 only, after the weights.
+        layout: The files in `directory`.
+        write_others: Called on rank 0 only, after the weights, with the temporary directory.
         kept: Tensors to copy from their files.
         write_more: Called on every rank; writes the remaining tensors of the layout.
 
     Returns:
-        The layout, and the bytes that this rank wrote.
+        The bytes that this rank wrote.
 
     Raises:
         InputError, IntegrityError: As `save_model` does.
@@ -59,31 +65,34 @@ def write_directory(
     Collectives: every rank calls it; those of `save_model`.
     """
     check_ownership(lazies)
-    # Replace the target of a symbolic link: a rename cannot put a directory in the place of the link.
+    # A rename cannot put a directory in the place of a symbolic link, so the link's target is written.
     directory = directory.resolve() if directory.is_symlink() else directory
     temporary = directory.with_name(f"{directory.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
-    layout = lay_out_in(temporary)
-    with temporary_directory(temporary, remove=_is_first()):
+    layout, is_first = layout.moved_to(temporary), rank_and_ranks()[0] == 0
+    with temporary_directory(temporary, remove=is_first):
         with raise_on_all_ranks("creating the files"):
-            if _is_first():
+            if is_first:
                 create_files(layout, temporary)
         with raise_on_all_ranks("looking for the files that rank 0 created"):
             for file in layout.files:
                 wait_until_seen(file.path, file.size)
         files = OpenFiles(layout)
         with raise_on_all_ranks("writing weights"), files.synced():
-            _write_own(lazies, files, values)
+            for name, lazy in tracked(lazies.items(), len(lazies), "writing weights", "tensors"):
+                for box, part in owned_values(lazy, values, _BLOCK_ELEMENTS) if not is_gathered(lazy) else ():
+                    files.write(name, box, part)
             _copy_own(kept, files)
         _write_gathered(lazies, files, values)
         if write_more is not None:
             write_more(files)
         with raise_on_all_ranks("writing config and tokenizer"):
-            if _is_first():
-                write_others(temporary, layout)
+            if is_first:
+                write_others(temporary)
         with raise_on_all_ranks("publishing the directory"):
-            if _is_first():
-                publish(layout, temporary, directory)
-    return layout, files.written
+            if is_first:
+                with io_errors(directory, layout.size):
+                    rename_synced(temporary, directory)  # an empty directory of that name is replaced
+    return files.written
 
 
 def _owned_pieces(lazy: LazyTensor) -> Iterator[Piece]:
@@ -117,6 +126,7 @@ def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
 
     Collectives: every rank calls it. One all-reduce of one integer per file tensor on the default group.
     """
+    # One all-reduce for all tensors: one for each would cost a round trip per expert of every layer.
     owned = [sum(volume(piece.dest) for piece in _owned_pieces(lazy)) for lazy in lazies.values()]
     counts = sum_over_ranks(torch.tensor(owned, dtype=torch.int64))
     for (name, lazy), count in zip(lazies.items(), counts.tolist(), strict=True):
@@ -143,6 +153,7 @@ class OpenFiles:
             IntegrityError: The dtype of the file cannot hold the values.
         """
         target = self._tensors[name]
+        # Cast on the device, before the copy to the host: a narrower dtype moves fewer bytes.
         cast = values.to(target.dtype)
         if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
             raise IntegrityError(
@@ -166,18 +177,9 @@ class OpenFiles:
                     os.close(self._descriptors.popitem()[1])
 
 
-def _write_own(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: StateReader) -> None:
-    """Write this rank's parts of all tensors that only move values. No collective."""
-    for name, lazy in tracked(lazies.items(), len(lazies), "writing weights", "tensors"):
-        if is_gathered(lazy):
-            continue
-        for box, part in owned_values(lazy, values, _BLOCK_ELEMENTS):
-            files.write(name, box, part)
-
-
 def _copy_own(kept: Sequence[FileTensor], files: OpenFiles) -> None:
     """Copy this rank's share of the tensors that the model does not have; ranks take turns by tensor. No collective."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_and_ranks()
     for source in kept[rank::ranks]:
         with WeightFiles(source.path.parent, {source.name: source}) as sources:
             for part in blocks(full_box(source.shape), _COPIED_ELEMENTS):
@@ -203,20 +205,17 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: 
         # Every rank gathers, although only rank 0 writes: a skipped collective would hang the others.
         gathered = gather(lazy)
         with raise_on_all_ranks(f"writing {name}"), files.synced():
-            if _is_first():
-                computed = _computed(lazy, gathered, values)
-                files.write(name, full_box(lazy.shape), computed)
+            if rank_and_ranks()[0] == 0:
+                files.write(name, full_box(lazy.shape), computed(lazy, gathered, values))
 
 
-def _computed(lazy: LazyTensor, gathered: Mapping[str, Tensor], values: StateReader) -> Tensor:
-    """Compute a full tensor from the inputs in `gathered`, or from local ones."""
+def computed(lazy: LazyTensor, gathered: Mapping[str, Tensor], values: StateReader) -> Tensor:
+    """Return a full tensor that a conversion computes, from the inputs in `gathered`, others from `values`."""
 
     def fetch(leaf: StateTensor, box: Box, out: Tensor) -> None:
         out.copy_(gathered[leaf.name][slices(box)] if leaf.name in gathered else values(leaf, box))
 
-    computed = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
-    read_box(lazy, full_box(lazy.shape), computed, fetch)
-    return computed
+    return read_values(lazy, fetch)
 
 
 def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
@@ -224,10 +223,10 @@ def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
 
     Collectives: every rank calls it. One reduction of the tensor's bytes to `rank`, or the collectives of `gather`.
     """
-    here, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
+    here, several = rank_and_ranks()[0], dist.is_initialized()
     if is_gathered(lazy):
         gathered = gather(lazy)
-        return _computed(lazy, gathered, values) if here == rank else None
+        return computed(lazy, gathered, values) if here == rank else None
     size = lazy.numel() * lazy.dtype.itemsize
     stored = torch.zeros(size, dtype=torch.uint8, device=collective_device() if several else "cpu")
     tensor = stored.view(lazy.dtype).view(tuple(lazy.shape))
@@ -246,7 +245,3 @@ def gather(lazy: LazyTensor) -> dict[str, Tensor]:
     Collectives: every rank calls it; those of `full_tensors`.
     """
     return full_tensors({leaf.name: leaf.tensor for leaf in lazy.leaves() if isinstance(leaf, StateTensor)})
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

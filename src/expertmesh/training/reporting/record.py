@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import ExpertmeshError
-from expertmesh.io.directory import io_errors
+from expertmesh.io.directory import io_errors, replace_synced
 from expertmesh.io.reading import read_versioned
-from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import log
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import read_state_file
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.directory import io_errors
+from expertmesh.io.directory import io_errors, replace_synced
 from expertmesh.io.reading import MAX_METRICS_BYTES, opened, rows
-from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import bars, has_bars
 from expertmesh.training.control import Stopped
 from expertmesh.training.optimizers.build import warmup_steps

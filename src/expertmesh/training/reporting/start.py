@@ -38,7 +38,7 @@ from expertmesh.distributed.environment import processors
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.distributed.mesh import current_device
 from expertmesh.io.boxes import volume
-from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.directory import replace_synced
 from expertmesh.io.terminal import gib, plural
 from expertmesh.parallel.packing import packed_attention_line
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of

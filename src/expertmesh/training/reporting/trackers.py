@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict
 
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
+from expertmesh.io.directory import replace_synced
 from expertmesh.io.reading import read_versioned
-from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import first_line
 from expertmesh.training.reporting.metrics import EVAL_SAMPLES, EvalMetrics, StepMetrics
 from expertmesh.training.resume import flat

@@ -15,16 +15,14 @@ import torch.distributed as dist
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, prune, published, step_name
 from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST, step_of
-from expertmesh.checkpoint.remote import Put, RemoteCheckpoints, download
-from expertmesh.checkpoint.uploads import Shares, Uploads, open_shares
+from expertmesh.checkpoint.remote import Put, RemoteCheckpoints, Shares, Uploads, download, open_shares
 from expertmesh.config import Config, TrainConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import config_from
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.experts.placement import LOAD_FILE
-from expertmesh.io.directory import io_errors, nearest
+from expertmesh.io.directory import io_errors, nearest, rename_synced, replace_synced
 from expertmesh.io.reading import MAX_METRICS_BYTES, MAX_SMALL_BYTES, read_file
-from expertmesh.io.safetensors_writer import rename_synced, replace_synced
 from expertmesh.io.storage import Storage
 from expertmesh.training.resume import config_differences, find_start, find_weights, flat, ways_on
 

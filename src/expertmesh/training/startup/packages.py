@@ -4,7 +4,7 @@ import importlib.util
 
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
-from expertmesh.io.urls import refuse_url
+from expertmesh.io.storage import refuse_url
 
 # Beside the tracker's own; heat maps are pictures.
 _MODULES = {

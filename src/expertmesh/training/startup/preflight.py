@@ -21,7 +21,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError, InputError, MissingHereError
 from expertmesh.data import load_tokenizer, refuse_source
 from expertmesh.io.directory import nearest, require_space
-from expertmesh.io.urls import is_url
+from expertmesh.io.storage import is_url
 from expertmesh.state.model_view import ModelView
 from expertmesh.training.optimizers.build import moment_bytes
 from expertmesh.training.optimizers.muon import matrices_of

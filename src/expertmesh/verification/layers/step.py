@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.adapters.attach import adapters_off
+from expertmesh.adapters.plan import adapters_off
 from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import full_box, intersect, volume

@@ -28,15 +28,13 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.compat import apply_to_tensors
-from expertmesh.io.boxes import full_box
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor, part_of
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.first_values import FirstValues, open_weights
-from expertmesh.weights.lazy import read_box
-from expertmesh.weights.mapping import LoadPlan, plan_load
-from expertmesh.weights.quantised.resident import kept_plan
+from expertmesh.weights.lazy import read_values
+from expertmesh.weights.mapping import LoadPlan, kept_plan, plan_load
 
 # Gets the name and the full gradient of a tensor. It is called once for each unit that holds the tensor.
 Sink = Callable[[str, Tensor], None]
@@ -101,8 +99,7 @@ class Weights:
         if self.held is not None:
             return {leaf: self.held[leaf].detach().to(self.device, copy=True) for leaf in (name, *shapes)}
         lazy, dtype = self.plan.tensors[name], self.state[name].dtype
-        value = torch.empty(tuple(lazy.shape), dtype=dtype)
-        read_box(lazy, full_box(lazy.shape), value, self.files)
+        value = read_values(lazy, self.files, dtype=dtype)
         wide = torch.promote_types(dtype, torch.float32)
         adapters = {leaf: adapter_value(leaf, shape).to(self.device, wide) for leaf, shape in shapes.items()}
         return {name: value.to(self.device), **adapters}
@@ -112,7 +109,7 @@ class Weights:
         value, target = leaves[name], self.targets.get(name)
         if target is None:
             return value
-        a, b = (leaves[f"{target.module}.{leaf}"] for leaf in target.leaves)
+        a, b = (leaves[name] for name in target.factors)
         delta = b @ a
         if target.experts is not None and any(
             target.module in spec.holders and spec.transposed for spec in self.setup.anatomy.experts
@@ -288,4 +285,4 @@ def adapter_value(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def _adapter_shapes(target: Target) -> dict[str, tuple[int, ...]]:
     """Return the shapes of A and B of one target, by parameter name."""
-    return {f"{target.module}.{leaf}": shape for leaf, shape in zip(target.leaves, target.shapes, strict=True)}
+    return dict(zip(target.factors, target.shapes, strict=True))

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import dense_linears, describe
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
+from expertmesh.distributed.all_ranks import raise_on_all_ranks, rank_and_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, extents, full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.state.codes import (
@@ -39,7 +38,7 @@ from expertmesh.state.codes import (
     with_factor,
 )
 from expertmesh.state.model_view import ModelView, Source
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, as_lazy
 from expertmesh.weights.quantised.published import published_tensors
 from expertmesh.weights.quantised.tensor import Fetch, QuantisedTensor
 from expertmesh.weights.write import OpenFiles, StateReader, assemble, check_ownership
@@ -155,7 +154,7 @@ def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
             )
         assert isinstance(piece.leaf, QuantisedTensor)
         order = [piece.dims.index(dim) for dim in range(len(piece.dims))]
-        packed[name] = Packed(_lazy(lazies[name].permute(order)), piece.leaf)
+        packed[name] = Packed(as_lazy(lazies[name].permute(order)), piece.leaf)
         used.update(part.name for part in piece.leaf.parts)
     copied = tuple(tensor for tensor in source.packed if tensor.name not in used)
     return Packing(packed, source.quantisation, source.packed, copied)
@@ -166,8 +165,11 @@ def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: s
 
     4-bit formats are for routed experts, fp8 for all linear layers of the blocks except routers.
     """
-    stacks = form == "mxfp4" and model.config.model_type == "gpt_oss"
-    chosen = _chosen(model, experts_only=form != "fp8")
+    stacks, anatomy = form == "mxfp4" and model.config.model_type == "gpt_oss", describe(model)
+    chosen = {f"{spec.name}.{each}" for spec in anatomy.experts for each in spec.parameters}
+    chosen = {name for name in chosen if not name.endswith("_bias")}
+    if form == "fp8":
+        chosen |= {f"{name}.weight" for name in dense_linears(model, anatomy)}
     packed: dict[str, Packed] = {}
     for name, lazy in lazies.items():
         if lazy.dim() < 2 or not all(leaf.name in chosen for leaf in lazy.leaves()):
@@ -178,7 +180,7 @@ def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: s
                 "in mxfp4 alone; give a plain dtype",
                 key="weights.format-unsuited",
             )
-        oriented = _lazy(lazy.transpose(-1, -2)) if stacks else lazy
+        oriented = as_lazy(lazy.transpose(-1, -2)) if stacks else lazy
         if oriented.shape[-1] % multiple_of(form):
             raise InputError(
                 f"{form}: {name} has {oriented.shape[-1]} columns, no multiple of {multiple_of(form)}; give fp8",
@@ -188,22 +190,6 @@ def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: s
     plain = [name for name, lazy in lazies.items() if name not in packed and lazy.dim() == 2]
     skipped = sorted(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))
     return Packing(packed, settings_of(form, skipped, stacks=stacks))
-
-
-def _chosen(model: PreTrainedModel, *, experts_only: bool) -> set[str]:
-    """Return the names of the parameters to be quantised."""
-    anatomy = describe(model)
-    matrices = {
-        f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters if not name.endswith("_bias")
-    }
-    if experts_only:
-        return matrices
-    return matrices | {f"{name}.weight" for name in dense_linears(model, anatomy)}
-
-
-def _lazy(tensor: Tensor) -> LazyTensor:
-    assert isinstance(tensor, LazyTensor)
-    return tensor
 
 
 def write_packed(packing: Packing, files: OpenFiles, values: StateReader, *, from_source: bool) -> tuple[Rounded, ...]:
@@ -219,7 +205,7 @@ def write_packed(packing: Packing, files: OpenFiles, values: StateReader, *, fro
     the all-gathers of its inputs if it is computed; for each round of as many tensors as ranks, one small all-reduce.
     Before them the all-reduce of `check_ownership`, and after them one small all-reduce.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_and_ranks()
     items = list(packing.packed.items())
     found: dict[str, Rounding] = {_pattern(name): Rounding() for name, _ in items}
     sources = WeightFiles(Path(), {})
@@ -393,7 +379,10 @@ def _encoded(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | No
     stored: dict[FileTensor, Tensor] = {}
     points: Tensor | float = 0.0
     if leaf.zero_point is not None:
-        scale, points_GG = _asymmetric(leaf, box, values)
+        # The 16 codes of a block reach from its smallest to its largest value; the zero point is the code of 0.
+        high, low = (largest_of_blocks(part.clamp_min(0), _block(leaf, box)) for part in (values, -values))
+        scale = torch.where(high + low == 0, 1.0, (high + low) / 15).to(leaf.scale.dtype)
+        points_GG = (low / scale.to(torch.float32) - 8).round().clamp(-8, 7)
         points = spread(points_GG, leaf.block, box)
         packed = F.pad(points_GG, (0, 0, 0, -points_GG.shape[-2] % leaf.per_element))
         words = codes_of(packed.transpose(-1, -2).contiguous(), leaf.code).view(leaf.zero_point.dtype)
@@ -418,13 +407,6 @@ def _encoded(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | No
     return stored
 
 
-def _asymmetric(leaf: QuantisedTensor, box: Box, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and zero points with which the codes reach from the smallest to the largest value of each block."""
-    high, low = (largest_of_blocks(part.clamp_min(0), _block(leaf, box)) for part in (values, -values))
-    scale = torch.where(high + low == 0, 1.0, (high + low) / 15).to(leaf.scale.dtype)
-    return scale, (low / scale.to(torch.float32) - 8).round().clamp(-8, 7)
-
-
 def _mixed(leaf: QuantisedTensor, box: Box, part: FileTensor, same: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """Return `old` where a block is the `same`, else `new`; both are the stored elements of one part."""
     if part is leaf.codes:
@@ -432,19 +414,14 @@ def _mixed(leaf: QuantisedTensor, box: Box, part: FileTensor, same: Tensor, old:
     elif part is leaf.scale:
         mask = same.reshape(old.shape)
     elif part is leaf.zero_point:
-        # A word holds eight zero points of eight blocks; they are mixed one by one.
-        return _mixed_points(same, old, new)
+        # A word holds the zero points of eight blocks, so the mask covers four bits for each block.
+        nibbles = F.pad(same, (0, 0, 0, -same.shape[-2] % 8)).transpose(-1, -2).unflatten(-1, (-1, 8)).to(torch.int64)
+        bits_of_same: Tensor = (nibbles * 15 << torch.arange(0, 32, 4)).sum(-1).to(torch.int32).transpose(-1, -2)
+        return (old & bits_of_same | new & ~bits_of_same).contiguous()
     else:
         return old
     bits = torch.uint8 if old.itemsize == 1 else old.dtype  # not every torch operation supports 8-bit floats
     return torch.where(mask, old.view(bits), new.view(bits)).view(old.dtype)
-
-
-def _mixed_points(same: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Mix packed zero points; a word holds eight of them, so the mask covers four bits for each block."""
-    nibbles = F.pad(same, (0, 0, 0, -same.shape[-2] % 8)).transpose(-1, -2).unflatten(-1, (-1, 8)).to(torch.int64)
-    mask: Tensor = (nibbles * 15 << torch.arange(0, 32, 4)).sum(-1).to(torch.int32).transpose(-1, -2)
-    return (old & mask | new & ~mask).contiguous()
 
 
 def _decoded(leaf: QuantisedTensor, box: Box, parts: dict[FileTensor, Tensor]) -> Tensor:

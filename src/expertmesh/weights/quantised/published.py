@@ -2,6 +2,10 @@
 
 Everything is decided from `quantization_config` and the files' headers, in released names, before transformers' rules
 rename anything. Nothing here depends on a family. An error names file and tensor of anything that does not fit.
+
+`published_formats` finds in which format the codes of frozen weights can stay in memory. Files hold gate and up of each
+expert apart, or experts stacked; in memory their rows lie one after the other, codes and scales unchanged. Each row of
+a linear layer has the scales of its blocks. tensor.py reads the bytes.
 """
 
 import math
@@ -10,13 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
+from expertmesh.anatomy import describe, packable_linears
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.boxes import extents, full_box
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
-from expertmesh.state.codes import Code, has_exponents
-from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.quantised.tensor import CODES_PER_ELEMENT, QuantisedTensor
+from expertmesh.state.codes import Code, Factor, PackedFormat, has_exponents
+from expertmesh.weights.lazy import LazyTensor, lazy_tensors
+from expertmesh.weights.quantised.tensor import CODES_PER_ELEMENT, QuantisedTensor, cannot_keep, in_order_of_rows
 
 Block = tuple[int, int]
 _MX, _NV = (1, 32), (1, 16)
@@ -48,7 +55,7 @@ def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) ->
         InputError: The method or the variant is not supported.
         IntegrityError: Codes without scales, scales without codes, or grids that do not fit.
     """
-    tensors = {name: LazyTensor.of(tensor) for name, tensor in files.tensors.items()}
+    tensors = lazy_tensors(files.tensors)
     stored = {name: (name,) for name in tensors}
     if settings is None:
         return PublishedTensors(tensors, stored)
@@ -196,12 +203,19 @@ def _compressed_tensors(grouping: _Grouping) -> None:
             options["zero_point"] = grouping.optional(f"{stem}.weight_zero_point")
         if code == "e2m1":
             options["global_scale"] = grouping.optional(f"{stem}.weight_global_scale")
+        blocks: list[Block] = []  # none for one scale per row or tensor
+        for each in kin:
+            if each.get("block_structure"):
+                rows, columns = each["block_structure"]
+                blocks.append((rows, columns))
+            elif (each.get("group_size") or 0) > 0:
+                blocks.append((1, each["group_size"]))
         tensor = _tensor(
-            f"{stem}.weight", codes, scale, code, [block for each in kin for block in _blocks_of(each)],
+            f"{stem}.weight", codes, scale, code, blocks,
             dtype=scale.dtype if integers else torch.float32,
             stored_shape=grouping.optional(f"{stem}.weight_shape"), global_divides=True, **options,
         )  # fmt: skip
-        if _is_nvfp4(tensor) and tensor.global_scale is None:
+        if code == "e2m1" and scale.dtype == torch.float8_e4m3fn and tensor.global_scale is None:  # NVFP4
             raise _refused(codes, f"has no {stem}.weight_global_scale")
         grouping.add(f"{stem}.weight", tensor, [f"{stem}.input_scale", f"{stem}.input_global_scale"])
 
@@ -234,19 +248,6 @@ _METHODS: dict[str, tuple[Callable[[_Grouping], None], tuple[str, ...]]] = {
 }
 
 
-def _blocks_of(weights: Mapping[str, Any]) -> list[Block]:
-    """Return the possible blocks of one compressed-tensors config group; none for one scale per row or tensor."""
-    if weights.get("block_structure"):
-        rows, columns = weights["block_structure"]
-        return [(rows, columns)]
-    size = weights.get("group_size")
-    return [(1, size)] if size and size > 0 else []
-
-
-def _is_nvfp4(tensor: QuantisedTensor) -> bool:
-    return tensor.code == "e2m1" and tensor.scale.dtype == torch.float8_e4m3fn
-
-
 def _tensor(
     name: str, codes: FileTensor, scale: FileTensor, code: Code, blocks: Sequence[Block], **options: Any
 ) -> QuantisedTensor:
@@ -257,13 +258,17 @@ def _tensor(
     """
     if len(codes.shape) < 2:
         raise _refused(codes, f"has the shape {list(codes.shape)}; quantised weights are matrices")
-    shape = _value_shape(codes, scale, code)
+    # The shape of the values; a file may store the bytes of a block in a separate dim.
+    trailing = len(codes.shape) == len(scale.shape) + 1 and len(codes.shape) > 3
+    *rest, last = codes.shape[:-1] if trailing else codes.shape
+    shape = (*rest, last * CODES_PER_ELEMENT[code] * (codes.shape[-1] if trailing else 1))
     scalar, rowwise = math.prod(scale.shape) == 1, scale.shape in (shape[:-1], (*shape[:-1], 1))
-    fitting = [block for block in blocks if scale.shape == _grid(shape, block)]
+    *lead, rows, columns = shape
+    fitting = [each for each in blocks if scale.shape == (*lead, -(-rows // each[0]), -(-columns // each[1]))]
     if scalar:
-        fitting.insert(0, (shape[-2], shape[-1]))
+        fitting.insert(0, (rows, columns))
     elif rowwise and not fitting:
-        fitting.append((1, shape[-1]))
+        fitting.append((1, columns))
     if not fitting:
         known = f" in blocks of {' or '.join(map(str, map(list, blocks)))}" if blocks else ""
         raise _refused(
@@ -273,16 +278,81 @@ def _tensor(
     return QuantisedTensor(name, shape, dtype, code, fitting[0], codes, scale, **options)
 
 
-def _value_shape(codes: FileTensor, scale: FileTensor, code: Code) -> tuple[int, ...]:
-    """Return the shape of the values; a file may store the bytes of a block in a separate dim."""
-    trailing = len(codes.shape) == len(scale.shape) + 1 and len(codes.shape) > 3
-    *rest, last = codes.shape[:-1] if trailing else codes.shape
-    return (*rest, last * CODES_PER_ELEMENT[code] * (codes.shape[-1] if trailing else 1))
-
-
-def _grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
-
-
 def _refused(tensor: FileTensor, problem: str) -> IntegrityError:
     return IntegrityError(f"{tensor.path}: tensor {tensor.name} {problem}", key="weights.quantised-wrongly")
+
+
+def published_formats(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str, PackedFormat]:
+    """Return the format of each weight whose codes can stay as the files hold them, by parameter name.
+
+    A linear layer whose codes cannot stay is left out.
+
+    Raises:
+        InputError: The codes of experts cannot stay, or no experts of the model are quantised.
+    """
+    anatomy = describe(model)
+    formats = {}
+    for spec in anatomy.experts:
+        for leaf in (spec.up, spec.down):
+            name = f"{spec.name}.{leaf}"
+            lazy = tensors[name]
+            found = [isinstance(leaf, QuantisedTensor) for leaf in lazy.leaves()]
+            if not any(found):
+                continue
+            kinds = {_format_of_expert(name, lazy, expert, spec.transposed) for expert in range(lazy.shape[0])}
+            if not all(found) or len(kinds) != 1:
+                raise cannot_keep(f"the experts of {name} are not all quantised alike")
+            formats[name] = kinds.pop()
+    if not formats:
+        raise cannot_keep("the files hold plain weights; choose nf4, mxfp4, nvfp4 or float8")
+    for name in packable_linears(model, anatomy):
+        if (kind := _format_of_rows(tensors[f"{name}.weight"])) is not None:
+            formats[f"{name}.weight"] = kind
+    return formats
+
+
+def _format_of_rows(lazy: LazyTensor) -> PackedFormat | None:
+    """Return the format of a linear layer.
+
+    Returns:
+        None for plain weights, and for codes that do not cover full rows of the model's matrix.
+    """
+    whole = full_box(lazy.shape)
+    kinds = set()
+    for piece in lazy.pieces:
+        leaf = piece.leaf
+        along = piece.dims == (0, 1) and piece.dest[1] == whole[1] and piece.source[1] == whole[1]
+        if not isinstance(leaf, QuantisedTensor) or leaf.zero_point is not None or not along:
+            return None
+        kinds.add(_kind(leaf))
+    if len(kinds) != 1:
+        return None
+    code, block, scale, factor, dtype = kinds.pop()
+    return PackedFormat("as_published", code, (1, block[1]), scale, (1,), lazy.shape[1], factor, dtype, by_rows=True)
+
+
+def _format_of_expert(name: str, lazy: LazyTensor, expert: int, transposed: bool) -> PackedFormat:
+    box = ((expert, expert + 1), *full_box(lazy.shape)[1:])
+    pieces = in_order_of_rows(lazy.inside(box), box, transposed)
+    first = pieces[0].leaf
+    if not isinstance(first, QuantisedTensor):
+        raise _cannot_stay(name, first.name)
+    columns = lazy.shape[1 if transposed else 2]
+    for piece in pieces:
+        leaf = piece.leaf
+        if not isinstance(leaf, QuantisedTensor) or _kind(leaf) != _kind(first) or leaf.zero_point is not None:
+            raise _cannot_stay(name, leaf.name)
+        if extents(piece.source)[-2:] != leaf.shape[-2:] or leaf.shape[-1] != columns:
+            raise _cannot_stay(name, leaf.name)
+    code, block, scale, factor, dtype = _kind(first)
+    parts = tuple(piece.leaf.shape[-2] for piece in pieces)
+    return PackedFormat("as_published", code, block, scale, parts, columns, factor, dtype, transposed)
+
+
+def _kind(leaf: QuantisedTensor) -> tuple[Code, tuple[int, int], torch.dtype, Factor, torch.dtype]:
+    scale = torch.uint8 if has_exponents(leaf.scale.dtype) else leaf.scale.dtype
+    return leaf.code, leaf.block, scale, leaf.factor, leaf.dtype
+
+
+def _cannot_stay(name: str, stored: str) -> InputError:
+    return cannot_keep(f"the codes of {name} cannot stay as {stored} holds them; choose another format")

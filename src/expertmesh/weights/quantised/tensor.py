@@ -90,18 +90,27 @@ class QuantisedTensor:
 
     def needed(self, box: Box) -> list[tuple[FileTensor, Box]]:
         """Return the boxes of `parts` that `box` needs."""
-        boxes = {self.codes: self._codes_box(box), self.scale: self._scale_box(box)}
+        rows, columns = self.blocks_of(box)
+        boxes = {
+            self.codes: (*box[:-1], _outer(box[-1], self._columns), *full_box(self.codes.shape[len(self.shape) :]))
+        }
+        if math.prod(self.scale.shape) != 1:
+            boxes[self.scale] = (*box[:-2], rows, columns)[: len(self.scale.shape)]  # one a row may lack the last dim
         if self.zero_point is not None:
-            rows, columns = self.blocks_of(box)
             boxes[self.zero_point] = (*box[:-2], _outer(rows, self.per_element), columns)
         return [(part, boxes.get(part, full_box(part.shape))) for part in self.parts]
 
     def read(self, box: Box, fetch: Fetch) -> Tensor:
         """Return the values of `box` in `dtype`, with its extents. Raises what `stored` raises."""
         raw, scales = self.stored(box, fetch)
-        values = self._decoded(raw[self.codes], box)
+        codes, start = raw[self.codes], box[-1][0] % self._columns
+        codes = codes.flatten(len(box) - 1) if codes.dim() > len(box) else codes
+        values = values_of(codes, self.code)[..., start : start + box[-1][1] - box[-1][0]]
         if self.zero_point is not None:
-            values = values - self._zero_points(raw[self.zero_point], box)
+            points = values_of(raw[self.zero_point].transpose(-1, -2), self.code).transpose(-1, -2)
+            (first, last), _ = self.blocks_of(box)
+            start = first % self.per_element
+            values = values - spread(points[..., start : start + last - first, :], self.block, box)
         # In fp32 the product is rounded at most once, and then cast once: this is how the formats are defined.
         return (values * spread(scales, self.block, box)).to(self.dtype)
 
@@ -136,38 +145,15 @@ class QuantisedTensor:
             raise self._damaged(self.scale, "holds a scale that is not finite; the checkpoint is damaged")
         return raw, scales
 
-    def _decoded(self, codes: Tensor, box: Box) -> Tensor:
-        if codes.dim() > len(box):
-            codes = codes.flatten(len(box) - 1)
-        start, stop = box[-1]
-        first = start - start % self._columns
-        return values_of(codes, self.code)[..., start - first : stop - first]
-
-    def _zero_points(self, packed: Tensor, box: Box) -> Tensor:
-        """Return the zero point of each element of `box`."""
-        points = values_of(packed.transpose(-1, -2), self.code).transpose(-1, -2)
-        rows, _ = self.blocks_of(box)
-        first = rows[0] - rows[0] % self.per_element
-        return spread(points[..., rows[0] - first : rows[1] - first, :], self.block, box)
-
     @property
     def _columns(self) -> int:
         """The number of columns that one index of the codes' column dim covers."""
         trailing = self.codes.shape[len(self.shape) :]
         return self.per_element * (trailing[0] if trailing else 1)
 
-    def _codes_box(self, box: Box) -> Box:
-        trailing = full_box(self.codes.shape[len(self.shape) :])
-        return (*box[:-1], _outer(box[-1], self._columns), *trailing)
-
     def blocks_of(self, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the rows and columns of the grid that `box` touches."""
         return _outer(box[-2], self.block[0]), _outer(box[-1], self.block[1])
-
-    def _scale_box(self, box: Box) -> Box:
-        if math.prod(self.scale.shape) == 1:
-            return full_box(self.scale.shape)
-        return (*box[:-2], *self.blocks_of(box))[: len(self.scale.shape)]  # scales per row may lack the last dim
 
     def _damaged(self, part: FileTensor, problem: str) -> IntegrityError:
         return IntegrityError(f"{part.path}: tensor {part.name} {problem}", key="weights.damaged")

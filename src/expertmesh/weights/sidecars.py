@@ -29,9 +29,9 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import custom_object_save
 
-from expertmesh.io.directory import io_errors
+from expertmesh.io.directory import io_errors, sync
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_file
-from expertmesh.io.safetensors_writer import FilesLayout, create_index, sync
+from expertmesh.io.safetensors_writer import FilesLayout, create_index
 from expertmesh.state.model_view import ModelView
 from expertmesh.weights.meta_model import CONFIG_FILE, GENERATION_FILE, class_of, json_files, own_part
 
@@ -73,7 +73,7 @@ class CopiedFiles:
                 path.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
 
 
-def write_companions(
+def write_sidecars(
     view: ModelView,
     directory: Path,
     layout: FilesLayout,
@@ -153,7 +153,7 @@ def generation_files(view: ModelView) -> dict[str, bytes]:
 
     Returns:
         An empty dict if the model cannot generate, or if the base has no such file and config.json yields the same
-            values.
+        values.
     """
     model: PreTrainedModel = view.module
     if not model.can_generate() or model.generation_config is None:
@@ -180,8 +180,7 @@ def tokenizer_files(tokenizer: Any, base: Path | None = None) -> dict[str, bytes
 
     Returns:
         The files of `base`, byte for byte, except a changed chat template or setting. For a tokenizer without a base,
-            or
-        with a changed vocabulary or changed rules: the files that transformers writes.
+        or with a changed vocabulary or changed rules: the files that transformers writes.
     """
     now, reader = _written(tokenizer), AutoProcessor if isinstance(tokenizer, ProcessorMixin) else AutoTokenizer
     base = base or _directory_of(getattr(tokenizer, "tokenizer", tokenizer).name_or_path, _TOKENIZER_CONFIG)
@@ -194,7 +193,13 @@ def tokenizer_files(tokenizer: Any, base: Path | None = None) -> dict[str, bytes
     if _rules(before) != _rules(now):
         return now
     if _TOKENIZER_CONFIG in files:
-        files[_TOKENIZER_CONFIG] = _with_settings(files[_TOKENIZER_CONFIG], before, now)
+        # The new values of changed settings that the base has, and of changed named tokens.
+        known = json.loads(files[_TOKENIZER_CONFIG])
+        old, new = (json.loads(of[_TOKENIZER_CONFIG]) for of in (before, now))
+        for settings in (old, new):
+            for key in [key for key in settings if key not in known and not key.endswith("_token")]:
+                del settings[key]
+        files[_TOKENIZER_CONFIG] = _changed_bytes(files[_TOKENIZER_CONFIG], old, new)
     own, wanted = ({name: each for name, each in of.items() if name.endswith(".jinja")} for of in (before, now))
     if own == wanted:
         return files
@@ -220,7 +225,7 @@ def _base_of(view: ModelView) -> Mapping[str, bytes]:
 
     Returns:
         The files as they were when the model was built from them, or else as they are now in the directory that the
-            config names. An empty mapping for a model that was made in memory.
+        config names. An empty mapping for a model that was made in memory.
     """
     base, config = view.attached.base_files, view.module.config
     if base is None:
@@ -359,16 +364,6 @@ def _rules(written: Mapping[str, bytes]) -> dict[str, Any]:
     return rules
 
 
-def _with_settings(base: bytes, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> bytes:
-    """Return tokenizer_config.json with the new values of changed settings that it has, and of changed named tokens."""
-    said = json.loads(base)
-    old, new = (
-        {key: each for key, each in json.loads(of[_TOKENIZER_CONFIG]).items() if key in said or key.endswith("_token")}
-        for of in (before, now)
-    )
-    return _changed_bytes(base, old, new)
-
-
 def _with_template(files: Mapping[str, bytes], template: bytes | None) -> dict[str, bytes]:
     """Return the files with another chat template wherever they have one.
 
@@ -379,9 +374,9 @@ def _with_template(files: Mapping[str, bytes], template: bytes | None) -> dict[s
     for name in (_TOKENIZER_CONFIG, "chat_template.json", "processor_config.json"):
         if "chat_template" in (content := json.loads(files.get(name, b"{}"))):
             places.append(name)
-            said = {"chat_template": content["chat_template"]}
+            before = {"chat_template": content["chat_template"]}
             text = {} if template is None else {"chat_template": template.decode()}
-            changed[name] = _changed_bytes(files[name], said, text)
+            changed[name] = _changed_bytes(files[name], before, text)
     if template is None:
         changed.pop(_TEMPLATE, None)
     elif _TEMPLATE in places or _TOKENIZER_CONFIG not in files:
