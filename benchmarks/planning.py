@@ -27,7 +27,7 @@ from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.experts.placement import balanced, write_placement
 from expertmesh.parallel.checkpointing import CheckpointingMode
-from expertmesh.planning.memory import memory_of, saved_of
+from expertmesh.planning.memory import RankMemory, memory_of
 from expertmesh.planning.probe import UsageTracker
 from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, resident_state
@@ -189,7 +189,10 @@ def measure(point: Point) -> Honesty:
         state = resident_state(model, layout, stage, point.optimizer)
         states.append((state.frozen + state.master + state.moments) / ranks[0]["state"] - 1)
         if not point.batch.together:  # by layer nothing runs a whole forward
-            saved = saved_of(workload, stage=stage, chunk=0)
+            # What its first stage saves for backward: blocks, what is around them, and the head.
+            memory = RankMemory(workload)
+            saved = memory.saved(stage, 0)[-1] + memory.tables + memory.at_borders(stage, 0)
+            saved += memory.outside + memory.head_saved if memory.is_last(stage, 0) else 0.0
             saves.append(saved / (sum(rank["saved"] for rank in ranks) / each) - 1)
         for key, transfer in planned_by_axis(traffic_of(workload, stage), ranks[0]["sent"]).items():
             sent.setdefault(key, [0.0, 0.0])[1] += transfer.bytes / layout.pp

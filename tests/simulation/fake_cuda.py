@@ -36,7 +36,7 @@ from expertmesh.experts.install import Kernels, gate_of
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.read_model import figures_of
-from expertmesh.simulation.run import fake_buffers, stand_ins
+from expertmesh.simulation.run import expected_values, fake_buffers
 from expertmesh.step.forward_backward import forward_backward
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.optimizers.build import build_optimizer
@@ -221,7 +221,7 @@ def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[s
         micro["attention_mask"] = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=CUDA)
     borders = [(0, 20), (20, LENGTH)] if variant.get("samples") else None
     packed = patch("expertmesh.parallel.packing._borders", lambda _: borders)
-    with stand_ins(router, LENGTH, mesh.layout), packed:
+    with expected_values(router, LENGTH, mesh.layout), packed:
         waits, counts = 0, dispatch.to_host
 
         def to_host(tensor: torch.Tensor) -> list[Any]:

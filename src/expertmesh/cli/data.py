@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from expertmesh.adapters.plan import plan_lines, plan_of
 from expertmesh.cli.printing import Terminal
-from expertmesh.config import Config, InputError, ParallelConfig
+from expertmesh.config import Config, InputError
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError
 from expertmesh.data import (
     IGNORE,
@@ -128,27 +128,18 @@ def checked_here(config: Config, nproc: int | None = None, notes: list[Expertmes
     `notes` as in `preflight`.
     """
     here, per_node = _ranks_here(nproc)
-    fewest = _fewest_ranks(config.parallel)
+    # A job with these axes has a multiple of so many ranks, or exactly these if fsdp is a number.
+    axes = config.parallel
+    shared, ep = axes.cp * axes.tp, 1 if axes.ep == "auto" else axes.ep
+    fsdp = ep // math.gcd(ep, shared) if axes.fsdp == "auto" else axes.fsdp
+    fewest = axes.pp * axes.replicate * shared * fsdp
     ranks = nproc or (here if here % fewest == 0 else fewest)
     return preflight(config, ranks, per_node if ranks == here else None, weights=False, notes=notes)
 
 
 def _ranks_here(nproc: int | None) -> tuple[int, int | None]:
-    """Return the ranks that `train` would start here, with --nproc `nproc` if this machine can have so many, and those
-    of them that are on this machine.
-    """
+    """Return the ranks that `train` would start here (--nproc, if there is room), and those on this machine."""
     return (nproc, nproc) if nproc is not None and has_room_for(nproc) else job_size()
-
-
-def _fewest_ranks(parallel: ParallelConfig) -> int:
-    """Return the fewest ranks of a job with these axes.
-
-    Every such job has a multiple of them, or exactly these if fsdp is a number.
-    """
-    shared = parallel.cp * parallel.tp
-    ep = 1 if parallel.ep == "auto" else parallel.ep
-    fsdp = ep // math.gcd(ep, shared) if parallel.fsdp == "auto" else parallel.fsdp
-    return parallel.pp * parallel.replicate * shared * fsdp
 
 
 def _print_job(console: Console, config: Config, checked: Checked, nproc: int | None) -> None:

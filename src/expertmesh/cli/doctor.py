@@ -269,9 +269,7 @@ def _file_system(directory: Path) -> str:
 
 
 def _ask_hub() -> tuple[float | None, float] | None:
-    """Return (seconds that our clock is ahead or None, seconds until the answer), or None if no answer comes in
-    `HUB_SECONDS`: a name service may hang.
-    """
+    """Return the seconds that our clock is ahead (or None) and until the answer; None without an answer in time."""
     answers: list[tuple[float | None, float]] = []
 
     def ask() -> None:

@@ -10,7 +10,7 @@ overwrites a file.
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -19,10 +19,10 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from expertmesh.cli.data import FEW_STEPS, note_lines
-from expertmesh.cli.options import InitOptions, PlanOptions
+from expertmesh.cli.options import InitOptions
 from expertmesh.cli.plan import read_figures, usual_length
 from expertmesh.cli.printing import bytes_text
-from expertmesh.config import Config, DataSource, LoraConfig, ObjectiveConfig, PrecisionConfig
+from expertmesh.config import Config, LoraConfig, ObjectiveConfig, PrecisionConfig
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.config.files import apply_override, config_from, make_config
 from expertmesh.config.objective import ObjectiveName
@@ -32,10 +32,11 @@ from expertmesh.data.sources import locations
 from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.io.terminal import plural
 from expertmesh.launcher.launch import local_ranks
+from expertmesh.model import ModelOptions
 from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
 from expertmesh.planning.read_model import figures_of_teacher
-from expertmesh.planning.search import GIB, Candidate, Job, Plan, plan, run_costs, variants
+from expertmesh.planning.search import GIB, Candidate, Job, plan, run_costs, variants
 from expertmesh.training.objective import Teacher
 from expertmesh.training.startup.model_check import Checked, OrderWish
 from expertmesh.training.startup.preflight import preflight
@@ -58,7 +59,7 @@ _OTHERS: tuple[ObjectiveName, ...] = ("dpo", "kto")
 class Wishes:
     """Settings of the command line."""
 
-    given: Mapping[str, Any]
+    given: Mapping[str, Any]  # as YAML has them
     """The keys that were given."""
     config: Config
     """These keys, and the defaults of all others."""
@@ -165,8 +166,8 @@ def run(options: InitOptions) -> int:
     head = _head(written, checked, path, choice)
     # A key that was set has no reason of ours; the sizes of a step keep theirs.
     keys = [tuple(override.partition("=")[0].split(".")) for override in overrides]
-    said = {key for key in comments if any(key == each[: len(key)] or each == key[: len(each)] for each in keys)}
-    for key in said - {("train", "global_batch_size")}:
+    set_keys = {key for key in comments if any(key == each[: len(key)] or each == key[: len(each)] for each in keys)}
+    for key in set_keys - {("train", "global_batch_size")}:
         del comments[key]
     text = "\n".join([*head, *_lines(values, comments)]) + "\n"
     assert config_from(text, str(path)) == written
@@ -223,8 +224,8 @@ def _values(wishes: Wishes, path: Path, choice: Choice, sizes: Sizes) -> dict[st
     if not responses and (choice.why_unpacked is not None or not sizes.packed):
         values["data"]["packing"] = False
     if way.lora is not None:
-        said = {"r": 16, "alpha": 32, "targets": list(way.lora.targets)}
-        values["lora"] = {} if way.lora.from_adapter is not None else said
+        adapters = {"r": 16, "alpha": 32, "targets": list(way.lora.targets)}
+        values["lora"] = {} if way.lora.from_adapter is not None else adapters
     if responses:
         values["objective"] = {"name": given.objective.name}
     rates = {(False, False): 1e-5, (True, False): 1e-4, (False, True): 1e-6, (True, True): 5e-6}
@@ -353,7 +354,12 @@ def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devic
             experts, traffic = job.model.anatomy.num_experts, job.model.traffic
             resolve_layout(fixed, devices.count, experts, devices.per_node, traffic)
         found = plan(job, fixed=fixed)
-        best = next(_of_pairs(found), None) if wishes.config.objective.pairs else found.best
+        best = found.best
+        if wishes.config.objective.pairs:
+            # The micro-batch has to be a number of pairs, each of which is two rows.
+            fitting = [each for each in found.candidates if job.global_batch_size // 2 % each.layout.data_ranks == 0]
+            every = ([one for one in variants(job, [e.layout]) if one.workload.batch.rows % 2 == 0] for e in fitting)
+            best = next((min(even, key=lambda one: one.speed.seconds) for even in every if even), None)
         if best is not None:
             return Choice(way, job, best, why_unpacked, tuple(passed_over))
         least = min((each.least.memory.total for each in found.rejected if each.least is not None), default=None)
@@ -367,15 +373,6 @@ def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devic
         raise refusals[0]
     title = f"{options.model} does not fit on {devices} with rows of {sizes.length:,} tokens; more devices may"
     raise InputError("\n".join([title, *passed_over]), key="plan.nothing-fits")
-
-
-def _of_pairs(found: Plan) -> Iterator[Candidate]:
-    """Yield the candidates whose micro-batch is a number of pairs, each of which is two rows."""
-    job = found.job
-    for each in found.candidates:
-        if job.global_batch_size // 2 % each.layout.data_ranks == 0:
-            even = [one for one in variants(job, [each.layout]) if one.workload.batch.rows % 2 == 0]
-            yield from sorted(even, key=lambda one: one.speed.seconds)[:1]
 
 
 def _ways(lora: bool | None, wishes: Wishes, *, quantised: bool) -> Iterator[Way]:
@@ -412,38 +409,28 @@ def devices_of(options: InitOptions) -> Devices:
 
 def _job(options: InitOptions, wishes: Wishes, way: Way, devices: Devices, sizes: Sizes) -> tuple[Job, str | None]:
     """Return the job in bfloat16, where devices and the model can; in float32 else."""
-    config = wishes.config
+    config, kind = wishes.config, devices.hardware.torch_device
     computes = ("float32",) if devices.name == "cpu" else ("bfloat16", "float32")
     if wishes.has("precision", "compute"):
         computes = (config.precision.compute,)
     for compute in computes:
-        wanted = PlanOptions(
-            options.model,
-            str(devices),
-            seq_len=sizes.length,
-            params=config.precision.params,  # type: ignore[arg-type]
-            no_packing=not sizes.packed,
-            compute=compute,  # type: ignore[arg-type]
-            frozen=way.frozen,  # type: ignore[arg-type]
-            trust_remote_code=options.trust_remote_code,
-        )
+        precision_of = {"compute": compute, "params": config.precision.params, "frozen": way.frozen}
+        precision = PrecisionConfig.model_validate(precision_of)
+        name, trust = options.model, options.trust_remote_code
+        built = ModelOptions(precision, way.lora, trust_remote_code=trust, name=name)
         try:
-            model_config, figures, why_unpacked = read_figures(wanted, way.lora, devices.hardware.torch_device)
+            read = read_figures(name, built, sizes.length, packing=sizes.packed, device=kind)
         except InputError as error:
             if error.key == "precision.compute-unsupported" and compute != computes[-1]:
                 continue
             raise
+        model_config, figures, why_unpacked = read
         rows = sizes.global_batch_size * config.objective.sequences
-        precision = PrecisionConfig(params=wanted.params, compute=wanted.compute, frozen=wanted.frozen)
         with_precision = config.model_copy(update={"precision": precision})
-        teacher = figures_of_teacher(
-            Teacher.of(with_precision, model_config, Layout(), weights=False),
-            length=figures.length,
-            packed=figures.packed,
-            device=devices.hardware.torch_device,
-        )
+        teacher = Teacher.of(with_precision, model_config, Layout(), weights=False)
+        of_teacher = figures_of_teacher(teacher, length=figures.length, packed=figures.packed, device=kind)
         order = OrderWish.of(config.train)
-        return Job(figures, devices, rows, config.optim.name, order=order, teacher=teacher), why_unpacked
+        return Job(figures, devices, rows, config.optim.name, order=order, teacher=of_teacher), why_unpacked
     raise AssertionError("float32 is never refused as a dtype to compute in")
 
 
@@ -469,7 +456,11 @@ def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: i
                 raise
     how = report.methods.most_common(1)[0][0]
     share = report.target_tokens / report.tokens
-    counted = enough if config.data.stream else _counted(config.data.train, max(enough, ROWS + 1))
+    counted, most = enough if config.data.stream else 0, max(enough, ROWS + 1)
+    for source in () if config.data.stream else config.data.train:  # the rows of an epoch, at most `most` of each
+        left = min(most, source.max_rows or most)
+        rows = (row for location in locations(source.path) for row in location.rows(lambda number: True, {}))
+        counted += source.repeat * sum(1 for _, row in zip(range(left), rows, strict=False) if row is not None)
     longest = int(dataset.lengths.max())
     lengths = f"the longest of the first {report.rows} rows has {longest:,} tokens"
     if report.cut:
@@ -483,13 +474,3 @@ def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: i
         max(1, counted * report.samples // report.rows) if counted < enough else None,
         counted == report.rows,
     )
-
-
-def _counted(sources: Sequence[DataSource], most: int) -> int:
-    """Count the rows of an epoch, reading at most `most` of each source."""
-    count = 0
-    for source in sources:
-        left = min(most, source.max_rows or most)
-        rows = (row for location in locations(source.path) for row in location.rows(lambda number: True, {}))
-        count += source.repeat * sum(1 for _, row in zip(range(left), rows, strict=False) if row is not None)
-    return count

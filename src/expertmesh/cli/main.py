@@ -53,6 +53,16 @@ from expertmesh.training.startup.packages import refuse_missing_packages
 
 INTERRUPTED = 130
 PIPE_CLOSED = 141  # what a shell says of a process that ended by SIGPIPE
+TRAIN = "expertmesh.planning.forecast:train_with_forecast"
+ErrorFormat = Literal["text", "json"]
+Options = TypeVar("Options")
+app = typer.Typer(
+    help="Train Hugging Face Mixture-of-Experts models with expert parallelism.",
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    subcommand_metavar="VERB ...",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -105,19 +115,6 @@ def _usage_error(error: typer.TyperException) -> InputError:
         message = f"{error.message}. Did you mean {' or '.join(sorted(meant))}?"
     more = "" if message.endswith("?") else f"; {command} --help tells more"
     return InputError(f"{message}{more}", key="cli.usage")
-
-
-TRAIN = "expertmesh.planning.forecast:train_with_forecast"
-ErrorFormat = Literal["text", "json"]
-Options = TypeVar("Options")
-
-app = typer.Typer(
-    help="Train Hugging Face Mixture-of-Experts models with expert parallelism.",
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    subcommand_metavar="VERB ...",
-)
 
 
 def verb(function: Callable[..., int]) -> Callable[..., int]:

@@ -105,11 +105,11 @@ class TrainArguments:
         Option(help="compare samples of the loaded weights with their files, or every byte, with a hash per expert"),
     ] = "sampled"
     profile: Annotated[
-        Any,
+        Any,  # a tuple: typer would take two arguments for it
         Option(metavar="FIRST:LAST", parser=step_range, help="trace these steps of this start on every rank, e.g. 3:5"),
     ] = None
     elastic: Annotated[
-        Any,
+        Any,  # as above
         Option(
             metavar="MIN:MAX",
             parser=rank_range,

@@ -70,8 +70,10 @@ MICRO_BATCHES_PER_STAGE = 2
 
 
 def run(options: PlanOptions) -> int:
-    """Print the plan; returns 0. `InputError` for bad options, a model that cannot be read or sharded, and when no
-    layout fits.
+    """Print the plan; return 0.
+
+    Raises:
+        InputError: Bad options, a model that cannot be read or sharded, or no layout fits.
     """
     # A plan of a large job is a hundred thousand small objects without cycles: looking for some again and again takes
     # longer than making them.
@@ -86,7 +88,15 @@ def _run(options: PlanOptions) -> int:
     devices = parse_devices(options.devices, hardware_table(options.hardware))
     _check(options)
     lora = None if options.lora is None else _lora(options.lora)
-    config, figures, why_unpacked = read_figures(options, lora, devices.hardware.torch_device)
+    precision = PrecisionConfig(params=options.params, compute=options.compute, frozen=options.frozen)
+    built = ModelOptions(precision, lora, trust_remote_code=options.trust_remote_code, name=options.model)
+    config, figures, why_unpacked = read_figures(
+        options.model,
+        built,
+        options.seq_len,
+        packing=not options.no_packing,
+        device=devices.hardware.torch_device,
+    )
     size = options.global_batch_size or max(64, devices.count)
     optimizer, offload, order = options.optimizer, options.offload, OrderWish(options.accumulate)
     loads = None if options.load is None else read_loads(options.load)
@@ -192,30 +202,28 @@ def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | No
 
 
 def read_figures(
-    options: PlanOptions, lora: LoraConfig | None, device: str
+    name: str, options: ModelOptions, length: int | None, *, packing: bool, device: str
 ) -> tuple[PreTrainedConfig, ModelFigures, str | None]:
     """Read the figures of the model that a plan is for, without its weights.
 
     Args:
+        length: Tokens of a sequence; None: `usual_length`.
+        packing: Pack rows, if the model can have packed rows.
         device: Torch device type that packed rows are attended on.
 
     Returns:
-        The configuration, the figures, and why the model cannot have packed rows: None if it can or if
-        `--no-packing` is given. The figures are of packed rows unless either of the two rules them out.
+        The configuration, the figures, and why the model cannot have packed rows, if they are wanted.
 
     Raises:
         InputError: The model cannot be read or sharded.
     """
-    config, directory = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
-    length = options.seq_len or usual_length(config)
+    config, directory = read_model_config(name, trust_remote_code=options.trust_remote_code, weights=False)
+    length = length or usual_length(config)
     refuse_length("--seq-len", length, config)
-    precision = PrecisionConfig(params=options.params, compute=options.compute, frozen=options.frozen)
-    built = ModelOptions(precision, lora, trust_remote_code=options.trust_remote_code, name=options.model)
-    model = build_model(config, directory, built)
-    why_unpacked = None if options.no_packing else packing_refusal(model)
-    shards = plan_model(model, Layout(), ShardOptions(precision))
-    packed = not options.no_packing and why_unpacked is None
-    figures = figures_of_plan(shards, length=length, lora=lora, packed=packed, device=device)
+    model = build_model(config, directory, options)
+    why_unpacked = packing_refusal(model) if packing else None
+    shards, packed = plan_model(model, Layout(), ShardOptions(options.precision)), packing and why_unpacked is None
+    figures = figures_of_plan(shards, length=length, lora=options.lora, packed=packed, device=device)
     return config, figures, why_unpacked
 
 
@@ -278,8 +286,28 @@ def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> 
     ]
     columns = ("axis", "what", "calls", "bytes", *(["to other nodes"] if several else []), "seconds", "not hidden")
     print_rows(console, "bytes of a rank and step", columns, links)
-    print_rows(console, "time of a step", None, _time(best))
-    print_rows(console, "run", None, list(_costs(costs)))
+    speed = best.speed
+    seconds = {
+        "dense products": speed.products,
+        "experts": speed.experts,
+        "attention": speed.attention,
+        "other operations": speed.memory,
+        "head": speed.head,
+        "waiting for the host": speed.host,
+        "optimizer": speed.optimizer,
+        "communication not hidden": speed.exposed,
+    }
+    rows = [(name, f"{value:.3f} s") for name, value in seconds.items()]
+    rows += [("pipeline bubble", f"{speed.bubble:.1%} on top")] if speed.bubble else []
+    print_rows(console, "time of a step", None, rows)
+    save = f"{costs.save_seconds:.0f} s to write, best every {costs.interval_seconds / 60:.0f} min"
+    lost = f"{costs.lost:.1%} of the time, with a failure every {costs.hours_between_failures:,.0f} h"
+    rows = [("checkpoint", f"{bytes_text(int(costs.checkpoint_bytes))}, {save}"), ("lost", lost)]
+    if costs.hours is not None and costs.device_hours is not None:
+        rows.append(("token budget", f"{costs.hours:,.1f} h, {costs.device_hours:,.0f} device hours"))
+    if costs.cost is not None:
+        rows.append(("cost", f"{costs.cost:,.0f}"))
+    print_rows(console, "run", None, rows)
 
 
 def rejection_lines(found: Plan) -> list[str]:
@@ -379,32 +407,6 @@ def _memory(job: Job, best: Candidate) -> list[tuple[str, str]]:
     items = {name: size for name, size in asdict(best.memory).items() if name != "moment" and size}
     rows = [(names.get(name, name), bytes_text(int(size))) for name, size in items.items()]
     return [*rows, ("peak", f"{bytes_text(int(best.memory.total))} of {bytes_text(int(job.budget))}")]
-
-
-def _time(best: Candidate) -> list[tuple[str, str]]:
-    speed = best.speed
-    seconds = {
-        "dense products": speed.products,
-        "experts": speed.experts,
-        "attention": speed.attention,
-        "other operations": speed.memory,
-        "head": speed.head,
-        "waiting for the host": speed.host,
-        "optimizer": speed.optimizer,
-        "communication not hidden": speed.exposed,
-    }
-    rows = [(name, f"{value:.3f} s") for name, value in seconds.items()]
-    return rows + ([("pipeline bubble", f"{speed.bubble:.1%} on top")] if speed.bubble else [])
-
-
-def _costs(costs: RunCosts) -> Iterator[tuple[str, str]]:
-    save = f"{costs.save_seconds:.0f} s to write, best every {costs.interval_seconds / 60:.0f} min"
-    yield "checkpoint", f"{bytes_text(int(costs.checkpoint_bytes))}, {save}"
-    yield "lost", f"{costs.lost:.1%} of the time, with a failure every {costs.hours_between_failures:,.0f} h"
-    if costs.hours is not None and costs.device_hours is not None:
-        yield "token budget", f"{costs.hours:,.1f} h, {costs.device_hours:,.0f} device hours"
-    if costs.cost is not None:
-        yield "cost", f"{costs.cost:,.0f}"
 
 
 def loads_over(loads: Mapping[str, Sequence[int]], placement: Placement) -> dict[str, Any]:

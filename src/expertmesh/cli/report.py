@@ -17,10 +17,10 @@ _MOST = 26
 
 
 def run(paths: Sequence[str], output: str | None = None) -> int:
-    """Write the report of the runs at `paths` to `output`; else to report.html in the only one, or here for several.
-    Returns 0.
+    """Write the report to `output`, or to report.html in the only run, or here for several; return 0.
 
-    Raises `InputError` without matplotlib, without a run, and for a file that cannot be written.
+    Raises:
+        InputError: matplotlib or a run is missing, or a file cannot be written.
     """
     if find_spec("matplotlib") is None:
         raise InputError(

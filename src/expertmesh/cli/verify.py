@@ -95,9 +95,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _configuration(model: str, sizes: dict[str, int], overrides: list[str], nproc: int | None) -> Config:
-    """Return the configuration of `--model`: two micro-batches of one row on each data rank (and pp rank), and
-    defaults.
-    """
+    """Return the configuration of `--model`: two micro-batches of one row on each data and pp rank, and defaults."""
     ranks, _ = job_size(nproc)
     shared = sizes.get("cp", 1) * sizes.get("tp", 1) * sizes.get("pp", 1)
     values = {

@@ -29,7 +29,7 @@ from expertmesh.state.patching import exchanged, replace_forward
 
 
 @dataclass(frozen=True, slots=True)
-class Casts:
+class DtypePolicy:
     """The dtype policy of a model under a narrower compute dtype; all parameters not listed are cast."""
 
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -87,8 +87,8 @@ class _Refused:
 
 def plan_compute(
     meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, kept_in_fp32: Callable[[str], bool]
-) -> Casts:
-    """Plan how a model computes in `compute` with the casts of FSDP2.
+) -> DtypePolicy:
+    """Plan how a model computes in `compute` under the casts of FSDP2.
 
     It is called if a trained parameter has another dtype. It reads no weights. A model that cannot run without values
     is not refused, as nothing is known about it.
@@ -102,27 +102,27 @@ def plan_compute(
 
     Collectives: none.
     """
-    casts = Casts(uncast_modules(meta_model, anatomy, kept_in_fp32))
-    if _is_proven(meta_model, anatomy, compute, casts):
-        return casts
+    policy = DtypePolicy(uncast_modules(meta_model, anatomy, kept_in_fp32))
+    if _is_proven(meta_model, anatomy, compute, policy):
+        return policy
     # Each run that fails names one module; widen its group or cast its buffers, and try again.
-    while refused := _run(meta_model, anatomy, compute, casts):
+    while refused := _run(meta_model, anatomy, compute, policy):
         reader, module = refused.reader, refused.module
-        if reader and reader not in casts.kept and not _has_group(reader, anatomy):
-            for each in _in_blocks_alike(reader, _alike(meta_model, anatomy, casts)):
+        if reader and reader not in policy.kept and not _has_group(reader, anatomy):
+            for each in _in_equal_blocks(reader, _equal_blocks(meta_model, anatomy, policy)):
                 kept: dict[str, tuple[str, ...]] = {}
-                for name, leaves in casts.kept.items():  # those inside `each` are gathered by its call
+                for name, leaves in policy.kept.items():  # those inside `each` are gathered by its call
                     holder = each if is_inside(name, each) else name
                     kept[holder] = (*kept.get(holder, ()), *leaves)
-                casts = replace(casts, kept=kept)
+                policy = replace(policy, kept=kept)
         elif (
             reader is None
             and module
-            and module not in casts.buffers
+            and module not in policy.buffers
             and not all(map(kept_in_fp32, floating_buffers(meta_model, module)))
         ):
-            casts = replace(
-                casts, buffers=(*casts.buffers, *_in_blocks_alike(module, _alike(meta_model, anatomy, casts)))
+            policy = replace(
+                policy, buffers=(*policy.buffers, *_in_equal_blocks(module, _equal_blocks(meta_model, anatomy, policy)))
             )
         else:
             dtype = str(compute).removeprefix("torch.")
@@ -130,24 +130,24 @@ def plan_compute(
                 f"precision.compute {dtype}: {meta_model.config.model_type} {refused.reason}",  # type: ignore[union-attr]
                 key="precision.compute-unsupported",
             )
-    return casts
+    return policy
 
 
-def _alike(meta_model: nn.Module, anatomy: Anatomy, casts: Casts) -> list[list[str]]:
+def _equal_blocks(meta_model: nn.Module, anatomy: Anatomy, policy: DtypePolicy) -> list[list[str]]:
     """Group the names of blocks with equal settings and tensors of equal dtypes."""
-    kept = {leaf for leaves in casts.kept.values() for leaf in leaves}
+    kept = {leaf for leaves in policy.kept.values() for leaf in leaves}
 
     def kind(name: str) -> Hashable:
         block = meta_model.get_submodule(name)
         tensors = [*block.named_parameters(), *block.named_buffers()]
         dtypes = tuple((leaf, tensor.dtype, f"{name}.{leaf}" in kept) for leaf, tensor in tensors)
-        around = (*casts.kept, *casts.routers, *casts.buffers)
+        around = (*policy.kept, *policy.routers, *policy.buffers)
         return settings(block), dtypes, tuple(each[len(name) :] for each in around if is_inside(each, name))
 
     return group_by_kind(meta_model, decoder_blocks(anatomy), kind)
 
 
-def _in_blocks_alike(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
+def _in_equal_blocks(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
     """Return the name of a module and of the same module in all blocks of the group of its block."""
     for group in groups:
         if block := next((block for block in group if is_within(name, block)), None):
@@ -155,8 +155,10 @@ def _in_blocks_alike(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
     return [name]
 
 
-def with_wide_routers(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) -> Casts:
-    """Add fp32 routers to `casts`; return `casts` unchanged if the family's code does not run with them.
+def with_wide_routers(
+    meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, policy: DtypePolicy
+) -> DtypePolicy:
+    """Add fp32 routers to `policy`; return `policy` unchanged if the family's code does not run with them.
 
     Routers that the family itself keeps in fp32 are left to its code.
     """
@@ -164,13 +166,13 @@ def with_wide_routers(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dt
         name
         for name in anatomy.routers
         if not _has_group(name, anatomy)
-        and not any(is_within(name, kept) or is_inside(kept, name) for kept in casts.kept)
+        and not any(is_within(name, kept) or is_inside(kept, name) for kept in policy.kept)
     ]
     own = {
         name: tuple(leaf for leaf, _ in meta_model.get_submodule(name).named_parameters(prefix=name)) for name in free
     }
-    wide = replace(casts, kept={**casts.kept, **own}, routers=tuple(free))
-    return wide if free and _is_proven(meta_model, anatomy, compute, wide) else casts
+    wide = replace(policy, kept={**policy.kept, **own}, routers=tuple(free))
+    return wide if free and _is_proven(meta_model, anatomy, compute, wide) else policy
 
 
 def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -178,17 +180,17 @@ def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, kwargs))
 
 
-def _is_proven(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) -> bool:
-    """Return whether a model runs with `casts`, from the table of known families or by a run on meta."""
+def _is_proven(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, policy: DtypePolicy) -> bool:
+    """Return whether a model runs with `policy`, from the table of known families or by a run on meta."""
     tensors = [*meta_model.named_parameters(), *meta_model.named_buffers()]
     dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
-    kinds = {re.sub(r"\.\d+", "", name) for name in casts.kept}
+    kinds = {re.sub(r"\.\d+", "", name) for name in policy.kept}
     adapted = any(is_adapter(name) for name, _ in tensors)
-    others = ["routers in fp32"] * bool(casts.routers)
+    others = ["routers in fp32"] * bool(policy.routers)
     key = proof_key(meta_model, compute, sorted(dtypes), sorted(kinds), adapted, *others)
 
     def prove() -> str | None:
-        refused = _run(meta_model, anatomy, compute, casts)
+        refused = _run(meta_model, anatomy, compute, policy)
         return None if refused is None else refused.reason
 
     return refusal_by_proof("compute", key, prove) is None
@@ -205,21 +207,21 @@ def floating_buffers(model: nn.Module, module: str) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
 
 
-def _run(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) -> _Refused | None:
-    """Run a forward on meta with `casts`; of equal blocks only the first computes.
+def _run(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, policy: DtypePolicy) -> _Refused | None:
+    """Run a forward on meta with `policy`; of equal blocks only the first computes.
 
     Returns:
         The failure; None if it runs, or if it fails in a single dtype too, so that nothing is known.
     """
-    repeated = [name for group in _alike(meta_model, anatomy, casts) for name in group[1:]]
-    kept = {id(meta_model.get_parameter(leaf)): name for name, leaves in casts.kept.items() for leaf in leaves}
+    repeated = [name for group in _equal_blocks(meta_model, anatomy, policy) for name in group[1:]]
+    kept = {id(meta_model.get_parameter(leaf)): name for name, leaves in policy.kept.items() for leaf in leaves}
     watch = _Watch(kept)
     cast: list[torch.Tensor] = [parameter for parameter in meta_model.parameters() if id(parameter) not in kept]
-    cast += [buffer for name in casts.buffers for buffer in floating_buffers(meta_model, name).values()]
+    cast += [buffer for name in policy.buffers for buffer in floating_buffers(meta_model, name).values()]
     wide = [parameter for parameter in meta_model.parameters() if id(parameter) in kept]
     hooks = [
         meta_model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
-        for name in casts.routers
+        for name in policy.routers
     ]
     try:
         with ExitStack() as stack:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, experts_spec, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, experts_spec, is_within
 from expertmesh.anatomy.expert_module import relative_error, small_copy
 from expertmesh.compat import (
     attention_of,
@@ -440,7 +440,7 @@ class TokenProof:
     """The proofs for the modules of one model; the model runs on meta once, if the table of families lacks a proof."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
-        self._model: Any = model
+        self._model: Any = model  # torch types `config` of any module as a tensor
         self._anatomy = anatomy
         self._calls: dict[str, _Call] | None = None
 
@@ -451,30 +451,26 @@ class TokenProof:
         return refusal_by_proof("tokens", key, partial(self._why_not, name)) is None
 
     def _why_not(self, name: str) -> str | None:
-        if any(spec.name == name or is_inside(spec.name, name) for spec in self._anatomy.experts):
+        if any(is_within(spec.name, name) for spec in self._anatomy.experts):
             return "it holds experts"
         try:
             if self._calls is None:
-                self._calls = self._recorded_calls()
+                calls: dict[str, _Call] = {}
+
+                def record(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                    calls[name] = (args, kwargs)
+
+                meta_model = meta_copy(self._model)
+                for part, each in meta_model.named_modules():
+                    each.register_forward_pre_hook(partial(record, part), with_kwargs=True)
+                run_text(meta_model, self._anatomy.experts)
+                self._calls = calls  # of a complete forward alone
             module = self._model.get_submodule(name)
             error = _error(module, self._calls[name], self._model.config.get_text_config().hidden_size)
         # The family's code may fail in any way without values, or at another size; nothing is proven then.
         except Exception as cause:
             return f"it cannot be run on a small copy ({type(cause).__name__}: {cause})"
         return None if error <= TOLERANCE else f"its tokens see each other (off by {error:.1e} on a small copy)"
-
-    def _recorded_calls(self) -> dict[str, _Call]:
-        """Return the arguments of each module in a forward of text on meta."""
-        calls: dict[str, _Call] = {}
-
-        def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[name] = (args, kwargs)
-
-        meta_model = meta_copy(self._model)
-        for name, module in meta_model.named_modules():
-            module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
-        run_text(meta_model, self._anatomy.experts)
-        return calls
 
 
 @torch.no_grad()

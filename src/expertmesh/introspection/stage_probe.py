@@ -11,7 +11,7 @@ select (the indexer of sparse attention, a router of image tokens) get no gradie
 reported as trained and stay zero. Nothing here needs weights or communicates.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,7 +140,7 @@ class _Watch(WithoutValues):
         self.handed_on: torch.Tensor | None = None
         self.items: set[int] = set()
         self.joined: dict[int, str] = {}
-        self.labels: Any = WeakIdKeyDictionary()
+        self.labels: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         inside = set()
         for number, name in enumerate(blocks):
             for parameter in model.get_submodule(name).parameters():

@@ -19,7 +19,7 @@ from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.placement import Placement, check_fits, read_placement
-from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
+from expertmesh.introspection.compute_dtype import DtypePolicy, plan_compute, with_wide_routers
 from expertmesh.introspection.small_copies import confirm_experts, shared_behind_routed
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.state.model_view import ModelView, is_adapter
@@ -221,7 +221,7 @@ def refuse_dtypes(
     precision: PrecisionConfig,
     kept_in_fp32: Callable[[str], bool],
     router_dtype: str,
-) -> Casts:
+) -> DtypePolicy:
     """Raise `InputError` for dtypes that a model does not have, or cannot compute in.
 
     Args:
@@ -237,7 +237,7 @@ def refuse_dtypes(
     # What adapters have frozen is in the compute dtype; of a model in memory it may be as wide as the masters.
     wide = not any(map(is_adapter, dtypes)) or set(dtypes.values()) == {master}
     _refuse_mixed_dtypes(dtypes, master, master if wide else compute, kept_in_fp32)
-    casts = Casts() if compute == master else plan_compute(view.meta, anatomy, compute, kept_in_fp32)
+    casts = DtypePolicy() if compute == master else plan_compute(view.meta, anatomy, compute, kept_in_fp32)
     if router_dtype == "compute" or compute.itemsize > 2:
         return casts
     return with_wide_routers(view.meta, anatomy, compute, casts)

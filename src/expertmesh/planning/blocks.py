@@ -283,9 +283,7 @@ class _Experts:
         return min(here, together) * max(packed) * _LOOKED_UP
 
     def saved(self) -> float:
-        """Return what is saved: rows, pre-activations and indices (expert_mlp.py), and the indices of combine
-        (dispatch.py).
-        """
+        """Return what is saved: rows, pre-activations and indices, those of combine included."""
         routed, experts = self.kept, self.experts
         pairs = routed.pairs * (experts.width * self.compute + 4 + 2 * INDEX)
         if experts.rank:
@@ -307,9 +305,7 @@ class _Experts:
         return self.pairs_PI + self.pairs_PH + max(self.rows_RH, self.dequantised())
 
     def again(self) -> float:
-        """Return the bytes of a second run that ends with what is saved: gathered rows, and gradients that came back
-        already.
-        """
+        """Return the bytes of a second run that ends with what is saved: gathered rows, and received gradients."""
         return self.rows_RH + (self.dequantised() if self.experts.looped else max(self.pairs_PH, self.dequantised()))
 
     def backward(self) -> float:

@@ -121,8 +121,10 @@ class Devices:
 
 
 def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
-    """Return every known device by name; those of the file `extra` replace or join ours. `InputError` for a bad
-    file.
+    """Return every known device by name; those of the file `extra` replace or join ours.
+
+    Raises:
+        InputError: The file cannot be read, or is no table of devices.
     """
     table = dict(_built_in())
     if extra is not None:

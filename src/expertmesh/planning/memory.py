@@ -11,7 +11,7 @@ one that backward comes to next is gathered meanwhile. Activations are those of 
     M micro-batches of a round; layers are counted from 0
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -51,7 +51,7 @@ class RoundMemory:
         if self.embedding_here:
             gathered = sum(group.gathered + group.flat for group in (self.embedding, self.head))
             yield Moment("embedding's gather", float(self.ready), gathered, 0.0)
-        for number in self._edges():
+        for number in self._boundaries():
             for index in sorted({0, min(1, self.round - 1), self.round - 1}):
                 layer = _LayerMemory(self, number, index)
                 if layer.is_last:
@@ -88,14 +88,10 @@ class RoundMemory:
             return saved - (memory.hidden if number else 0.0)
         return saved - (0.0 if number else memory.first_saves_less)
 
-    def _edges(self) -> list[int]:
-        """Return the layers at which the peak can be: what is saved falls evenly in between."""
-        places: dict[tuple[Piece, ...], list[int]] = {}
-        for number, pieces in enumerate(self.layers):
-            places.setdefault(tuple(pieces), []).append(number)
-        edges = {edge for found in places.values() for edge in (found[0], found[-1])}
+    def _boundaries(self) -> list[int]:
+        """Return the layers at which the peak can be, the last first."""
         last = len(self.layers) - 1
-        return sorted({0, last, max(0, last - 1), *edges}, reverse=True)
+        return sorted({0, last, max(0, last - 1), *_boundaries(tuple(map(tuple, self.layers)))}, reverse=True)
 
 
 class _LayerMemory:
@@ -281,18 +277,6 @@ def fullest_stage(workload: Workload) -> int:
     return max(workload.distinct_stages(), key=lambda stage: peak_of(workload, stage))
 
 
-def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
-    """Return the bytes that one stage saves of a micro-batch for backward: blocks, what is around them, and the head.
-
-    Args:
-        stage: The pp rank.
-        chunk: Which of its `pp_virtual_stages` stages, counted as in a list; -1 is the last.
-    """
-    memory, chunk = RankMemory(workload), range(workload.layout.pp_virtual_stages)[chunk]
-    saved = memory.saved(stage, chunk)[-1] + memory.tables + memory.at_borders(stage, chunk)
-    return saved + (memory.outside + memory.head_saved if memory.is_last(stage, chunk) else 0.0)
-
-
 class RankMemory:
     """The memory of ranks of one layout, named as docs/formulas.md names it; bytes of one rank."""
 
@@ -326,8 +310,9 @@ class RankMemory:
         return list(accumulate(saved))
 
     def at_borders(self, stage: int, chunk: int) -> float:
-        """Return what a stage saves of a micro-batch beside what its blocks save: what it sends; and where inputs of
-        blocks are saved, the first block's is among what it has `received`.
+        """Return what a stage saves of a micro-batch beside its blocks: the hidden states that it sends.
+
+        Where inputs of blocks are saved, the first block's is counted in `received`.
         """
         is_first, is_last = stage == chunk == 0, self.is_last(stage, chunk)
         mode = self.workload.rank(stage).chunks[chunk][0][1]
@@ -341,9 +326,7 @@ class RankMemory:
         return ends * self.batch.accumulation * self.hidden
 
     def loss(self) -> float:
-        """Return the bytes of the loss in chunks (step/loss.py): hidden states, sums of the head's gradient, one
-        chunk's logits.
-        """
+        """Return the bytes of the loss in chunks (step/loss.py): hidden states, head's gradient, one chunk's logits."""
         model, targets, head, compute = self.model, self.targets, self.head, self.model.compute_bytes
         vocabulary = model.vocabulary / self.layout.tp
         rows = targets * model.hidden * compute
@@ -403,8 +386,9 @@ class RankMemory:
 
 
 class _Backward:
-    """One micro-batch of one of a rank's chunks, while others have activations saved as well. `before` are the
-    activations saved when its first block begins; `ready` blocks have gradients from earlier backwards.
+    """The backward of one micro-batch of one of a rank's chunks, while others have activations saved as well.
+
+    `before` are the activations saved when its first block begins; `ready` blocks have gradients of earlier backwards.
     """
 
     def __init__(
@@ -442,10 +426,16 @@ class _Backward:
         if self.is_last:
             activations = before + self.saved[-1]
             yield Moment("loss", self.ready / self.blocks, self.root, activations, logits=memory.loss())
-        for index in _edges(self.pieces):
+        for index in _boundaries(self.pieces):
             yield from self._block(index, before)
         if self.is_first and self.rank.embedding is not None:
-            yield self._embedding(before)
+            reducing, embedding = reduced_bytes(memory.model, self.embedding), self.embedding
+            copied = reducing if memory.sharding.gloo else 0.0
+            waiting = embedding.gathered + max(embedding.flat, embedding.gradients)
+            waiting += memory.block(self.pieces[0]).reducing
+            ends = max(waiting, embedding.gradients + reducing, reducing + copied)
+            held, share = self.root + self.head_gradient + ends, (self.ready + self.own) / self.blocks
+            yield Moment("embedding's gradient", share, held, before - memory.tables, 0.0, 0.0, memory.hidden)
         if self.rank.has_root:
             reducing = reduced_bytes(memory.model, self.head)
             copied = reducing if memory.sharding.gloo else 0.0
@@ -485,22 +475,11 @@ class _Backward:
         reduced = common - block.dense + max(block.gradients, block.copied) + block.reducing
         yield Moment("block's reduction", accumulated, reduced, full - block.reads, 0.0, 0.0, 2 * hidden)
 
-    def _embedding(self, before: float) -> Moment:
-        memory, embedding = self.memory, self.embedding
-        reducing = reduced_bytes(memory.model, embedding)
-        running = embedding.gathered + max(embedding.flat, embedding.gradients)
-        waiting = running + memory.block(self.pieces[0]).reducing
-        copied = reducing if memory.sharding.gloo else 0.0
-        ends = max(waiting, embedding.gradients + reducing, reducing + copied)
-        unsharded = self.root + self.head_gradient + ends
-        accumulated = (self.ready + self.own) / self.blocks
-        return Moment("embedding's gradient", accumulated, unsharded, before - memory.tables, 0.0, 0.0, memory.hidden)
-
 
 @cache
-def _edges(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
-    """Return the blocks at which the peak can be: what is saved falls and gradients grow evenly in between."""
-    places: dict[Piece, list[int]] = {}
+def _boundaries(pieces: tuple[Hashable, ...]) -> tuple[int, ...]:
+    """Return the first and the last place of each of `pieces`: what is saved falls evenly in between."""
+    places: dict[Hashable, list[int]] = {}
     for index, piece in enumerate(pieces):
         places.setdefault(piece, []).append(index)
-    return tuple(sorted({edge for found in places.values() for edge in (found[0], found[-1])}, reverse=True))
+    return tuple(sorted({end for found in places.values() for end in (found[0], found[-1])}, reverse=True))

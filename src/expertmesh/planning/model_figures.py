@@ -74,8 +74,10 @@ class Feasibility:
 
     @cache  # noqa: B019
     def stages(self, pp: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
-        """Return the numbers, among all of the model's blocks, of those of each stage; `virtual` stages on each of `pp`
-        ranks. Raises `InputError` if there are too few blocks, or places to cut.
+        """Return the numbers of the blocks of each stage, `virtual` stages on each of `pp` ranks.
+
+        Raises:
+            InputError: There are too few blocks, or places to cut.
         """
         layout = Layout(pp=pp, pp_virtual_stages=virtual)
         refuse_few_blocks(len(self._blocks), layout)
@@ -352,8 +354,9 @@ class Block:
         return tuple(group for group in (self.own, self.split, self.uncast) if group is not None)
 
     def ends_in_experts(self, mode: str, *, shared_beside: bool) -> bool:
-        """Return whether a second run ends before the experts' down projection, as nothing is saved behind it.
-        `shared_beside`: a shared expert is not behind it either.
+        """Return whether a second run ends before the experts' down projection, as nothing is saved after it.
+
+        `shared_beside`: shared experts run while rows are in flight, not after the routed experts.
         """
         if mode != "full" or self.experts is None or self.experts.spec.call == "dense":
             return False

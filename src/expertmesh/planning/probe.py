@@ -63,6 +63,8 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 _SENDS_NOTHING = ("wait_tensor", "barrier", "_wrap_tensor_autograd")
 # Wrappers like DTensor and AsyncCollectiveTensor have no storage of their own.
 _WITH_STORAGE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+# What keeps samples of packed rows apart: an explicit mask, or attention that knows them (parallel/packing.py).
+Packed = Literal["no", "by masks", "by samples"]
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class UsageTracker(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = self._resize(storage, size)
-            self._note(storage)
+            self._count_storage(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
@@ -114,7 +116,7 @@ class UsageTracker(TorchDispatchMode):
     def include(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these as well, from now on."""
         for tensor in tensors:
-            self._note(tensor.untyped_storage())
+            self._count_storage(tensor.untyped_storage())
 
     def reset_peak(self) -> None:
         self.peak = self.live
@@ -135,7 +137,7 @@ class UsageTracker(TorchDispatchMode):
             leaves = [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tree_leaves(result)]
         outputs = [leaf for leaf in leaves if type(leaf) in _WITH_STORAGE]
         for output in outputs:
-            self._note(output.untyped_storage())
+            self._count_storage(output.untyped_storage())
         if (flops := flop_registry.get(func.overloadpacket)) is not None:
             self.products += flops(*args, **(kwargs or {}), out_val=result)
         self._count_operation(func, args, outputs)
@@ -150,7 +152,7 @@ class UsageTracker(TorchDispatchMode):
             if func.overloadpacket not in flop_registry:
                 self.moved += sum(tensor.nbytes for tensor in (*inputs, *outputs))
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage_key(storage), storage.nbytes()
 
         def forget() -> None:
@@ -177,10 +179,6 @@ class UsageTracker(TorchDispatchMode):
             entry.bytes += sizes[0 if name == "all_to_all_single" else 1]
         else:
             entry.bytes += max(sizes)
-
-
-# What keeps samples of packed rows apart: an explicit mask, or attention that knows them (parallel/packing.py).
-Packed = Literal["no", "by masks", "by samples"]
 
 
 class NotProbed(InputError):
@@ -259,7 +257,7 @@ def kept_apart(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtyp
 
 
 class _Attention(TorchFunctionMode):
-    """Stands in for fused attention and counts router choices; both go to the block that runs, `current`."""
+    """Replaces fused attention and counts router choices; both go to the block that runs, `current`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,8 +375,8 @@ def _run(
     tracker = UsageTracker()
     watch = _BlockWatch(tracker)
     blocks = {name: model.get_submodule(name) for name in anatomy.blocks}
-    stand_ins = {name: partial(watch.twice, name) if name in measured else watch.pass_through for name in blocks}
-    forwards = {block: partial(stand_ins[name], block.forward) for name, block in blocks.items()}
+    replacements = {name: partial(watch.twice, name) if name in measured else watch.pass_through for name in blocks}
+    forwards = {block: partial(replacements[name], block.forward) for name, block in blocks.items()}
     base: Any = model.get_submodule(base_name(model))
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta")}
     if packed == "by masks":
@@ -391,7 +389,7 @@ def _run(
             hooks.enter_context(model.get_submodule(spec.name).register_forward_hook(watch.experts_end))
         for names, begins, ends in (
             (latents, partial(watch.latent, -1), partial(watch.latent, 1)),
-            (whole, partial(watch.of_whole_rows, -1), partial(watch.of_whole_rows, 1)),
+            (whole, partial(watch.of_full_rows, -1), partial(watch.of_full_rows, 1)),
             (anatomy.shared_experts, partial(watch.shared, True), partial(watch.shared, False)),
         ):
             for module in (model.get_submodule(name) for name in names if is_inside(name, *measured)):
@@ -422,9 +420,10 @@ def _start_graph(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Te
 
 
 class _BlockWatch:
-    """Runs each measured block twice in a row and reads the tracker around the second run: what a block saves shows
-    once its output is its successor's input and its own input is free. `first` is what the first run of the first block
-    saves, `begin` what is live before it.
+    """Runs each measured block twice in a row and reads the tracker around the second run.
+
+    What a block saves is visible once its output is its successor's input and its own input is free. `first` is what
+    the first run of the first block saves, `begin` what is live before it.
     """
 
     def __init__(self, tracker: UsageTracker) -> None:
@@ -484,8 +483,8 @@ class _BlockWatch:
         """Count the results of a module as latents: a hook before (-1) or behind (+1) it."""
         self.attention.current.latents += sign * self.tracker.live
 
-    def of_whole_rows(self, sign: int, *_: Any) -> None:
-        """Count a module that every rank of cp computes for whole rows: a hook before (-1) or behind (+1) it."""
+    def of_full_rows(self, sign: int, *_: Any) -> None:
+        """Count a module that every rank of cp computes for full rows: a hook before (-1) or behind (+1) it."""
         seen = self.attention.current
         now = self.tracker.products, seen.attention // 2 + seen.hidden, self.tracker.moved
         seen.whole = [count + sign * each for count, each in zip(seen.whole, now, strict=True)]
@@ -498,8 +497,9 @@ class _BlockWatch:
         self._is_shared = begins
 
     def pass_through(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what stands for the `forward` of a block that is not measured. What else it returns, or leaves for
-        others (chosen positions, keys), a measured block may read.
+        """Replace the `forward` of a block that is not measured: return the hidden state unchanged.
+
+        Other results (chosen positions, keys) are computed, because a measured block may read them.
         """
         hidden = args[0] if args else kwargs["hidden_states"]
         if not self._tuples:

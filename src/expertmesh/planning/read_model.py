@@ -106,7 +106,7 @@ def _figures(
     reader = _FiguresReader(model, plan, fp32, lora, tensor_plan, context_plan)
     kinds = group_by_kind(model, anatomy.blocks)
     firsts = [names[0] for names in kinds]
-    latents, whole = shared_by_heads(model, tensor_plan), computed_whole(model, context_plan)
+    latents, whole = shared_by_heads(model, tensor_plan), computed_in_full(model, context_plan)
     probed = probe(model, anatomy, firsts, length, packed=packed, latents=latents, whole=whole)
     found = probed.blocks
     measured = [reader.block(first, figures) for first, figures in zip(firsts, found, strict=True)]
@@ -143,9 +143,10 @@ def _figures(
     )
 
 
-def computed_whole(model: nn.Module, plan: "ContextPlan") -> list[str]:
-    """Return the modules that every rank of cp computes for whole rows: layers that it does not cut, and of those that
-    it cuts by heads the parts with products before the heads (latents, indices).
+def computed_in_full(model: nn.Module, plan: "ContextPlan") -> list[str]:
+    """Return the modules that every rank of cp computes for full rows.
+
+    They are the layers that cp does not cut, and in layers cut by heads the parts before the heads (latents, indices).
     """
     found = [part.name for part in plan.gathered if not part.is_split]
     for part in plan.gathered:

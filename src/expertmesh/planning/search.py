@@ -149,9 +149,7 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
 
 
 def _least_moved(job: Job, candidates: Sequence[Candidate]) -> Candidate:
-    """Return that of the candidates, which differ in ep, that `ep: auto` takes, where its groups have no parts of
-    nodes.
-    """
+    """Return the candidate, of several that differ in ep, that `ep: auto` takes."""
     workload, model = candidates[0].workload, job.model
     trips, tokens = 5 if workload.mode == "full" else 4, workload.batch.rows * model.length
     traffic = replace(model.traffic, tokens=tokens, trips=trips, can_have=lambda layout: True)

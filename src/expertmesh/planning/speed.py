@@ -242,7 +242,7 @@ def _micro_batch(
     grows = 1 if model.adapted else 2
     for (block, mode), count in rank.pieces:
         figures, again, full = block.figures, mode != "none", mode == "full"
-        # What every rank of cp computes for whole rows.
+        # What every rank of cp computes for full rows.
         repeated, attended, moved = ((cp - 1) * each for each in figures.whole)
         products = (figures.products + repeated) * share / rates.products
         attention = (figures.attention / 2 + figures.hidden + attended) * share / rates.attention
@@ -339,9 +339,7 @@ def _transfer_seconds(transfer: Transfer, in_node: int, devices: Devices) -> flo
 
 
 def _ranks_in_node(layout: Layout, per_node: int) -> dict[str, int]:
-    """Return how many ranks of a group along each axis share a node; ranks are contiguous, the last axis fastest. Where
-    groups cross a node's border, the fewest.
-    """
+    """Return how many ranks of a group along each axis share a node, at least; the last axis is contiguous."""
     found: dict[str, int] = {}
     for axes in (EXPERT_AXES, DENSE_AXES):  # those of both views are those of the dense one
         stride = 1

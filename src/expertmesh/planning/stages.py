@@ -128,9 +128,7 @@ class Workload:
         return pipeline_rank(self.model, layout.pp, layout.pp_virtual_stages, stage, self.mode, self.layers)
 
     def mean_imbalance(self, stage: int) -> float:
-        """Return the imbalance of all experts of pp rank `stage` together: in each layer all wait for its busiest
-        rank.
-        """
+        """Return the mean imbalance of the layers of pp rank `stage`; in each layer all wait for its busiest rank."""
         if not self.by_block:
             return self.imbalance
         numbers = pipeline_numbers(self.model, self.layout.pp, self.layout.pp_virtual_stages, stage)
@@ -138,8 +136,9 @@ class Workload:
         return sum(found) / len(found) if found else 1.0
 
     def distinct_stages(self) -> tuple[int, ...]:
-        """Return the pp ranks that can be the slowest or the fullest: the first, the last, and of those between that
-        hold the same the first, which has most micro-batches in flight.
+        """Return the pp ranks that can be the slowest or the fullest.
+
+        They are the first, the last, and of equal ones between the first, which has most micro-batches in flight.
         """
         layout = self.layout
         if self.by_block:

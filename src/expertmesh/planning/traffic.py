@@ -55,9 +55,7 @@ class Transfer:
         return Transfer(self.axis, self.kind, factor * self.calls, factor * self.bytes, self.ranks, self.prefetched)
 
     def plus(self, other: "Transfer") -> "Transfer":
-        """Return both together. Groups of one axis may differ in their ranks (what tp splits): the second's are
-        given.
-        """
+        """Return both together, with the ranks of `other`: groups of one axis may differ (what tp splits)."""
         calls, size = self.calls + other.calls, self.bytes + other.bytes
         return Transfer(self.axis, self.kind, calls, size, other.ranks, self.prefetched)
 
@@ -192,9 +190,10 @@ def _of_matrices(model: ModelFigures, rank: PipelineRank, layout: Layout) -> Ite
 def _dense(
     model: ModelFigures, rank: PipelineRank, virtual: int, stays: tuple[Block, ...], ranks: int, tp: int
 ) -> tuple[tuple[Transfer, ...], int, float]:
-    """Return a micro-batch's or a round's, over fsdp: FSDP2 gathers a dense group before forward and again before
-    backward (the root and what `stays` only once), and reduces once; `_gathers_in_vain` has what else it gathers. Then
-    calls and bytes of a step's all-reduce of this rank's shards over replicas.
+    """Return the transfers of dense groups over fsdp, and calls and bytes of a step's all-reduce over replicas.
+
+    FSDP2 gathers a group before forward and again before backward (the root and what `stays` only once), and reduces
+    once, in each micro-batch or round; `_gathers_in_vain` has what else it gathers.
     """
     found, calls_over_replicas, over_replicas = [], 0, 0.0
     parts = {block.split: block.parts.split for block, _ in rank.blocks}
@@ -218,9 +217,7 @@ def _dense(
 
 
 def _gathers_in_vain(rank: PipelineRank, layout: Layout, accumulation: int) -> Iterator[Transfer]:
-    """Yield what FSDP2 gathers over fsdp beside each group's forward and backward: the root's backward prefetches the
-    last block of another chunk, which nothing uses.
-    """
+    """Yield the gathers over fsdp that nothing uses: the root's backward prefetches another chunk's last block."""
     tp, ranks = layout.tp, layout.fsdp * layout.cp
     if rank.has_root and layout.pp_virtual_stages > 1:
         for chunk, times in prefetches_in_vain(layout, accumulation, rank.stage).items():
@@ -234,7 +231,7 @@ def _of_tokens(
     model: ModelFigures, rank: PipelineRank, layout: Layout, rows: int, imbalance: float, ep_nodes: int
 ) -> tuple[Transfer, ...]:
     """Return a micro-batch's, over ep, tp, cp and pp. Of `layout` these axes alone count."""
-    found: list[Transfer] = []
+    found, whole = list[Transfer](), _full_bytes(model, layout, rows)
     for (block, mode), times in rank.pieces:
         if block.experts is not None:
             tokens, runs = rows * model.length / (layout.cp * layout.tp), 2 if mode == "full" else 1
@@ -249,7 +246,6 @@ def _of_tokens(
         found += [each.times(times) for each in _of_sequence(block, model, layout, rows, mode)]
     if rank.is_last:
         found += _of_vocabulary(model, layout, rows)
-    whole = _whole_bytes(model, layout, rows)
     if rank.stage == 0 and not model.embeds_trained:
         # The first gather of positions is of what has no gradient.
         found.append(Transfer("tp", "reduce_scatter", -1, -whole, layout.tp))
@@ -321,7 +317,7 @@ def _of_sequence(
     rows for what needs them whole, and where ranks share its heads scatters the sums.
     """
     forwards, parts = 1 if mode == "none" else 2, block.parts
-    whole = _whole_bytes(model, layout, rows)
+    whole = _full_bytes(model, layout, rows)
     gathers = (parts.split + parts.whole) * forwards + parts.split
     # A block's second run ends with the last tensor that backward needs, which a last sum is not.
     sums = parts.split * (forwards + 1) - (parts.last and forwards == 2) + parts.whole
@@ -342,20 +338,15 @@ def _of_sequence(
         yield Transfer("cp", "all_to_all", 2 * times, times * exchanged, layout.cp)
 
 
-def _of_vocabulary(model: ModelFigures, layout: Layout, rows: int) -> tuple[Transfer, ...]:
-    """Return the head's: tp gathers positions before it and sums their gradients; three numbers per target
-    (step/loss.py).
-    """
-    whole = _whole_bytes(model, layout, rows)
-    targets = rows * (model.length - 1) / layout.cp
+def _of_vocabulary(model: ModelFigures, layout: Layout, rows: int) -> Iterator[Transfer]:
+    """Yield the head's: tp gathers positions and sums their gradients, and reduces three numbers per target."""
+    targets, full = rows * (model.length - 1) / layout.cp, _full_bytes(model, layout, rows)
+    yield Transfer("tp", "all_gather", 1, full, layout.tp)
+    yield Transfer("tp", "reduce_scatter", 1, full, layout.tp)
     numbers = 3 * targets * max(4, model.compute_bytes)
-    return (
-        Transfer("tp", "all_gather", 1, whole, layout.tp),
-        Transfer("tp", "reduce_scatter", 1, whole, layout.tp),
-        Transfer("tp", "all_reduce", 2 * -(-targets // CHUNK_TOKENS), numbers, layout.tp),
-    )
+    yield Transfer("tp", "all_reduce", 2 * -(-targets // CHUNK_TOKENS), numbers, layout.tp)
 
 
-def _whole_bytes(model: ModelFigures, layout: Layout, rows: int) -> float:
+def _full_bytes(model: ModelFigures, layout: Layout, rows: int) -> float:
     """Return the bytes of the hidden states of all positions that a tp group holds together."""
     return rows * model.length / layout.cp * model.hidden * model.compute_bytes

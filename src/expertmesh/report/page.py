@@ -47,6 +47,7 @@ Column = npt.NDArray[np.floating[Any]]
 _ROWS = 20
 # "First" and "last" (or "lately") are one in so many of the rows, at either end.
 _END = 10
+NOTHING = "–"
 
 
 def advice(run: Run) -> Iterator[str]:
@@ -125,9 +126,6 @@ def _ends(values: Column) -> tuple[float, float]:
     """Return the medians over the first and the last rows."""
     rows = max(1, len(values) // _END)
     return float(ignoring_nan(np.nanmedian, values[:rows])), float(ignoring_nan(np.nanmedian, values[-rows:]))
-
-
-NOTHING = "–"
 
 
 def render(run: Run) -> str:

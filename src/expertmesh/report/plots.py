@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup, escape
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
@@ -251,9 +252,7 @@ def draw(run: Run) -> dict[str, Markup]:
 
 
 def draw_together(runs: Sequence[Run]) -> dict[str, Markup]:
-    """Return the same figures of several runs in one picture each, named by letters; also figures that only one run
-    has.
-    """
+    """Return the figures of several runs, each in one picture, in which letters name the runs."""
     figures = {}
     for key in ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second"):
         lines = {}
@@ -286,17 +285,11 @@ def _draw_tokens(run: Run, tokens_LE: npt.NDArray[np.float64], figure: Figure, a
     load_LE = tokens_LE / np.maximum(tokens_LE.mean(axis=1, keepdims=True), 1e-9)
     layers, experts = load_LE.shape
     extent = (-0.5, experts - 0.5, layers - 0.5, -0.5)
-    picture = axes.imshow(
-        load_LE, cmap="cividis", norm=Normalize(0, max(2.0, float(np.quantile(load_LE, 0.99)))), aspect="auto",
-        interpolation="nearest", extent=extent,
-    )  # fmt: skip
-    axes.grid(False)
     blocks = run.moe_blocks if len(run.moe_blocks) == layers else list(range(layers))
-    _block_axis(axes, blocks)
+    norm = Normalize(0, max(2.0, float(np.quantile(load_LE, 0.99))))
+    _draw_blocks(figure, axes, blocks, load_LE, extent, norm=norm, cmap="cividis")
     axes.set_xlabel("expert")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    bar = figure.colorbar(picture, ax=axes, pad=0.02, aspect=16, format=short)
-    bar.outline.set_visible(False)
     names = [f"expert {number}" for number in range(experts)]
     return HoverGrid([f"block {block}" for block in blocks], names, extent, load_LE)
 
@@ -382,18 +375,14 @@ def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> Hover | No
         "dead": Normalize(0, high),
     }[key]
     bright = matplotlib.colormaps["cividis_r" if WORST[key] is np.nanmin else "cividis"]
-    count = len(grid.values_LC)
-    picture = axes.imshow(
-        grid.values_LC, cmap=bright.with_extremes(bad="#9a9a9a"), norm=norm, aspect="auto", interpolation="nearest",
-        extent=(grid.first, grid.last, count - 0.5, -0.5), zorder=3,
-    )  # fmt: skip
-    axes.grid(False)
-    _block_axis(axes, run.moe_blocks)
+    extent = (grid.first, grid.last, len(grid.values_LC) - 0.5, -0.5)
     ticks: Locator = MaxNLocator(nbins=6, integer=key == "dead", steps=[1, 2, 5, 10])
     if isinstance(norm, LogNorm):
         ticks = LogLocator(base=2, subs=(1, 1.5))
-    bar = figure.colorbar(picture, ax=axes, pad=0.02, aspect=16, format=short, ticks=ticks)
-    bar.outline.set_visible(False)
+    cmap = bright.with_extremes(bad="#9a9a9a")
+    bar = _draw_blocks(
+        figure, axes, run.moe_blocks, grid.values_LC, extent, norm=norm, cmap=cmap, ticks=ticks, zorder=3
+    )
     bar.ax.yaxis.set_minor_locator(NullLocator())
     # On a picture, a line that is seen on its dark and on its bright parts.
     for step in run.resumed:
@@ -404,14 +393,28 @@ def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> Hover | No
     columns = grid.values_LC.shape[1]
     steps = np.linspace(grid.first, grid.last, columns + 1)
     names = [f"to step {int(step):,}" for step in steps[1:]]
-    extent = (grid.first, grid.last, count - 0.5, -0.5)
     return HoverGrid([f"block {block}" for block in run.moe_blocks], names, extent, grid.values_LC)
 
 
-def _block_axis(axes: Axes, blocks: Sequence[int]) -> None:
+def _draw_blocks(
+    figure: Figure,
+    axes: Axes,
+    blocks: Sequence[int],
+    values: npt.NDArray[Any],
+    extent: tuple[float, float, float, float],
+    *,
+    ticks: Locator | None = None,
+    **image: Any,
+) -> Colorbar:
+    """Draw a row of `values` for each block, and return its colour bar; `image` are options of `imshow`."""
+    picture = axes.imshow(values, aspect="auto", interpolation="nearest", extent=extent, **image)
+    axes.grid(False)
     shown = np.unique(np.linspace(0, len(blocks) - 1, min(len(blocks), 9)).round().astype(int))
     axes.set_yticks(shown, [str(blocks[place]) for place in shown])
     axes.set_ylabel("block")
+    bar = figure.colorbar(picture, ax=axes, pad=0.02, aspect=16, format=short, ticks=ticks)
+    bar.outline.set_visible(False)
+    return bar
 
 
 def _draw_steps(run: Run, axes: Axes, line_colour: str) -> None:
@@ -440,9 +443,7 @@ def short(value: float, place: float = 0) -> str:
 
 
 def _svg(name: str, draw_on: Callable[[Figure, Axes], Hover | None]) -> Markup:
-    """Return a figure in our style, whatever the user's matplotlibrc says, as an `<svg>` whose ids begin with
-    `name`.
-    """
+    """Return a figure in our style, whatever the user's matplotlibrc, as an `<svg>` whose ids begin with `name`."""
     written = io.StringIO()
     with matplotlib.style.context(_STYLE, after_reset=True):
         figure = Figure()
@@ -453,8 +454,8 @@ def _svg(name: str, draw_on: Callable[[Figure, Axes], Hover | None]) -> Markup:
     prefix = name.replace("/", "-")
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg[svg.index("<svg") :])
     if hover is not None:
-        told = escape(json.dumps(hover.data(axes), separators=(",", ":")))
-        svg = svg.replace("<svg ", f'<svg data-hover="{told}" ', 1)
+        data = escape(json.dumps(hover.data(axes), separators=(",", ":")))
+        svg = svg.replace("<svg ", f'<svg data-hover="{data}" ', 1)
     for drawn, meant in COLOURS.items():
         svg = svg.replace(drawn, meant)
     return Markup(svg)

@@ -27,8 +27,7 @@ from expertmesh.training.reporting.record import DATA_FILE, RECORD_FILE, DataRec
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Seconds from the process of the first start in run.json to the last row of metrics, on rank 0; `wall` is their
-    sum.
+    """Seconds on rank 0 from the first start in run.json to the last row of metrics; `wall` is their sum.
 
     A time before run.json had these figures is in `waiting`.
     """

@@ -158,7 +158,7 @@ def simulate(
         sharded = time.monotonic()
         with FakeTensorMode(allow_non_fake_inputs=True):
             materialize(model, mesh.device)
-            with stand_ins(figures.experts.router, batch.rows * figures.length, mesh.layout):
+            with expected_values(figures.experts.router, batch.rows * figures.length, mesh.layout):
                 tracker, state = counted_steps(model, batch, figures.length, figures.packed)
         return Simulated(
             world_size=layout.world_size,
@@ -176,7 +176,7 @@ def simulate(
 
 
 @contextmanager
-def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]:
+def expected_values(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]:
     """Replace inside the block what needs values: routing counts, targets, masks and attention.
 
     Each rank of every exchange gets an equal share, the mean that `router` predicts.

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ from expertmesh.weights.audit import HashedSlice
 from expertmesh.weights.load import ExpertTensors, expert_tensors
 
 _BLOCK_BYTES = 1 << 24
+_BLOCK_ELEMENTS = 1 << 22  # of an expert
 _SCALE, _MUON, _ADAMW = "_scale", "momentum_buffer", {"exp_avg", "exp_avg_sq"}
 _ADAPTER_CONFIG, _BASE = f"{ADAPTER}/{ADAPTER_CONFIG_FILE}", f"{ADAPTER}/{BASE_FILE}"
 _NEEDED = {STATE_FILE, LAYOUT_FILE, f"{HUGGINGFACE}/config.json"}
@@ -140,7 +141,7 @@ class _Part(NamedTuple):
     """The first index of the part in its tensor, by dim."""
     copies: int
     """The number of ranks that held the part."""
-    fingerprint: Any
+    fingerprint: int | None
     """The fingerprint that these ranks computed; None if the file has none."""
 
 
@@ -376,8 +377,12 @@ def verify(directory: Path) -> Verification:
 
 def _verified_experts(state: SavedState, check: FileCheck) -> tuple[tuple[VerifiedExperts, ...], str | None, list[str]]:
     """Return all experts, why they were left out (or None), and the problems of the model or the experts."""
-    if reason := _why_no_model(state, check):
-        return (), reason, []
+    missing = needed_files(state.manifest) - state.manifest.by_name.keys()
+    kinds = (f"{HUGGINGFACE}/", f"{ADAPTER}/", LAYOUT_FILE)
+    if needed := [name for name in check.damaged | missing if name.startswith(kinds)]:
+        return (), f"{min(needed)} is damaged", []
+    if unreadable := [name for name in check.unreadable if state.manifest.kind_of(name) != "optimizer"]:
+        return (), f"not all of {min(unreadable)} can be read", []
     try:
         experts = tuple(look_at_experts(stored_model(state), state))
     except InputError as error:
@@ -385,19 +390,6 @@ def _verified_experts(state: SavedState, check: FileCheck) -> tuple[tuple[Verifi
     except IntegrityError as error:
         return (), "the checkpoint does not fit its model", [str(error)]
     return experts, None if experts else "none of them has an adapter", list(what_is_odd(experts))
-
-
-def _why_no_model(state: SavedState, check: FileCheck) -> str | None:
-    missing = needed_files(state.manifest) - state.manifest.by_name.keys()
-    kinds = (f"{HUGGINGFACE}/", f"{ADAPTER}/", LAYOUT_FILE)
-    needed = [name for name in check.damaged | missing if name.startswith(kinds)]
-    if needed:
-        return f"{min(needed)} is damaged"
-    unreadable = sorted(name for name in check.unreadable if state.manifest.kind_of(name) != "optimizer")
-    return f"not all of {unreadable[0]} can be read" if unreadable else None
-
-
-_BLOCK_ELEMENTS = 1 << 22
 
 
 def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[VerifiedExperts]:

@@ -100,24 +100,27 @@ def recording(
 
 @torch.no_grad()
 def record_forward(job: ProvenJob, data: StepData) -> ForwardRecord:
-    """Run the samples of this data rank without gradients and record the forward, and those of a teacher and of
-    mismatched rows.
-
-    Collectives: every rank calls it; those of a forward, of `_whole_rows` and, with stages, of `_of_all_stages`.
-    """
+    """Record a forward of this data rank's samples, without gradients; also of a teacher and of mismatched rows."""
     step, placed = job.batches(data), data.placed(job.mesh.layout, job.mesh.rank)
     modules = {name: m for name, m in job.model.named_modules() if not isinstance(m, Placeholder)}
     recorder = _JobRecorder(job, placed)
     # Compiled blocks round differently and may choose other experts. They run compiled in training mode alone.
     job.model.train(job.setup.config.train.compile)
     with recording(modules, job.setup.anatomy, recorder.last_outputs, recorder.last_choices):
-        if pipeline_of(job.model) is None:
+        if (pipeline := pipeline_of(job.model)) is None:
             share = sequence_share(job.model)
             for number, batch in enumerate(padded(each, share) for each in step.micro_batches):
                 recorder.last_outputs["logits"] = job.model(**model_inputs(batch), use_cache=False).logits
                 recorder.keep(number, batch)
         else:
-            _run_stages(job, step.micro_batches, recorder)
+            batches = same_shape(step.micro_batches, sequence_share(job.model).parts)
+
+            def look(output: StageOutput) -> None:
+                if output.is_last:
+                    recorder.last_outputs["logits"] = _logits(job.model, output.base)
+                recorder.keep(output.number, batches[output.number])
+
+            run_pipeline(job.model, pipeline, batches, look)  # with the run's schedule
     job.model.train()
     tensors = {name: kept_tokens(torch.cat(parts)) for name, parts in recorder.outputs.items()}
     choices = {name: torch.cat(parts).cpu() for name, parts in recorder.choices.items()}
@@ -151,35 +154,21 @@ class _JobRecorder:
     def keep(self, number: int, batch: Mapping[str, Tensor]) -> None:
         """Store the real tokens of the last forward, which was of micro-batch `number`. Stages run them in order.
 
-        Collectives: every rank calls it; those of `_whole_rows` for each tensor.
+        Collectives: every rank calls it; those of `_full_rows` for each tensor.
         """
         rows, positions = batch["input_ids"].shape
         mine = [sample for sample in self.placed if sample.micro == number]
         for name, value in self.last_outputs.items():
-            self.outputs.setdefault(name, []).append(_cut_out(_whole_rows(self.job, value), mine))
+            self.outputs.setdefault(name, []).append(_cut_out(_full_rows(self.job, value), mine))
         for name, index in self.last_choices.items():
             # If tp does not split attention, its router gets full rows.
             is_whole = name in self.job.setup.anatomy.sorting_routers and index.shape[0] == rows * positions
             if is_whole or index.shape[0] * sequence_share(self.job.model).parts == rows * positions:
                 index_BSK = index.view(rows, -1, index.shape[-1])
-                index_BSK = index_BSK if is_whole else _whole_rows(self.job, index_BSK)
+                index_BSK = index_BSK if is_whole else _full_rows(self.job, index_BSK)
                 self.choices.setdefault(name, []).append(_cut_out(index_BSK, mine))
         self.last_outputs.clear()
         self.last_choices.clear()
-
-
-def _run_stages(job: ProvenJob, micro_batches: Any, recorder: _JobRecorder) -> None:
-    """Run all micro-batches through the pipeline stages, with the run's schedule."""
-    model, pipeline = job.model, pipeline_of(job.model)
-    assert pipeline is not None
-    batches = same_shape(micro_batches, sequence_share(model).parts)
-
-    def look(output: StageOutput) -> None:
-        if output.is_last:
-            recorder.last_outputs["logits"] = _logits(model, output.base)
-        recorder.keep(output.number, batches[output.number])
-
-    run_pipeline(model, pipeline, batches, look)
 
 
 def _logits(model: nn.Module, base: ModelOutput) -> Tensor:
@@ -193,7 +182,7 @@ def _logits(model: nn.Module, base: ModelOutput) -> Tensor:
     return logits.view(*hidden_BSH.shape[:2], -1)
 
 
-def _whole_rows(job: ProvenJob, value_BSX: Tensor) -> Tensor:
+def _full_rows(job: ProvenJob, value_BSX: Tensor) -> Tensor:
     """Return all positions of the rows, gathered from the ranks that share them.
 
     Collectives: every rank calls it; one all-gather each over tp and cp, if the axis is larger than 1.

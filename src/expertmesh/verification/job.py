@@ -18,11 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.start import start as start_adapters
-from expertmesh.config import Config, ParallelConfig, PrecisionConfig
+from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.data import Step
 from expertmesh.distributed.mesh import Mesh, init_mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.experts.placement import Placement, balanced
+from expertmesh.experts.placement import balanced
 from expertmesh.io.boxes import Box, slices
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.checkpointing import checkpointing_mode
@@ -182,24 +182,24 @@ class ProvenJob:
         view, found = ModelView(self.model), {}
         for name, parameter in view.full.named_parameters():
             if parameter.requires_grad:
-                whole = self.whole(view.state[name], values.get(name))
+                full = self.full(view.state[name], values.get(name))
                 if name in boxes:
-                    first, *others = (whole[slices(box)] for box in boxes[name])
+                    first, *others = (full[slices(box)] for box in boxes[name])
                     found[name] = (torch.cat([first, *others]) if others else first).cpu()
         return found
 
-    def whole(self, tensor: Tensor, local: Tensor | None) -> Tensor:
+    def full(self, tensor: Tensor, local: Tensor | None) -> Tensor:
         """Return the full tensor of a sharded one, on every rank, from the `local` part of each rank.
 
         Collectives: every rank calls it; one all-reduce of the full tensor's bytes on the default group.
         """
-        whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.mesh.device)
+        full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.mesh.device)
         if local is not None and owns_copy(tensor):
             for box, part in held_parts(tensor, local):
-                whole[slices(box)] = part
+                full[slices(box)] = part
         # Summing bytes is exact for every dtype: each element is nonzero on one rank at most.
-        dist.all_reduce(whole.reshape(-1).view(torch.uint8))
-        return whole
+        dist.all_reduce(full.reshape(-1).view(torch.uint8))
+        return full
 
     def counted(self) -> dict[str, bool]:
         """Return for each trained tensor whether this rank's part counts, so that each replicated part counts once."""
@@ -250,7 +250,9 @@ def build(
     if config.moe.placement != "contiguous" and (config.moe.placement == "balanced" or parallel is not None):
         # Any placement gives the same results: one that the data decide, or one for another ep, is drawn.
         replicas = config.moe.replicas if parallel is None else 0
-        shards = replace(shards, placement=_drawn_placement(setup, mesh.layout.ep, replicas))
+        random, experts = np.random.default_rng(0), setup.anatomy.experts if mesh.layout.ep > 1 else ()
+        loads = {spec.name: random.zipf(2.0, spec.num_experts).clip(max=1 << 20).tolist() for spec in experts}
+        shards = replace(shards, placement=balanced(loads, mesh.layout.ep, replicas))
     if checkpointing is not None:
         shards = replace(shards, activation_checkpointing=checkpointing_mode(checkpointing), checkpoint_layers="all")
     model, _ = prepare_model(setup.model_config, setup.directory, mesh, options, shards)
@@ -259,27 +261,15 @@ def build(
     start_adapters(model, config.train.seed)
     set_adapters(model)
     optimizer = build_optimizer(model, config.optim, config.train.seed, getattr(torch, precision.compute))
-    job = ProvenJob(setup, mesh, model, optimizer, precision, _load_teacher(setup, config, mesh))
+    teacher = None
+    if setup.teacher is not None:
+        teacher = Teacher.planned(config, setup.teacher.model_config, setup.teacher.directory, mesh.layout)
+        teacher.shard(mesh)
+        fill(teacher.model, teacher.directory, allocate_on=mesh.device)
+    job = ProvenJob(setup, mesh, model, optimizer, precision, teacher)
     if setup.steps[0].minimised.reference and setup.steps[0].dataset.reference is None:
         _make_up_reference(job)
     return job
-
-
-def _drawn_placement(setup: Setup, ep: int, replicas: int) -> Placement:
-    """Return that of random loads; the model's order without EP."""
-    random, experts = np.random.default_rng(0), setup.anatomy.experts if ep > 1 else ()
-    loads = {spec.name: random.zipf(2.0, spec.num_experts).clip(max=1 << 20).tolist() for spec in experts}
-    return balanced(loads, ep, replicas)
-
-
-def _load_teacher(setup: Setup, config: Config, mesh: Mesh) -> Teacher | None:
-    """Return the job's teacher, if it has one. Collectives: every rank calls it; those of loading."""
-    if setup.teacher is None:
-        return None
-    teacher = Teacher.planned(config, setup.teacher.model_config, setup.teacher.directory, mesh.layout)
-    teacher.shard(mesh)
-    fill(teacher.model, teacher.directory, allocate_on=mesh.device)
-    return teacher
 
 
 def _make_up_reference(job: ProvenJob) -> None:

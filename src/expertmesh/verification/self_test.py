@@ -105,10 +105,10 @@ def _swap_experts(job: ProvenJob) -> None:
         for name in experts.names:
             tensor = as_stored(job.model, name, state[name])
             held = local_tensor(tensor)
-            whole = job.whole(tensor, held)
+            full = job.full(tensor, held)
             (start, middle), (_, stop) = (experts.rows(tensor, number) for number in (0, 1))
-            whole[start:stop] = torch.cat([whole[middle:stop], whole[start:middle]])
-            held.copy_(part_of(tensor, whole))
+            full[start:stop] = torch.cat([full[middle:stop], full[start:middle]])
+            held.copy_(part_of(tensor, full))
 
 
 def _swap_slots(job: ProvenJob) -> None:
@@ -178,13 +178,18 @@ def _lose_between_stages(job: ProvenJob) -> None:
     if pipeline is None or not pipeline.is_last(pipeline.local_stages[-1]):
         return
 
+    _change_gradient(job.model.get_submodule(pipeline.blocks[pipeline.stages[-1].start]), torch.zeros_like)
+
+
+def _change_gradient(block: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the gradient of a block's hidden state on its way to the block before."""
+
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.requires_grad:
-            hidden.register_hook(torch.zeros_like)
+            hidden.register_hook(change)
 
-    first = pipeline.blocks[pipeline.stages[-1].start]
-    job.model.get_submodule(first).register_forward_pre_hook(hook, with_kwargs=True)
+    block.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _exchange_gradients(job: ProvenJob) -> None:
@@ -196,13 +201,7 @@ def _exchange_gradients(job: ProvenJob) -> None:
         before.append(gradient)
         return other if other.shape == gradient.shape and other is not gradient else gradient.roll(1, 1)
 
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        if hidden.requires_grad:
-            hidden.register_hook(exchange)
-
-    last = layers_of(job.model).pipeline.blocks[-1]
-    job.model.get_submodule(last).register_forward_pre_hook(hook, with_kwargs=True)
+    _change_gradient(job.model.get_submodule(layers_of(job.model).pipeline.blocks[-1]), exchange)
 
 
 def _reduce_early(job: ProvenJob) -> None:

@@ -45,13 +45,14 @@ from expertmesh.step.forward_backward import Order
 from expertmesh.step.objective import Objective
 from expertmesh.step.objectives import objective_of
 from expertmesh.training.objective import Teacher
-from expertmesh.training.startup.model_check import Checked, check_model, longest
+from expertmesh.training.startup.model_check import check_model, longest
 from expertmesh.training.startup.preflight import refuse_config, refuse_disk
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 
 STEPS = 3
 _RANDOM = re.compile(r"(dropout|jitter|_pdrop$)")
+LEAST_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +135,23 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     dropped = None
     if kept < every:
         dropped = _pattern_of_dropped(checked.anatomy, kept)
-        model_config = _first_layers(model_config, kept, every)
-        config = _without_layers(config)
-        checked = _checked_layers(config, model_config, directory, kept, world_size)
+        config, model_config = _first_layers(config, model_config, kept, every)
+        try:
+            checked = check_model(config, model_config, directory, world_size)
+        except InputError as error:
+            raise InputError(f"--layers {kept}: {error}; keep more layers", key=error.key) from error
+    if len(checked.anatomy.blocks) != kept:
+        raise InputError(
+            f"--layers {kept}: {model_config.model_type} cannot be cut to its first layers; leave it out",
+            key="verify.layers-unsupported",
+        )
     if not options.random_data:
         refuse_disk(config, checked.model)
     if warning := forecast(config, checked).warning:
         notes.append(warning)
-    vocabulary = checked.vocab_size
     if options.random_data:
-        dataset, pad = random_dataset(vocabulary, config.data.max_length, 64, config.train.seed), 0
         notes.append("token ids are random: no data was named")
-    else:
-        tokenizer = load_tokenizer(config.model, config.data.chat_template)
-        dataset, _ = found_or_built(config, Recipe.of(config, config.data.train, tokenizer, vocabulary))
-        pad = padding_token_id(tokenizer, vocabulary)
-    steps = steps_of(dataset, config, layout, tokens=options.tokens, steps=STEPS, pad_token_id=pad)
+    steps = _steps(config, options, layout, checked.vocab_size)
     setup = Setup(
         config,
         model_config,
@@ -165,6 +167,16 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         config.weights_seed,
     )
     return replace(setup, teacher=_of_teacher(setup, checked.objective.teacher))
+
+
+def _steps(config: Config, options: VerifyOptions, layout: Layout, vocabulary: int) -> "list[StepData]":
+    if options.random_data:
+        dataset, pad = random_dataset(vocabulary, config.data.max_length, 64, config.train.seed), 0
+    else:
+        tokenizer = load_tokenizer(config.model, config.data.chat_template)
+        dataset, _ = found_or_built(config, Recipe.of(config, config.data.train, tokenizer, vocabulary))
+        pad = padding_token_id(tokenizer, vocabulary)
+    return steps_of(dataset, config, layout, tokens=options.tokens, steps=STEPS, pad_token_id=pad)
 
 
 def _of_teacher(setup: Setup, teacher: Teacher | None) -> Setup | None:
@@ -227,41 +239,24 @@ def _pattern_of_dropped(anatomy: Anatomy, kept: int) -> str:
     return rf"(^|\.){re.escape(lists.pop().rpartition('.')[2])}\.({numbers})\."
 
 
-def _first_layers(config: PreTrainedConfig, kept: int, every: int) -> PreTrainedConfig:
-    """Return the config of the model's first `kept` blocks, with each list of one entry per layer cut as well."""
-    cut = deepcopy(config)
-    text: Any = cut.get_text_config()
+def _first_layers(
+    config: Config, model_config: PreTrainedConfig, kept: int, every: int
+) -> tuple[Config, PreTrainedConfig]:
+    """Return both configurations for the model's first `kept` blocks.
+
+    Each list of the model's config with one entry per layer is cut. Ours names no layer, which may be left out: any
+    checkpointing and any placement will do.
+    """
+    cut = deepcopy(model_config)
+    text: Any = cut.get_text_config()  # of any family
     for key, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == every:
             vars(text)[key] = type(value)(value[:kept])
     vars(text)["num_hidden_layers"] = kept
-    return cut
-
-
-def _without_layers(config: Config) -> Config:
-    """Return `config` without names of layers, which may be left out: any checkpointing and any placement will do."""
     moe, train = config.moe, config.train.model_copy(update={"checkpoint_layers": "all"})
     if moe.placement != "contiguous":
         moe = moe.model_copy(update={"placement": "balanced"})
-    return config.model_copy(update={"train": train, "moe": moe})
-
-
-def _checked_layers(
-    config: Config, model_config: PreTrainedConfig, directory: Path, kept: int, world_size: int
-) -> Checked:
-    try:
-        checked = check_model(config, model_config, directory, world_size)
-    except InputError as error:
-        raise InputError(f"--layers {kept}: {error}; keep more layers", key=error.key) from error
-    if len(checked.anatomy.blocks) != kept:
-        raise InputError(
-            f"--layers {kept}: {model_config.model_type} cannot be cut to its first layers; leave it out",
-            key="verify.layers-unsupported",
-        )
-    return checked
-
-
-LEAST_LENGTH = 16
+    return config.model_copy(update={"train": train, "moe": moe}), cut
 
 
 @dataclass(frozen=True, slots=True)

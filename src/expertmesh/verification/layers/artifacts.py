@@ -127,7 +127,11 @@ def _compared(proof: Proof, name: str, job: ProvenJob, logits: Tensor, load: Cal
             except ExpertmeshError as error:
                 found = str(error)
             else:
-                found = Distance(*squares(_logits_of(proof, loaded), logits))
+                placed = proof.setup.steps[0].placed(proof.setup.layout, 0)
+                batch = unsharded.PaddedSamples.of([(each.input_ids, each.labels) for each in placed])
+                with torch.no_grad():
+                    read = kept_tokens(batch.real_tokens(unsharded.forward(loaded.eval(), batch)[0]))
+                found = Distance(*squares(read, logits))
                 del loaded
                 gc.collect()
     found = gather(found)[0]
@@ -139,14 +143,6 @@ def _compared(proof: Proof, name: str, job: ProvenJob, logits: Tensor, load: Cal
 def _limit(proof: Proof) -> float:
     """Return the limit for two results in fp32, each of which has the error that the model's conditioning causes."""
     return max(proof.exact.limit, 2 * OWN_ERRORS * proof.own_error.get("logits", 0.0))
-
-
-@torch.no_grad()
-def _logits_of(proof: Proof, model: Any) -> Tensor:
-    """Return the logits on rank 0's samples of the first step."""
-    samples = [(placed.input_ids, placed.labels) for placed in proof.setup.steps[0].placed(proof.setup.layout, 0)]
-    batch = unsharded.PaddedSamples.of(samples)
-    return kept_tokens(batch.real_tokens(unsharded.forward(model.eval(), batch)[0]))
 
 
 def _plain_model(proof: Proof, directory: Path, config: Any = None) -> Any:

@@ -42,7 +42,7 @@ def check_metamorphic(proof: Proof) -> list[Check]:
     proof.free_jobs()
     job = build(proof.setup, precision=proof.exact.precision, checkpointing=False)
     base = _run(job, job.batches(proof.setup.steps[0]))
-    checks = [_checkpointing(proof, job, base), _accumulation(proof, job), _order(proof, job), _packing(proof, job)]
+    checks = [_checkpointing(proof, job, base), *_micro_batches(proof, job), _packing(proof, job)]
     boxes = job.boxes()
     del job
     gc.collect()
@@ -103,28 +103,22 @@ def _checkpointing(proof: Proof, job: ProvenJob, base: _StepResult) -> Check:
     return _same(proof, name, recomputed, base)
 
 
-def _accumulation(proof: Proof, job: ProvenJob) -> Check:
-    """Compare all rows of a rank in one micro-batch with four micro-batches, with uneven numbers of targets."""
+def _micro_batches(proof: Proof, job: ProvenJob) -> Iterator[Check]:
+    """Compare one micro-batch with four of uneven targets, and these four one by one with block by block."""
     ranks = job.mesh.layout.data_ranks
     data = proof.setup.steps[0].repeated(4 * ranks).uneven()
     mine = len(data.rows) // ranks
     once, parts = (job.batches(data, micro_batch_size=size) for size in (mine, mine // 4))
     name = f"accumulation {len(once.micro_batches)} = {len(parts.micro_batches)}, uneven targets"
-    return _same(proof, name, _run(job, parts), _run(job, once))
-
-
-def _order(proof: Proof, job: ProvenJob) -> Check:
-    """Compare micro-batches that go through the model one by one with all of them block by block."""
+    yield _same(proof, name, _run(job, parts), _run(job, once))
     name = "by layer = by micro-batch"
     try:
         layers_of(job.model)
     except InputError as error:
-        return Check.not_run(name, str(error).split(";")[0])
-    ranks = job.mesh.layout.data_ranks
-    data = proof.setup.steps[0].repeated(4 * ranks).uneven()
-    step = job.batches(data, micro_batch_size=len(data.rows) // ranks // 4)
-    by_layer, one_by_one = (_run(job, step, order=Order(by_layer)) for by_layer in (True, False))
-    return _same(proof, name, by_layer, one_by_one)
+        yield Check.not_run(name, str(error).split(";")[0])
+    else:
+        by_layer, one_by_one = (_run(job, parts, order=Order(by_layer)) for by_layer in (True, False))
+        yield _same(proof, name, by_layer, one_by_one)
 
 
 def _packing(proof: Proof, job: ProvenJob) -> Check:

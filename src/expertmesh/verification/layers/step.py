@@ -47,6 +47,9 @@ from expertmesh.verification.reference.model import Expected
 from expertmesh.verification.result import Check, Figure
 from expertmesh.weights.audit import audit_weights
 
+# The probability of a false alarm by `_compare_flips`: once in a million verifications.
+_CHANCE = 1e-6
+
 
 def check_bytes(proof: Proof) -> list[Check]:
     """Compare the loaded weights of the configured precision with their files.
@@ -134,10 +137,6 @@ def replicas(job: ProvenJob, name: str, also: dict[str, Tensor] | None = None) -
         which = next(each for each in gather([prints[p][0] for p in different if p in prints]) if each)
         note = f"{which[0]} differs between ranks that hold the same part of it"
     return Check.that(name, not different, copied, note)
-
-
-# The probability of a false alarm by `_compare_flips`: once in a million verifications.
-_CHANCE = 1e-6
 
 
 def check_forward(proof: Proof) -> list[Check]:

@@ -359,9 +359,7 @@ class Reference:
         *,
         mismatched: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the experts that tokens must take at all positions of `batch`, by name: of its own rows, or of
-        mismatched ones.
-        """
+        """Return the experts that tokens must take at all positions of `batch`, or of the mismatched rows, by name."""
         if not samples:
             return {}
         return {n: batch.spread(value) for n, value in forced.items() if n.startswith(MISMATCHED) is mismatched}

@@ -130,7 +130,7 @@ class StreamedModel:
     """The names of the leaves that need gradients."""
     weights: Weights = field(init=False)
     """The source of the weights; set inside `fed_by`."""
-    within: Callable[[str], AbstractContextManager[Any]] = field(init=False)
+    within: Callable[[str], AbstractContextManager[None]] = field(init=False)
     """Returns the context for one run of a unit; set inside `fed_by`."""
     sink: Sink | None = None
     """Gets the gradients; set inside `backward`."""
@@ -146,7 +146,7 @@ class StreamedModel:
         apply_to_tensors(self.model, lambda t: zero(dtype=t.dtype).expand(t.shape) if t.is_meta else t.to(self.device))
 
     @contextmanager
-    def fed_by(self, weights: Weights, within: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+    def fed_by(self, weights: Weights, within: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
         """Allow calls of the model inside the block.
 
         Args:
