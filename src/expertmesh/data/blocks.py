@@ -1,4 +1,4 @@
-"""Blocks of rows to samples: each row becomes samples, or is counted under the reason why not.
+"""Make samples of blocks of rows: each row becomes samples, or is counted under the reason why not.
 
 A block holds neighbouring rows of one file. Blocks are made independently of each other, by one process or by many;
 their order is that of their `place`.

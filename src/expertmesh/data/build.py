@@ -1,4 +1,4 @@
-"""From `data.train` or `data.eval` to a `TokenizedDataset` and a `DataReport`.
+"""Turn `data.train` or `data.eval` into a `TokenizedDataset` and a `DataReport`.
 
 `BlockReader` makes the blocks of a recipe, all of them or the share of one process; `joined` adds up what they count.
 `build_dataset` does both in this process and in memory; `prepared.py` does them in several and on the disk. Nothing

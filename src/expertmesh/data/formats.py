@@ -1,4 +1,4 @@
-"""The row formats people keep training data in, each turned into one of five record types.
+"""Turn rows, in the formats people keep training data in, into one of five record types.
 
 `messages`, `sharegpt` and `alpaca` rows become a `Conversation`, `prompt_completion` rows one too where they hold
 messages, else a `PromptCompletion`, `text` rows a `PlainText`, `preference` rows a `Preference`, those of

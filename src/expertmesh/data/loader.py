@@ -1,4 +1,4 @@
-"""Which rows each optimizer step trains on, and the batches of one data rank.
+"""Decide which rows each optimizer step trains on, and assemble the batches of one data rank.
 
 The order of an epoch depends on (seed, epoch) alone and the rows of a step on that order alone; the layout
 only decides which data rank holds which of them. Every row of an epoch is trained on exactly once, whatever

@@ -1,4 +1,4 @@
-"""Which rows an epoch has, in which order: a function of the seed and the epoch alone.
+"""Choose which rows an epoch has, in which order: a function of the seed and the epoch alone.
 
 Each source is `repeat`ed, or, where sources have weights, drawn by them. A draw is exact, not only on average: an epoch
 has of each source the rows that its probability gives, and continues in the source where the epoch before ended, in an

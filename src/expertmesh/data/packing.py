@@ -1,4 +1,4 @@
-"""Whole documents into rows of at most `max_length` tokens, and rows into the tensors a model takes.
+"""Pack whole documents into rows of at most `max_length` tokens, and rows into the tensors a model takes.
 
 Greedy best fit over a bounded number of open rows, in the order given: the same order always gives the same
 rows, neighbours stay near each other, and no document is ever split. Inside a row every document has its own

@@ -1,4 +1,4 @@
-"""Tokens on the disk: made once, by several processes together, and mapped by every rank of every start.
+"""Keep tokens on the disk: made once, by several processes together, and mapped by every rank of every start.
 
 A `Preparation` is one recipe in a directory that recipes share. Below it each set of tokens has a directory of its own:
 `KEY-CONTENT`, where KEY stands for tokenizer, template, settings and code, CONTENT for the rows. In it are the tokens

@@ -1,4 +1,4 @@
-"""What became of each row: the counts that `train` and `check` print."""
+"""Count what became of each row, for `train` and `check` to print."""
 
 from collections import Counter
 from collections.abc import Sequence

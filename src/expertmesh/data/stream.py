@@ -1,4 +1,4 @@
-"""Training data that are read while training goes: larger than memory and disk, in an order that a run resumes exactly.
+"""Read training data while training goes: larger than memory and disk, in an order that a run resumes exactly.
 
 A stream is cut into windows of `data.stream_rows` rows. Rank 0 reads a window, ahead of the others by one; all ranks
 tokenize it together; its samples are shuffled and packed by themselves. So the rows of step s are a function of the

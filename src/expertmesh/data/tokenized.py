@@ -1,4 +1,4 @@
-"""The tokenized data set: every sample's tokens in a few flat arrays, in memory or mapped from files.
+"""Hold the tokenized data set: every sample's tokens in a few flat arrays, in memory or mapped from files.
 
 Built by `build_dataset` or opened by `prepared.py`, and only read afterwards, by packing, by the batches and by
 `check`. A sample here fits `max_length` and has at least one target. A token is one int32: its id, or `~id` where it

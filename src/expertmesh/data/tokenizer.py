@@ -1,4 +1,4 @@
-"""The model's tokenizer. Code that comes with a model runs only if `model.trust_remote_code` is set."""
+"""Load the model's tokenizer. Code that comes with a model runs only if `model.trust_remote_code` is set."""
 
 from collections.abc import Iterator
 from importlib.resources import files

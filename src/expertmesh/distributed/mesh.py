@@ -1,4 +1,4 @@
-"""The ranks of a running job seen twice: the dense view for non-expert parameters, the expert view for routed experts.
+"""View the ranks of a job twice: the dense view for non-expert parameters, the expert view for routed experts.
 
 `Mesh` holds the torch `DeviceMesh`es of both views; layout.py has their sizes. Also start and end the process groups.
 Nothing here knows about models.

@@ -1,4 +1,4 @@
-"""Records to token ids with a target mask: the one place that calls the tokenizer.
+"""Encode records as token ids with a target mask: the one place that calls the tokenizer.
 
 A token is a target when it covers at least one character of a target span; characters come from the fast
 tokenizer's offsets, or, for a tokenizer without offsets, from prefixes whose ids must be true prefixes.

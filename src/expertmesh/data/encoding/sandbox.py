@@ -1,4 +1,4 @@
-"""A child process that runs untrusted programs under the kernel's limits of time and memory.
+"""Run untrusted programs in a child process, under the kernel's limits of time and memory.
 
 For encode.py: a chat template is a program that came with a model. Jinja's sandbox limits what it may touch, but not
 the time and memory of one operation (`'a' * 10**12`, `10 ** 10**8`), during which no signal handler runs; the kernel's

@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation are targets: what the child process of `ChatRenderer` computes.
+"""Find which characters of a rendered conversation are targets, in the child process of `ChatRenderer`.
 
 The template's `{% generation %}` marks decide where it has them. Without marks a turn's target is what the template
 adds after the generation prompt, up to the end of that turn ("prefix difference"). Where the truncated conversation

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation, and thinking that it or the row has broken.
+"""Find what a chat template leaves out of a conversation, and thinking that it or the row has broken.
 
 For targets.py, in the child process. A *part* is one thing that a row says: a text, a thought, the name or the
 arguments of a call, a tool, any other key of a message. It is left out when the rendered text stays the same with

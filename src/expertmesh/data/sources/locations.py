@@ -1,4 +1,4 @@
-"""Where rows lie: local files, files of object storage and the web (through fsspec), and hub data sets.
+"""Find where rows lie: local files, files of object storage and the web (through fsspec), and hub data sets.
 
 `locations` turns one path of the configuration into what can be read: each location has its rows, a `stamp` that
 changes when its content may have changed, and a hash of the content itself.
