@@ -128,14 +128,11 @@ def generate(
         going = [at for at, ends_here in enumerate(ended) if number < most[at] and not ends_here]
         if not going:
             break
-        for at, word in zip(going, _next_words(model, mesh, unpacked, [rows[at] for at in going]), strict=True):
+        # The token that follows a row is the only target of a sample that is one position longer.
+        longer = [np.append(rows[at], layout.pad_token_id) for at in going]
+        dataset = TokenizedDataset.of_samples(longer, [np.arange(len(row)) == len(row) - 1 for row in longer])
+        groups = in_groups(EvaluationBatches(dataset, unpacked), mesh, "")
+        words = table_of_rows(len(longer), mesh, ((group, by_row(model, group, NextWords())) for group in groups))
+        for at, word in zip(going, words, strict=True):
             rows[at] = np.append(rows[at], int(word))
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
-
-
-def _next_words(model: nn.Module, mesh: Mesh, layout: BatchLayout, rows: list[Ids]) -> npt.NDArray[np.float64]:
-    """Return the token that follows each row: the only target of a sample that is one position longer."""
-    longer = [np.append(row, layout.pad_token_id) for row in rows]
-    dataset = TokenizedDataset.of_samples(longer, [np.arange(len(row)) == len(row) - 1 for row in longer])
-    groups = in_groups(EvaluationBatches(dataset, layout), mesh, "")
-    return table_of_rows(len(rows), mesh, ((group, by_row(model, group, NextWords())) for group in groups))
