@@ -276,9 +276,9 @@ def start_reports(
                 min(50, max(10, run.total_steps // run.config.log.every_steps // 5)),
             )
             rows = MetricsFile(Path(run.config.output_dir) / "metrics.jsonl", counters.step)
+            reporter.sinks.insert(0, rows)
             write_data_record(run)
-            console = Console(run.total_steps, counters.step, run.mesh.layout.world_size, collapse)
-            reporter.sinks = [rows, *reporter.sinks, console]
+            reporter.sinks.append(Console(run.total_steps, counters.step, run.mesh.layout.world_size, collapse))
             reporter.peak_tokens_per_second = None if forecast is None else forecast.peak_tokens_per_second
             lost = max(0.0, rows.before - counters.elapsed_seconds)
     record_start(run, forecast, counters, Spent(startup=time.monotonic() - began, lost=lost))
