@@ -16,6 +16,7 @@ import expertmesh as em
 from expertmesh.config.errors import IntegrityError, SecurityError
 from expertmesh.export.checkpoint import export
 from expertmesh.io import directory as directory_module
+from expertmesh.io import safetensors_writer
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.weights import lazy, write
 from tests.checkpoint.damage import flip_a_bit, replace_file
@@ -160,7 +161,7 @@ def test_memory_is_bounded_by_a_block_not_by_a_tensor(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest = 0
-    read, write_box = WeightFiles.read, write.write_box
+    read, write_box = WeightFiles.read, safetensors_writer.write_box
 
     def watched_read(self: WeightFiles, tensor: Any, box: Any, out: torch.Tensor) -> None:
         nonlocal largest
@@ -173,7 +174,7 @@ def test_memory_is_bounded_by_a_block_not_by_a_tensor(
         return write_box(descriptor, tensor, box, values)
 
     monkeypatch.setattr(WeightFiles, "read", watched_read)
-    monkeypatch.setattr(write, "write_box", watched_write)
+    monkeypatch.setattr(safetensors_writer, "write_box", watched_write)
     for module in (lazy, write):
         monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 64)
     export(run / "checkpoints" / STEP, tmp_path / "out")

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError, IntegrityError
 from expertmesh.io import directory as directory_module
+from expertmesh.io import safetensors_writer
 from expertmesh.weights import write
 from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize
@@ -314,7 +315,7 @@ def _broken_tokenizer() -> None:
 
 def _bug_on_rank_1() -> None:
     if dist.get_rank() == 1:
-        write.write_box = lambda *_: 1 // 0
+        safetensors_writer.write_box = lambda *_: 1 // 0
 
 
 def _lost_experts() -> None:

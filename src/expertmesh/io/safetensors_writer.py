@@ -7,7 +7,9 @@ process. Nothing here communicates or decides who writes what.
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, ByteRuns, volume
 from expertmesh.io.directory import io_errors, require_space, sync, write_at, write_synced
 from expertmesh.io.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE, FileTensor, as_bytes
@@ -125,6 +128,45 @@ def create_files(layout: FilesLayout, temporary: Path) -> None:
 def create_index(directory: Path, index: dict[str, Any]) -> None:
     """Write the index file of `directory`, synced to disk."""
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+
+
+class OpenFiles:
+    """The files of a layout, each opened at its first write. Counts the bytes `written`."""
+
+    def __init__(self, layout: FilesLayout) -> None:
+        self.written = 0
+        self._layout, self._tensors = layout, layout.tensors
+        self._descriptors: dict[Path, int] = {}
+
+    def write(self, name: str, box: Box, values: Tensor) -> None:
+        """Write `values`, on any device and of any dtype, as `box` of the tensor `name`.
+
+        Raises:
+            IntegrityError: The dtype of the file cannot hold the values.
+        """
+        target = self._tensors[name]
+        # Cast on the device, before the copy to the host: a narrower dtype moves fewer bytes.
+        cast = values.to(target.dtype)
+        if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
+            raise IntegrityError(
+                f"{name}: has values that {target.dtype} cannot hold; save it in bfloat16 or float32",
+                key="weights.dtype-too-narrow",
+            )
+        if target.path not in self._descriptors:
+            self._descriptors[target.path] = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC)
+        self.written += write_box(self._descriptors[target.path], target, box, cast.cpu().contiguous())
+
+    @contextmanager
+    def synced(self) -> Iterator[None]:
+        """Sync to disk at the end of the block what was written in it, and close the files."""
+        with io_errors(self._layout.files[0].path.parent, self._layout.size):
+            try:
+                yield
+                for descriptor in self._descriptors.values():
+                    os.fsync(descriptor)
+            finally:
+                while self._descriptors:
+                    os.close(self._descriptors.popitem()[1])
 
 
 def write_box(descriptor: int, tensor: FileTensor, box: Box, values: Tensor) -> int:

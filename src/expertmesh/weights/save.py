@@ -31,7 +31,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.directory import check_target
-from expertmesh.io.safetensors_writer import lay_out
+from expertmesh.io.safetensors_writer import OpenFiles, lay_out
 from expertmesh.state.model_view import ModelView
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import UnmappedTensors, still_readable, summarize_unmapped
@@ -39,7 +39,7 @@ from expertmesh.weights.mapping import plan_save
 from expertmesh.weights.meta_model import kept_in_fp32
 from expertmesh.weights.quantised.encode import PACKED, Rounded, plan_packing, write_packed
 from expertmesh.weights.sidecars import Tokenizer, write_sidecars
-from expertmesh.weights.write import OpenFiles, StateReader, live_values, write_directory
+from expertmesh.weights.write import StateReader, live_values, write_directory
 
 SavedDtype = torch.dtype | str | None
 """The dtype to save in.

@@ -6,10 +6,8 @@ gathers a tensor, except where a family's conversion computes across shards (`Co
 these tensors are gathered one at a time and written by rank 0.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,7 +25,7 @@ from expertmesh.distributed.all_ranks import (
 from expertmesh.io.boxes import Box, Piece, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.directory import io_errors, rename_synced, temporary_directory, wait_until_seen
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
-from expertmesh.io.safetensors_writer import FilesLayout, create_files, write_box
+from expertmesh.io.safetensors_writer import FilesLayout, OpenFiles, create_files
 from expertmesh.io.terminal import tracked
 from expertmesh.state.shards import full_tensors, held_boxes, local_values, owns_copy
 from expertmesh.weights.lazy import LazyTensor, read_values
@@ -46,7 +44,7 @@ def write_directory(
     write_others: Callable[[Path], None],
     values: StateReader,
     kept: Sequence[FileTensor] = (),
-    write_more: Callable[["OpenFiles"], None] | None = None,
+    write_more: Callable[[OpenFiles], None] | None = None,
 ) -> int:
     """Write tensors, and the files of `write_others`, into a directory that appears when it is complete.
 
@@ -136,45 +134,6 @@ def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
                 "the model is not sharded over all ranks as its DTensors say",
                 key="model.not-sharded-as-declared",
             )
-
-
-class OpenFiles:
-    """The files of a layout, each opened at its first write. Counts the bytes `written`."""
-
-    def __init__(self, layout: FilesLayout) -> None:
-        self.written = 0
-        self._layout, self._tensors = layout, layout.tensors
-        self._descriptors: dict[Path, int] = {}
-
-    def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Write `values`, on any device and of any dtype, as `box` of the tensor `name`.
-
-        Raises:
-            IntegrityError: The dtype of the file cannot hold the values.
-        """
-        target = self._tensors[name]
-        # Cast on the device, before the copy to the host: a narrower dtype moves fewer bytes.
-        cast = values.to(target.dtype)
-        if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
-            raise IntegrityError(
-                f"{name}: has values that {target.dtype} cannot hold; save it in bfloat16 or float32",
-                key="weights.dtype-too-narrow",
-            )
-        if target.path not in self._descriptors:
-            self._descriptors[target.path] = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC)
-        self.written += write_box(self._descriptors[target.path], target, box, cast.cpu().contiguous())
-
-    @contextmanager
-    def synced(self) -> Iterator[None]:
-        """Sync to disk at the end of the block what was written in it, and close the files."""
-        with io_errors(self._layout.files[0].path.parent, self._layout.size):
-            try:
-                yield
-                for descriptor in self._descriptors.values():
-                    os.fsync(descriptor)
-            finally:
-                while self._descriptors:
-                    os.close(self._descriptors.popitem()[1])
 
 
 def _copy_own(kept: Sequence[FileTensor], files: OpenFiles) -> None:

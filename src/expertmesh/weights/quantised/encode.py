@@ -27,6 +27,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, rank_and_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, extents, full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.io.safetensors_writer import OpenFiles
 from expertmesh.state.codes import (
     LARGEST,
     codes_of,
@@ -41,7 +42,7 @@ from expertmesh.state.model_view import ModelView, Source
 from expertmesh.weights.lazy import LazyTensor, as_lazy
 from expertmesh.weights.quantised.published import published_tensors
 from expertmesh.weights.quantised.tensor import Fetch, QuantisedTensor
-from expertmesh.weights.write import OpenFiles, StateReader, assemble, check_ownership
+from expertmesh.weights.write import StateReader, assemble, check_ownership
 
 _FP8_BLOCK = (128, 128)
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
