@@ -216,7 +216,8 @@ class Stream:
         with self.ranks.together("reading the stream of data"):
             if reader is not None:
                 raw = reader.read()
-        return self._tokenized(self.ranks.from_first(raw), _one_by_one)
+        one_by_one: Plan = lambda dataset, order: PackedRows(Rows(order, np.arange(len(order) + 1)), 0.0)  # noqa: E731
+        return self._tokenized(self.ranks.from_first(raw), one_by_one)
 
     def windows(self, plan: Plan, start: StreamPosition | None = None) -> Iterator[Window]:
         """Yield the windows from `start` on, without end; `plan` makes rows of samples. Every rank calls it, and goes
@@ -266,7 +267,12 @@ class Stream:
         count, ranks = len(raw.rows), self.ranks
         with ranks.together("tokenizing the stream of data"):
             mine = raw.rows[count * ranks.rank // ranks.count : count * (ranks.rank + 1) // ranks.count]
-            own = list(self._blocks(mine))
+            own: list[Block] = []
+            assert self._encoder is not None
+            for (source, _), of_file in itertools.groupby(mine, key=lambda each: (each[0], each[1].file)):
+                rows_of, name = [row for _, row in of_file], self.sources[source].format
+                for at in range(0, len(rows_of), BLOCK_ROWS):
+                    own.append(self._encoder.encode((source, 0, at), rows_of[at : at + BLOCK_ROWS], name))
         blocks: list[Block] = [block for part in ranks.of_all(own) for block in part]
         recipe = self.recipe
         files = list(dict.fromkeys(block.file for block in blocks))
@@ -285,13 +291,6 @@ class Stream:
             for sample in row.tolist():
                 crc = zlib.crc32(samples[sample].data, crc)
         return Window(raw.number, raw.cursors, dataset, samples, rows, crc, report)
-
-    def _blocks(self, rows: list[tuple[int, RawRow]]) -> Iterator[Block]:
-        assert self._encoder is not None
-        for (source, _), of_file in itertools.groupby(rows, key=lambda each: (each[0], each[1].file)):
-            together = [row for _, row in of_file]
-            for at in range(0, len(together), BLOCK_ROWS):
-                yield self._encoder.encode((source, 0, at), together[at : at + BLOCK_ROWS], self.sources[source].format)
 
     def _report(self, blocks: Sequence[Block], window: int) -> DataReport:
         """Report the first window as a full data set; later ones only count."""
@@ -343,10 +342,6 @@ class StreamBatches:
             progress=float(passes),
             position=position,
         )
-
-
-def _one_by_one(dataset: TokenizedDataset, order: Row) -> PackedRows:
-    return PackedRows(Rows(order, np.arange(len(order) + 1)), 0.0)
 
 
 def first_rows(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:

@@ -57,7 +57,13 @@ class Sandbox:
                 results += [_result(answer) for answer in json.loads(self._connection.recv_bytes())]
             return results
         except (EOFError, ConnectionError):
-            raise LimitExceeded(_how_it_ended(self._end() or 0)) from None
+            status = self._end() or 0
+            how = "ends the process that renders it"
+            if os.WIFSIGNALED(status):
+                how = f"makes the process that renders it end by signal {os.WTERMSIG(status)}"
+                if os.WTERMSIG(status) == signal.SIGALRM:
+                    how = f"does not finish within {TIME_LIMIT_SECONDS} s"
+            raise LimitExceeded(how) from None
         except BaseException:
             self._end()
             raise
@@ -144,11 +150,3 @@ def _end(pid: int, connection: Connection, owner: int) -> int:
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
     return status
-
-
-def _how_it_ended(status: int) -> str:
-    if not os.WIFSIGNALED(status):
-        return "ends the process that renders it"
-    if os.WTERMSIG(status) == signal.SIGALRM:
-        return f"does not finish within {TIME_LIMIT_SECONDS} s"
-    return f"makes the process that renders it end by signal {os.WTERMSIG(status)}"
