@@ -3,6 +3,7 @@
 import atexit
 import copy
 import functools
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -113,6 +114,7 @@ def _tiny_peft_run(
     if not modules and not parameters:
         modules, parameters = TARGETS[family]
     said = {key: dict(value) if key.endswith("_pattern") else value for key, value in lora}
+    said = {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
     return peft_run(model.train(), directory, modules, parameters, confined, **said)
 
 
@@ -127,7 +129,8 @@ def peft_run(
     """Start PEFT's adapter with random B as well, save it to `directory`, and train it for some clipped steps."""
     initial = copy.deepcopy(model)
     adapted = random_adapter(model, directory, modules, parameters, **lora)
-    trained = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if p.requires_grad}
+    named = {re.sub(r"(\.modules_to_save)?\.default", "", name): p for name, p in adapted.named_parameters()}
+    trained = {name: p for name, p in named.items() if p.requires_grad}
     rows = [rows_of_step(step, confined) for step in range(steps_in(next(model.parameters()).dtype))]
     run, final = unsharded_steps(adapted, trained, rows)
     return PeftRun(initial, directory, rows, run.losses, run.norms, run.gradients, final)
@@ -145,6 +148,8 @@ def random_adapter(
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
+        elif parameter.requires_grad and "lora_A" not in name:  # modules_to_save, trainable_token_indices
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     adapted.save_pretrained(directory)
     return adapted
 
@@ -231,4 +236,4 @@ def in_files(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, to
             a = torch.cat([a[expert] for expert in range(experts)])
             b = torch.stack([b[expert, :, column] for column in range(r) for expert in range(experts)], dim=1)
         files[key_a], files[key_b] = a, b
-    return files
+    return files | {each.key: tensors[f"{weight}_lora_W"].detach() for weight, each in plan.replaced.items()}

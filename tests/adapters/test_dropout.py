@@ -107,9 +107,8 @@ def test_a_linear_layers_adapter_drops_its_input_in_training_alone() -> None:
     linear: Any = torch.nn.Linear(6, 5)
     plain = copy.deepcopy(linear)
     root = torch.nn.ModuleDict({"linear": linear})
-    attach_adapters(
-        root, [Target("linear", None, 6, 5, None, "attention")], em.LoraConfig(r=2, dropout=0.5), torch.float32
-    )
+    target = Target("linear", None, 6, 5, None, "attention")
+    attach_adapters(root, [target], {}, em.LoraConfig(r=2, dropout=0.5), torch.float32)
     torch.nn.init.normal_(linear.lora_A)
     torch.nn.init.normal_(linear.lora_B)
     state = adapter_state(root)

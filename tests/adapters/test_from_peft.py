@@ -114,7 +114,6 @@ def test_a_module_of_a_groups_name_is_not_the_group() -> None:
     ("field", "value"),
     [
         ("use_dora", True),
-        ("modules_to_save", ["lm_head"]),
         ("bias", "all"),
         ("bias", "lora_only"),
         ("lora_bias", True),
@@ -122,7 +121,7 @@ def test_a_module_of_a_groups_name_is_not_the_group() -> None:
         ("exclude_modules", ".*k_proj"),
         ("layer_replication", [(0, 1)]),
         ("fan_in_fan_out", True),
-        ("trainable_token_indices", [1, 2]),
+        ("trainable_token_indices", {"lm_head": [1, 2]}),
         ("use_qalora", True),
         ("init_lora_weights", False),
         ("init_lora_weights", "orthogonal"),

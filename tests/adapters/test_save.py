@@ -18,7 +18,7 @@ import expertmesh as em
 from expertmesh.adapters import save, targets
 from expertmesh.adapters.peft_format import file_keys, file_tensors
 from expertmesh.adapters.plan import plan_of
-from expertmesh.adapters.targets import Target
+from expertmesh.adapters.targets import Replaced, Target
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import slices
 from expertmesh.state.shards import local_tensor, stored_box
@@ -110,8 +110,10 @@ def _read_and_write(run: PeftRun, directory: Path) -> None:
 def _concatenate_blocks_of_ranks(model: nn.Module, mesh: Mesh) -> None:
     """modelscope/twinkle: `lora_B` of the ranks' experts, one after the other on dim 1."""
 
-    def scrambled(state: Mapping[str, Tensor], targets: Sequence[Target]) -> dict[str, LazyTensor]:
-        files = file_tensors(state, targets)
+    def scrambled(
+        state: Mapping[str, Tensor], targets: Sequence[Target], replaced: Mapping[str, Replaced]
+    ) -> dict[str, LazyTensor]:
+        files = file_tensors(state, targets, replaced)
         for target in targets:
             if target.experts is not None:
                 name = f"{target.module}.{target.leaves[1]}"

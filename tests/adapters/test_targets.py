@@ -195,7 +195,7 @@ def test_what_is_printed_names_modules_experts_and_trainable_parameters() -> Non
 def test_stock_peft_adapts_exactly_the_targets_of_our_config(model_class: str, family: str) -> None:
     model: Any = random_model(model_class, family)
     plan = plan_adapters(model, em.LoraConfig(r=2, targets=("all-linear", "experts", "router", "lm_head")), None)
-    content = config_content(model, plan.targets, plan.lora, None, None)
+    content = config_content(model, plan.targets, {}, plan.lora, None, None)
     config: Any = peft.LoraConfig(**{key: value for key, value in content.items() if key != "peft_type"})
     config.inference_mode = False
     adapted: Any = peft.get_peft_model(model, config)
@@ -233,14 +233,14 @@ def test_a_config_of_peft_says_targets_rank_and_scaling(tmp_path: Path) -> None:
         ({"target_modules": 3}, "adapter.invalid-config", "target_modules is 3"),
         ({"target_parameters": "mlp.experts.down_proj"}, "adapter.invalid-config", "target_parameters"),
         ({"bias": "all"}, "adapter.unsupported-option", "bias is 'all'"),
-        ({"modules_to_save": ["lm_head"]}, "adapter.unsupported-option", "modules_to_save is"),
+        ({"modules_to_save": ["norm"]}, "adapter.unsupported-option", "modules_to_save is"),
         ({"rank_pattern": {"q_a_proj": 0}}, "adapter.invalid-config", "rank_pattern is"),
         ({"rank_pattern": {"q_a_proj": 2.5}}, "adapter.invalid-config", "but 2.5 is no number"),
         ({"alpha_pattern": {"(": 8}}, "adapter.invalid-config", "'(' is not a regular expression"),
         ({"alpha_pattern": ["q_a_proj"]}, "adapter.invalid-config", "alpha_pattern is"),
         ({"exclude_modules": "*"}, "adapter.invalid-config", "is not a regular expression"),
         ({"layers_to_transform": [0]}, "adapter.unsupported-option", "layers_to_transform is"),
-        ({"trainable_token_indices": [1, 2]}, "adapter.unsupported-option", "trainable_token_indices is"),
+        ({"trainable_token_indices": {"lm_head": [1]}}, "adapter.unsupported-option", "trainable_token_indices is"),
         ({"target_modules": ["embed_tokens"]}, "adapter.unsupported-target", "model.embed_tokens (Embedding)"),
         ({"target_modules": ".*q_a_proj"}, "adapter.ambiguous-targets", "'.*q_a_proj'"),
         ({"target_modules": ["mlp.up_proj"]}, "adapter.ambiguous-targets", "up_proj without gate_proj"),

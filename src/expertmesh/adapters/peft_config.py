@@ -23,7 +23,7 @@ from expertmesh.adapters.peft_format import (
     is_parameter,
     name_of,
 )
-from expertmesh.adapters.targets import ALL_LINEAR, GROUPS, Target
+from expertmesh.adapters.targets import ALL_LINEAR, GROUPS, Replaced, Target
 from expertmesh.compat import class_mapping, conversion_family
 from expertmesh.config import LoraConfig
 from expertmesh.config.base import pattern_problem
@@ -43,7 +43,7 @@ _KNOWN = (
     "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config",
 )  # fmt: skip
-# Keys of values beside low-rank adapters, which a merge takes.
+# Keys of values beside low-rank adapters.
 _TRAINED_IN_FULL = ("modules_to_save", "trainable_token_indices")
 # Keys whose values, if not null, have to be a bool or text.
 _IS_BOOL = ("use_rslora", "inference_mode", "ensure_weight_tying")
@@ -67,7 +67,12 @@ _FORMER = {
 
 
 def config_content(
-    model: nn.Module, targets: Sequence[Target], lora: LoraConfig, base: str | None, revision: str | None
+    model: nn.Module,
+    targets: Sequence[Target],
+    replaced: Mapping[str, Replaced],
+    lora: LoraConfig,
+    base: str | None,
+    revision: str | None,
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
@@ -78,6 +83,8 @@ def config_content(
     """
     modules = [name_of(target) for target in targets if not is_parameter(target)]
     parameters = [name_of(target) for target in targets if is_parameter(target)]
+    whole = [weight.rpartition(".")[0] for weight, each in replaced.items() if each.rows is None]
+    rows = {weight.rpartition(".")[0]: list(each.rows) for weight, each in replaced.items() if each.rows is not None}
     model = ModelView(model).full
     every_module = [name for name, _ in model.named_modules()]
     every_parameter = [name for name, _ in model.named_parameters()]
@@ -97,7 +104,8 @@ def config_content(
         "init_lora_weights": True if lora.init == "default" else lora.init,
         "bias": "none",
         "fan_in_fan_out": False,
-        "modules_to_save": None,
+        "modules_to_save": _endings(whole, every_module, 1) or None,
+        "trainable_token_indices": {_endings([name], every_module, 1)[0]: rows[name] for name in rows} or None,
         "target_modules": _endings(modules, every_module, 1),
         "target_parameters": _endings(parameters, every_parameter, 2) or None,
     }
@@ -124,11 +132,8 @@ def config_bytes(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
-def read_config(directory: Path, *, merging: bool = False) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
     """Read adapter_config.json of a PEFT directory.
-
-    Args:
-        merging: Nothing of it is to be trained.
 
     Raises:
         InputError: It cannot be read, or sets an option that we cannot compute exactly; names the option.
@@ -143,7 +148,7 @@ def read_config(directory: Path, *, merging: bool = False) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
-    refuse_content(content, path, merging=merging)
+    refuse_content(content, path)
     if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
         raise SecurityError(
             f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first", key="adapter.pickle"
@@ -151,13 +156,13 @@ def read_config(directory: Path, *, merging: bool = False) -> dict[str, Any]:
     return content
 
 
-def refuse_content(content: Mapping[str, Any], path: Path | str, *, merging: bool = False) -> None:
+def refuse_content(content: Mapping[str, Any], path: Path | str, *, in_memory: bool = False) -> None:
     """Raise `InputError` for an option that we cannot compute exactly, by its name.
 
     Args:
         content: The content of an adapter_config.json.
         path: For the message.
-        merging: As in `read_config`.
+        in_memory: It is that of a PeftModel, of which low-rank adapters alone are taken over.
     """
     if (kind := content.get("peft_type")) != "LORA":
         raise InputError(
@@ -166,11 +171,12 @@ def refuse_content(content: Mapping[str, Any], path: Path | str, *, merging: boo
             key="adapter.not-lora",
         )
     # Zero is set too: `layers_to_transform: 0` means the first layer alone.
-    known = (*_KNOWN, *_TRAINED_IN_FULL) if merging else _KNOWN
+    known = _KNOWN if in_memory else (*_KNOWN, *_TRAINED_IN_FULL)
     said = [key for key, value in content.items() if key not in known and (value or type(value) is int)]
     if said or content.get("bias", "none") != "none":
         key = said[0] if said else "bias"
-        instead = "merge it first (expertmesh merge)" if key in _TRAINED_IN_FULL else "train a plain LoRA adapter"
+        of_full = "give the base model with lora=, or save it and give lora.from_adapter"
+        instead = of_full if key in _TRAINED_IN_FULL else "train a plain LoRA adapter"
         raise InputError(
             f"{path}: {key} is {shortened(repr(content[key]))}, which is not supported; {instead}",
             key="adapter.unsupported-option",
@@ -429,11 +435,11 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
     """Return the `em.LoraConfig` that trains the same adapters as a `peft.LoraConfig`. No communication.
 
     `target_modules` has to be a list of names; `target_parameters` may name routed experts. r, lora_alpha,
-    rank_pattern, alpha_pattern, lora_dropout, exclude_modules, use_rslora and init_lora_weights (True, "gaussian")
-    are taken over.
+    rank_pattern, alpha_pattern, lora_dropout, exclude_modules, modules_to_save, trainable_token_indices (a list),
+    use_rslora and init_lora_weights (True, "gaussian") are taken over.
 
     Raises:
-        InputError: Another field is set (use_dora, modules_to_save, bias, ...); names the field.
+        InputError: Another field is set (use_dora, bias, ...); names the field.
     """
     if not hasattr(peft_config, "to_dict"):
         raise InputError(
@@ -452,6 +458,9 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
         refuse_field(where, "exclude_modules", exclude, "it is a pattern; list the modules' names")
     if named := [name for name in exclude if any(each.endswith(f"{name}.weight") for each in parameters)]:
         refuse_field(where, "exclude_modules", named, "target_parameters names its weight, which PEFT does not exclude")
+    tokens = content.get("trainable_token_indices") or ()
+    if isinstance(tokens, dict):
+        refuse_field(where, "trainable_token_indices", tokens, "only a list, of the input embedding, is taken over")
     if not modules and not parameters:
         refuse_field(
             where, "target_modules", content.get("target_modules"), "PEFT chooses by family then; list the modules"
@@ -462,6 +471,8 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
         # Modules are named by their weight, so that the name does not match a parameter of the same name.
         targets=(*(f"{_text(name)}.weight" for name in modules), *(_text(name) for name in parameters)),
         exclude=tuple(f"{_text(name)}.weight" for name in exclude),
+        modules_to_save=tuple(content.get("modules_to_save") or ()),
+        trainable_token_indices=tuple(tokens),
     )
 
 

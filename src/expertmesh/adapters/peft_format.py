@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.targets import EMBEDDING, Target
+from expertmesh.adapters.targets import EMBEDDING, Replaced, Target, new_values_of
 from expertmesh.config.errors import IntegrityError
 from expertmesh.state.model_view import ModelView
 from expertmesh.weights.lazy import LazyTensor, as_lazy
@@ -105,7 +105,9 @@ def _keys(module: str, target: Target, targets: Sequence[Target]) -> tuple[str, 
     return f"{base}.lora_A.weight", f"{base}.lora_B.weight"
 
 
-def file_tensors(state: Mapping[str, Tensor], targets: Sequence[Target]) -> dict[str, LazyTensor]:
+def file_tensors(
+    state: Mapping[str, Tensor], targets: Sequence[Target], replaced: Mapping[str, Replaced]
+) -> dict[str, LazyTensor]:
     """Make the tensors of PEFT's file from the model's.
 
     Args:
@@ -120,11 +122,21 @@ def file_tensors(state: Mapping[str, Tensor], targets: Sequence[Target]) -> dict
                 a, b = as_lazy(b.transpose(1, 2)), as_lazy(a.transpose(1, 2))
             a, b = as_lazy(a.flatten(0, 1)), as_lazy(b.permute(1, 2, 0).flatten(1, 2))
         files[key_a], files[key_b] = a, b
-    return files
+    return files | new_values(state, replaced)
+
+
+def new_values(state: Mapping[str, Tensor], replaced: Mapping[str, Replaced]) -> dict[str, LazyTensor]:
+    """Make the tensors of PEFT's file for what trains whole, as `file_tensors`."""
+    names = {each.key: new_values_of(weight) for weight, each in replaced.items()}
+    return {key: LazyTensor.of(StateTensor(name, state[name])) for key, name in names.items()}
 
 
 def model_tensors_from(
-    files: Mapping[str, LazyTensor], targets: Sequence[Target], parts: Mapping[str, Sequence[Part]], directory: Path
+    files: Mapping[str, LazyTensor],
+    targets: Sequence[Target],
+    replaced: Mapping[str, Replaced],
+    parts: Mapping[str, Sequence[Part]],
+    directory: Path,
 ) -> dict[str, LazyTensor]:
     """Make the model's adapters, by name, from the tensors of PEFT's file, without `base_copies`.
 
@@ -139,7 +151,9 @@ def model_tensors_from(
     """
     path = directory / WEIGHTS_FILE
     tensors: dict[str, LazyTensor] = {}
-    left = set(files) - set(base_copies(files, targets))
+    left = set(files) - set(base_copies(files, targets)) - {each.key for each in replaced.values()}
+    for weight, each in replaced.items():
+        tensors[new_values_of(weight)] = stored(path, files, each.key, each.shape, weight)
     for target in targets:
         if target.name in parts:
             tensors |= zip(target.factors, _joined(path, files, target, parts[target.name]), strict=True)

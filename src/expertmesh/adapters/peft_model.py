@@ -51,7 +51,7 @@ class PeftAdapters:
         """
         base: PreTrainedModel = _unwrapped(self.model)
         plan = self.plan
-        attach_adapters(base, plan.targets, plan.lora, dtype)
+        attach_adapters(base, plan.targets, {}, plan.lora, dtype)
         attach(base, lora_plan=plan)
         copy_adapter(base, plan, self.values, Path(_WHERE))
         if base is not self.model:
@@ -103,7 +103,7 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
             key="adapter.unsupported-peft-model",
         )
     name, content = _only_config(model)
-    refuse_content(content, _WHERE)
+    refuse_content(content, _WHERE, in_memory=True)
     refuse_start(content, _WHERE)
     for place, layer in layers.items():
         _refuse_layer(place, layer, name)

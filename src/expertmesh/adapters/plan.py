@@ -1,12 +1,13 @@
 """Plan which adapters a model gets, from a configuration or from a PEFT directory, and attach them.
 
 The plan is made before the model is sharded, and remembered on the model for saving. Every rank makes the same plan.
-To attach means parameters A and B beside each target, and a forward that uses them; on meta, so that FSDP2 and expert
-parallelism treat adapters like every other parameter. The base keeps its names, its values and the forward of its
-classes, and `adapters_off` lets it compute alone. Nothing here communicates.
+To attach means parameters A and B beside each target, new values beside each replaced weight, and a forward that uses
+them; on meta, so that FSDP2 and expert parallelism treat adapters like every other parameter. The base keeps its
+names, its values and the forward of its classes, and `adapters_off` lets it compute alone. Nothing here communicates.
 """
 
 import glob
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,10 +38,12 @@ from expertmesh.adapters.targets import (
     ALL_LINEAR,
     EMBEDDING,
     GROUPS,
+    Replaced,
     Target,
     candidates,
     embedding_target,
     find_targets,
+    new_values_of,
     refuse_slow_patterns,
     refuse_tied_head,
 )
@@ -55,18 +58,6 @@ from expertmesh.state.model_view import ModelView, attach, attach_to_module, mod
 from expertmesh.state.patching import exchanged, mix_in
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.quantised.published import published_formats
-
-
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """New values of a weight, or of some of its rows."""
-
-    key: str
-    """Their name in PEFT's file."""
-    rows: tuple[int, ...] | None
-    """The rows of the weight, in the order of the file's; None for all of the weight."""
-    shape: tuple[int, ...]
-    """Shape of the new values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +79,17 @@ class AdapterPlan:
     parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
     """By target name, the published matrices after which the PEFT directory names its adapters, if it does."""
     replaced: Mapping[str, Replaced] = field(default_factory=dict)
-    """By the name of the weight, what a PEFT directory holds beside adapters; empty unless it is to be merged."""
+    """By the name of the weight, what is trained of it beside adapters."""
 
     @property
     def parameters(self) -> int:
         """The number of trainable parameters of the full model."""
-        return sum(target.elements for target in self.targets)
+        whole = sum(math.prod(each.shape) for each in self.replaced.values())
+        return sum(target.elements for target in self.targets) + whole
 
     def config(self, model: nn.Module) -> bytes:
         """Return the bytes of adapter_config.json."""
-        return config_bytes(config_content(model, self.targets, self.lora, self.base, self.revision))
+        return config_bytes(config_content(model, self.targets, self.replaced, self.lora, self.base, self.revision))
 
     @property
     def is_uniform(self) -> bool:
@@ -125,7 +117,7 @@ def adapt(
         InputError: As `plan_adapters`; also if codes cannot stay.
     """
     plan = replace(plan_adapters(model, lora, base), revision=revision)
-    attach_adapters(model, plan.targets, plan.lora, dtype)
+    attach_adapters(model, plan.targets, plan.replaced, plan.lora, dtype)
     attach(model, lora_plan=plan)
     if as_published is not None:
         remember_formats(model, as_published)
@@ -163,8 +155,13 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None, *, mergi
         found = find_targets(model, anatomy, lora.targets, lora.exclude)
         _refuse_idle_patterns(lora, [name_of(target) for target in found])
         _refuse_idle_expert_r(lora, found)
-        plan = AdapterPlan(lora, tuple(_ranked(target, lora, name_of(target)) for target in found), None, base)
+        targets = tuple(_ranked(target, lora, name_of(target)) for target in found)
+        said = {"modules_to_save": lora.modules_to_save, "trainable_token_indices": list(lora.trainable_token_indices)}
+        plan = AdapterPlan(lora, targets, None, base, replaced=replaced_by(model, said, "lora"))
         _refuse_left_out(model, lora, plan.targets)
+    _refuse_adapted(plan, lora.from_adapter or "lora")
+    if not merging:
+        _refuse_replaced(model, plan, lora.from_adapter or "lora")
     return plan_targets(model, plan, anatomy)
 
 
@@ -211,6 +208,9 @@ def plan_lines(plan: AdapterPlan, anatomy: Anatomy) -> Iterator[str]:
     else:
         layers = f"{len(covered)} of {len(anatomy.experts)} MoE layers"
         yield f"experts covered: {every if covered else 0} of {every} in {layers}"
+    for weight, each in plan.replaced.items():
+        what = "whole" if each.rows is None else f"{len(each.rows)} rows"
+        yield f"{weight}: {what}, {math.prod(each.shape):,} trainable parameters"
     lora = plan.lora
     yield f"r {lora.r}, scaling {lora.scaling:g}, dropout {lora.dropout:g}; {plan.parameters:,} trainable in all"
 
@@ -221,7 +221,7 @@ def _plan_from_adapter(
     """Plan the adapters of the PEFT directory `lora.from_adapter`; of `lora` itself only dropout is used."""
     assert lora.from_adapter is not None
     directory = Path(lora.from_adapter)
-    content = read_config(directory, merging=merging)
+    content = read_config(directory)
     weights, there = directory / WEIGHTS_FILE, list(candidates(model, anatomy))
     there += [embedding_target(model)] * merging
     parts = _parts_in(model, there, directory) if weights.exists() else {}
@@ -251,10 +251,7 @@ def _plan_from_adapter(
             key="adapter.unsupported-option",
         )
     resolved = said.model_copy(update={"targets": tuple(target.name for target in targets)})
-    replaced = replaced_by(model, content, directory) if merging else {}
-    for target in targets:
-        if target.weight in replaced:
-            refuse_field(str(directory), "modules_to_save", target.module, "it has an adapter too; leave one out")
+    replaced = replaced_by(model, content, str(directory))
     return AdapterPlan(resolved, targets, directory if weights.exists() else None, base, parts=parts, replaced=replaced)
 
 
@@ -399,11 +396,31 @@ def _refuse_dropout(plan: AdapterPlan, anatomy: Anatomy) -> None:
         )
 
 
-def replaced_by(model: nn.Module, content: Mapping[str, Any], directory: Path) -> dict[str, Replaced]:
+def _refuse_adapted(plan: AdapterPlan, where: str) -> None:
+    """Raise `InputError` if a target is also to be replaced."""
+    for target in plan.targets:
+        if target.weight in plan.replaced:
+            refuse_field(where, "modules_to_save", target.module, "it has an adapter too; leave one out")
+
+
+def _refuse_replaced(model: nn.Module, plan: AdapterPlan, where: str) -> None:
+    """Raise `InputError` for weights that can be merged, but not trained beside adapters."""
+    embedding, head = embedding_target(model).weight, model.get_output_embeddings()  # type: ignore[operator]
+    of_head = [f"{name}.weight" for name, module in model.named_modules() if module is head]
+    ties = {names[0]: names for names in ModelView(model).ties if len(names) > 1}
+    for weight, each in plan.replaced.items():
+        key = "modules_to_save" if each.rows is None else "trainable_token_indices"
+        if weight in ties:
+            refuse_field(where, key, weight, f"{' and '.join(ties[weight])} are one weight; only untied ones train")
+        if weight not in (embedding, *(of_head if each.rows is None else ())):
+            refuse_field(where, key, weight, "here only the input embedding, or the whole head, trains beside adapters")
+
+
+def replaced_by(model: nn.Module, content: Mapping[str, Any], where: str) -> dict[str, Replaced]:
     """Return what an adapter_config.json replaces of `model`, by the name of the weight.
 
     Args:
-        directory: For messages.
+        where: For messages.
 
     Raises:
         InputError: Rows that the weight does not have, or a tied weight that PEFT would untie.
@@ -413,15 +430,17 @@ def replaced_by(model: nn.Module, content: Mapping[str, Any], directory: Path) -
     for entry in content.get("modules_to_save") or ():
         inside = tuple(f"{module}." for module in modules if module.endswith(entry))
         of_entry = {name: tuple(tensor.shape) for name, tensor in view.tensors.items() if name.startswith(inside)}
+        if not of_entry:
+            refuse_field(where, "modules_to_save", entry, "no module here has this name")
         found |= {name: Replaced(PREFIX + name, None, shape) for name, shape in of_entry.items()}
     for entry, rows in _token_rows(model, content):
         ends = [name for name in modules if name.endswith(entry) and f"{name}.weight" in view.tensors]
         if not ends:
-            refuse_field(str(directory), "trainable_token_indices", entry, "no embedding here has this name")
+            refuse_field(where, "trainable_token_indices", entry, "no embedding here has this name")
         for module in ends:
             count, *others = view.tensors[f"{module}.weight"].shape
             if not all(row < count for row in rows):
-                refuse_field(str(directory), "trainable_token_indices", max(rows), f"{module} has {count:,} rows")
+                refuse_field(where, "trainable_token_indices", max(rows), f"{module} has {count:,} rows")
             key = f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"
             found[f"{module}.weight"] = Replaced(key, rows, (len(rows), *others))
     embedding = embedding_target(model).weight
@@ -431,7 +450,7 @@ def replaced_by(model: nn.Module, content: Mapping[str, Any], directory: Path) -
         # PEFT ties the rows of an input embedding, and nothing else.
         if whole or len(of_tie) > 1 or (of_tie and of_tie[0] != embedding):
             key = "modules_to_save" if whole else "trainable_token_indices"
-            refuse_field(str(directory), key, content[key], f"{' and '.join(names)} are one weight, which it parts")
+            refuse_field(where, key, content[key], f"{' and '.join(names)} are one weight, which it parts")
         for name in of_tie:
             found[names[0]] = found.pop(name)
     return found
@@ -445,8 +464,17 @@ def _token_rows(model: nn.Module, content: Mapping[str, Any]) -> Iterator[tuple[
     yield from ((entry, tuple(rows)) for entry, rows in said.items())
 
 
-def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` and give every target an adapter, all zeros, in `dtype` (that of masters). No communication."""
+def attach_adapters(
+    model: nn.Module, targets: Sequence[Target], replaced: Mapping[str, Replaced], lora: LoraConfig, dtype: torch.dtype
+) -> None:
+    """Freeze `model`, and give every target an adapter and every replaced weight new values, all zeros.
+
+    No communication.
+
+    Args:
+        replaced: By the name of the weight, an embedding's or a head's.
+        dtype: That of masters.
+    """
     model.requires_grad_(False)
     state = AdapterState(dropout=lora.dropout)
     for target in targets:
@@ -458,6 +486,14 @@ def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfi
         attach_to_module(module, lora_state=state, lora_name=target.name, lora_scaling=scaling)
         if target.experts is None:
             mix_in(module, _LinearForward if target.parameter is None else _ParameterForward)
+    for weight, each in replaced.items():
+        module = model.get_submodule(weight.rpartition(".")[0])
+        device = next(module.parameters()).device
+        new = nn.Parameter(torch.zeros(each.shape, dtype=dtype, device=device))
+        module.register_parameter(new_values_of(weight).rpartition(".")[2], new)
+        rows = None if each.rows is None else torch.tensor(each.rows)
+        attach_to_module(module, lora_state=state, lora_name=weight, lora_rows=rows)
+        mix_in(module, _ReplacedForward)
     model.register_forward_pre_hook(_take_row_numbers, with_kwargs=True)
     model.register_forward_hook(_forget_row_numbers)
 
@@ -522,6 +558,23 @@ class _LinearForward(nn.Module):
         a_rK, b_Nr = (parameter_slots(self)[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))
         kept = state.dropped(x, module.lora_name, module.first_column) if self.training else x
         return torch.add(out, F.linear(F.linear(kept, a_rK), b_Nr), alpha=module.lora_scaling["weight"])
+
+
+class _ReplacedForward(nn.Module):
+    """A forward that is mixed in before an embedding or a head: uses new values of its weight, or of rows of it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        slots = parameter_slots(self)
+        weight_VH, new_VH = slots["weight"], slots["weight_lora_W"]
+        if running_adapters_of(self) is None:
+            return super().forward(*args, **kwargs)
+        assert weight_VH is not None
+        assert new_VH is not None
+        values: Any = new_VH.to(weight_VH.dtype)
+        if (rows := module_state(self).lora_rows) is not None:
+            values = weight_VH.index_copy(0, rows.to(weight_VH.device), values)
+        with exchanged(slots, {"weight": values}):
+            return super().forward(*args, **kwargs)
 
 
 class _ParameterForward(nn.Module):

@@ -25,7 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, file_tensors
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.start import base_bytes
-from expertmesh.adapters.targets import Target
+from expertmesh.adapters.targets import Replaced, Target, new_values_of
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.io.boxes import Box, extents, full_box, slices
@@ -98,7 +98,7 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: To
             )
         check_target(directory)
         view = ModelView(model)
-        files = file_tensors(view.adapters, plan.targets)
+        files = file_tensors(view.adapters, plan.targets, plan.replaced)
         small = small_files(model, plan) | generation_files(view)
     layout, written = write_adapter(directory, files, small, tokenizer, live_values)
     filled, untrained = _filled(model, plan)
@@ -236,26 +236,33 @@ class _Values:
 
     def __init__(self, view: ModelView, plan: AdapterPlan | None) -> None:
         self._targets = {} if plan is None else {target.weight: target for target in plan.targets}
+        self._replaced: Mapping[str, Replaced] = {} if plan is None else plan.replaced
         self._adapters: Mapping[str, Tensor] = view.adapters if plan is not None else {}
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._gather_factors)
+        self._new_values = lru_cache(maxsize=1)(self._gather_new_values)
         self._gathered: dict[str, Tensor] = {}
 
     def prepare(self, lazy: LazyTensor) -> None:
         """Gather the tensors that `lazy` needs from other ranks.
 
-        Collectives: every rank calls it; those of `gather` for computed tensors, and for A and B of adapted weights.
+        Collectives: every rank calls it; those of `gather` for computed tensors, for A and B of adapted weights, and
+        for new values of replaced ones.
         """
         self._gathered = gather(lazy) if is_gathered(lazy) else {}
         for leaf in lazy.leaves():
             if leaf.name in self._targets:
                 self._factors(leaf.name)
+            elif leaf.name in self._replaced:
+                self._new_values(leaf.name)
 
     def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
         """Return the values of `box` of a tensor, with its adapter merged if it has one. Call `prepare` first."""
         gathered = self._gathered.get(leaf.name)
         values = live_values(leaf, box) if gathered is None else gathered[slices(box)]
         target = self._targets.get(leaf.name)
+        if leaf.name in self._replaced:
+            return _replace(values, box, self._replaced[leaf.name].rows, self._new_values(leaf.name))
         if target is None:
             return values
         merged = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
@@ -264,12 +271,28 @@ class _Values:
 
     def _gather_factors(self, weight: str) -> tuple[Tensor, Tensor]:
         """Return the full A and B of an adapted weight."""
-        target = self._targets[weight]
-        found = []
-        for name in target.factors:
-            whole = gather(LazyTensor.of(StateTensor(name, self._adapters[name])))
-            found.append(whole.get(name, self._adapters[name]).detach())
-        return found[0], found[1]
+        a, b = map(self._whole, self._targets[weight].factors)
+        return a, b
+
+    def _gather_new_values(self, weight: str) -> Tensor:
+        """Return the full new values of a replaced weight."""
+        return self._whole(new_values_of(weight))
+
+    def _whole(self, name: str) -> Tensor:
+        whole = gather(LazyTensor.of(StateTensor(name, self._adapters[name])))
+        return whole.get(name, self._adapters[name]).detach()
+
+
+def _replace(values: Tensor, box: Box, rows: tuple[int, ...] | None, new: Tensor) -> Tensor:
+    """Return `values` of `box` of a weight with its new values, or with those of some rows, in their dtype."""
+    if rows is None:
+        return new[slices(box)]
+    (first, last), *others = box
+    replaced = values.to(torch.promote_types(values.dtype, new.dtype), copy=True)
+    for number, row in enumerate(rows):
+        if first <= row < last:
+            replaced[row - first] = new[number][slices(tuple(others))]
+    return replaced
 
 
 def add_delta(values: Tensor, box: Box, target: Target, factors: tuple[Tensor, Tensor]) -> None:
@@ -328,6 +351,8 @@ def _unread(model: PreTrainedModel, plan: AdapterPlan, per_expert: bool) -> Iter
         yield "SGLang: q_proj, k_proj or v_proj without both q_proj and v_proj; merge for it"
     if any(target.group == "router" for target in plan.targets):
         yield "SGLang: routers; merge for it"
+    if plan.replaced:
+        yield "vLLM, SGLang: modules_to_save and trainable_token_indices; merge for them"
     if not plan.is_uniform:
         yield "vLLM, SGLang: rank_pattern and alpha_pattern, which they do not look at; merge for them"
     if plan.lora.r > _VLLM_MOST_RANK:

@@ -1,8 +1,9 @@
 """Give adapters their first values, and remember the base that they belong to.
 
-A starts at random by PEFT's rules and B at zero, or both come from a PEFT directory. Each target's A, and each
-expert's, has a generator of its own, seeded by seed, name and expert: a rank makes the values of its shards without
-communication, and they do not depend on the layout. From a directory, each rank reads the parts that it holds.
+A starts at random by PEFT's rules, B at zero and what trains whole as the base, or all come from a PEFT directory.
+Each target's A, and each expert's, has a generator of its own, seeded by seed, name and expert: a rank makes the
+values of its shards without communication, and they do not depend on the layout. From a directory, each rank reads the
+parts that it holds.
 
 An adapter on another base is noise, and causes no error by itself. So a hash of the frozen base stands beside every
 adapter, and resuming or merging it on another base is refused. The hash sums the bits of each element, weighted by its
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from expertmesh.adapters.peft_format import BASE_FILE, WEIGHTS_FILE, base_copies, model_tensors_from
 from expertmesh.adapters.plan import AdapterPlan, plan_of
-from expertmesh.adapters.targets import Target
+from expertmesh.adapters.targets import Replaced, Target, new_values_of
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
@@ -58,8 +59,8 @@ def start(model: nn.Module, seed: int) -> None:
     Raises:
         InputError, SecurityError, IntegrityError: Reading the PEFT directory failed.
 
-    Collectives: every rank calls it; one or two small all-reduces on the default group, and those of `fetch_copies`.
-    Errors are raised on all ranks.
+    Collectives: every rank calls it; one or two small all-reduces on the default group, one for the rows of each
+    embedding that train, and those of `fetch_copies`. Errors are raised on all ranks.
     """
     plan, state = plan_of(model), adapter_state(model)
     if plan is None or state is None:
@@ -71,6 +72,8 @@ def start(model: nn.Module, seed: int) -> None:
         return
     if plan.weights is None:
         _start_anew(model, plan.targets, plan.lora, seed)
+        for weight, each in plan.replaced.items():
+            _start_from_base(model, weight, each)
         return
     with raise_on_all_ranks("reading the adapter"):
         read_adapter(model, plan, plan.weights)
@@ -93,6 +96,28 @@ def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, s
             for row, expert in enumerate(range(*box[0])):
                 values = _first_values(tuple(whole.shape[1:]), lora.init, seed, f"{target.name}.{expert}")
                 local[row].copy_(values[slices(box[1:])])
+
+
+def _start_from_base(model: nn.Module, weight: str, each: Replaced) -> None:
+    """Fill the local shards of new values with the base's.
+
+    Collectives: every rank calls it; for rows of a weight one all-reduce of them, `[n, H]`, on the default group.
+    """
+    view = ModelView(model)
+    base, new = view.tensors[weight], view.adapters[new_values_of(weight)]
+    if each.rows is None:
+        for (box, local), (of_base, values) in zip(held_parts(new), held_parts(base), strict=True):
+            assert box == of_base, (weight, box, of_base)  # of equal shapes, FSDP2 cuts both alike
+            local.copy_(values)
+        return
+    rows_nH = torch.zeros(each.shape)
+    for box, values in held_parts(base) if owns_copy(base) else ():
+        for number, row in enumerate(each.rows):
+            if box[0][0] <= row < box[0][1]:
+                rows_nH[number, slice(*box[1])] = values[row - box[0][0]].to(rows_nH)
+    rows_nH = sum_over_ranks(rows_nH)
+    for box, local in held_parts(new):
+        local.copy_(rows_nH[slices(box)])
 
 
 def _first_values(shape: tuple[int, ...], init: str, seed: int, name: str) -> torch.Tensor:
@@ -121,7 +146,7 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
             check_base(path, read_base(path), base_of(model), mend)
         files, view = lazy_tensors(checkpoint.tensors), ModelView(model)
         tensors = view.adapters
-        for name, lazy in model_tensors_from(files, plan.targets, plan.parts, directory).items():
+        for name, lazy in model_tensors_from(files, plan.targets, plan.replaced, plan.parts, directory).items():
             for box, local in held_parts(tensors[name]):  # empty if on another pipeline stage
                 read_box(lazy, box, local, checkpoint.read)
                 refuse_non_finite(name, lazy, box, local)
@@ -145,7 +170,7 @@ def copy_adapter(model: nn.Module, plan: AdapterPlan, values: Mapping[str, torch
     def fetch(leaf: Any, box: Box, out: torch.Tensor) -> None:
         out.copy_(leaf.tensor[slices(box)])
 
-    for name, lazy in model_tensors_from(files, plan.targets, plan.parts, where).items():
+    for name, lazy in model_tensors_from(files, plan.targets, plan.replaced, plan.parts, where).items():
         read_box(lazy, full_box(lazy.shape), local_tensor(model.get_parameter(name)), fetch)
 
 
@@ -154,7 +179,8 @@ def check_adapter(model: nn.Module) -> None:
     plan = plan_of(model)
     if plan is not None and plan.weights is not None:
         with open_weight_files(plan.weights, WEIGHTS_FILE) as checkpoint:
-            model_tensors_from(lazy_tensors(checkpoint.tensors), plan.targets, plan.parts, plan.weights)
+            files = lazy_tensors(checkpoint.tensors)
+            model_tensors_from(files, plan.targets, plan.replaced, plan.parts, plan.weights)
 
 
 def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor, fetch: LeafReader) -> None:

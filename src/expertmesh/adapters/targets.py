@@ -91,6 +91,23 @@ class Target:
         return self.r * (self.in_features + self.out_features) * (self.experts or 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """New values of a weight, or of some of its rows."""
+
+    key: str
+    """Their name in PEFT's file."""
+    rows: tuple[int, ...] | None
+    """The rows of the weight, in the order of the file's; None for all of the weight."""
+    shape: tuple[int, ...]
+    """Shape of the new values."""
+
+
+def new_values_of(weight: str) -> str:
+    """Return the name of the trained parameter that replaces a weight, or rows of it, in a model that trains."""
+    return f"{weight}_lora_W"
+
+
 def find_targets(
     model: nn.Module, anatomy: Anatomy, wanted: Sequence[str], exclude: Sequence[str] = ()
 ) -> tuple[Target, ...]:

@@ -50,6 +50,7 @@ THEIRS = {
     "lora.init": "init_lora_weights",
     "lora.from_adapter": "lora_model_dir adapter_name_or_path",
     "lora.use_rslora": "peft_use_rslora",
+    "lora.modules_to_save": "lora_modules_to_save",
     "objective.name": "rl rlhf_type stage",
     "objective.beta": "dpo_beta rl_beta pref_beta orpo_alpha",
     "objective.gamma": "simpo_gamma",
@@ -122,8 +123,6 @@ DERIVED = {
 NOT_YET = {
     "use_dora": "DoRA",
     "peft_use_dora": "DoRA",
-    "modules_to_save": "training whole modules beside adapters",
-    "lora_modules_to_save": "training whole modules beside adapters",
     "loraplus_lr_ratio": "another learning rate for B (LoRA+)",
     "loraplus_lr_embedding": "another learning rate for B (LoRA+)",
     "neftune_noise_alpha": "noise on embeddings (NEFTune)",

@@ -94,6 +94,7 @@ class LoraConfig(Section):
     section: ClassVar[str] = "lora"
     _SAID_BY_ADAPTER: ClassVar[tuple[str, ...]] = (
         *("r", "expert_r", "alpha", "rank_pattern", "alpha_pattern", "targets", "exclude", "use_rslora", "init"),
+        *("modules_to_save", "trainable_token_indices"),
     )
 
     r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
@@ -113,18 +114,24 @@ class LoraConfig(Section):
     linear layer but lm_head; no routed experts), or names of modules or parameters, with * for any text."""
     exclude: Listed[str] = ()
     """Modules among the targets that get none, by the same words."""
+    modules_to_save: Listed[Name] = ()
+    """Modules that train whole beside the adapters: the input embedding (embed_tokens), the head (lm_head)."""
+    trainable_token_indices: Listed[Annotated[int, Field(ge=0)]] = ()
+    """Tokens whose rows of the input embedding train beside the adapters."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) (arXiv 2312.03732)."""
     init: Literal["default", "gaussian"] = "default"
     """Initialisation of A, as PEFT does it: uniform (Kaiming), or normal with deviation 1 / r. B starts at zero."""
     from_adapter: Plain | None = None
-    """Directory of a PEFT adapter to continue from; it then says r, alpha, patterns, targets, use_rslora and init."""
+    """Directory of a PEFT adapter to continue from; it then says all but dropout."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
         given = [key for key in self._SAID_BY_ADAPTER if key in self.model_fields_set]
         if self.from_adapter is not None and given:
             refuse(f"lora.{given[0]} is said by the adapter that lora.from_adapter names; remove one of the two")
+        if len({*self.trainable_token_indices}) < len(self.trainable_token_indices):
+            refuse("lora.trainable_token_indices has a token twice; leave one out")
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             refuse(*(f"lora.{key}: {problem}" for pattern in patterns if (problem := pattern_problem(pattern))))
         return self

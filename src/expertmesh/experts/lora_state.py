@@ -90,7 +90,7 @@ def drop_adapters(module: nn.Module) -> None:
     for name in [name for name in parameter_slots(module) if is_adapter(name)]:
         delattr(module, name)
     if adapter_state_of(module) is not None:
-        attach_to_module(module, lora_state=None, lora_scaling={})
+        attach_to_module(module, lora_state=None, lora_scaling={}, lora_rows=None)
 
 
 def number_rows(

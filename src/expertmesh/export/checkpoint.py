@@ -31,6 +31,7 @@ from expertmesh.adapters.peft_format import (
     file_tensors,
     is_parameter,
     name_of,
+    new_values,
     published_parts,
 )
 from expertmesh.adapters.plan import AdapterPlan, adapt, plan_of
@@ -243,10 +244,10 @@ def _export_adapter(
         name: read_small(state.directory, state.manifest, f"{ADAPTER}/{name}") for name in (CONFIG_FILE, BASE_FILE)
     }
     if adapter_format == "peft":
-        files = file_tensors(ModelView(model).adapters, plan.targets)
+        files = file_tensors(ModelView(model).adapters, plan.targets, plan.replaced)
     else:
         adapter = _per_expert_adapter(model, plan)
-        files = adapter.tensors
+        files = adapter.tensors | new_values(ModelView(model).adapters, plan.replaced)
         small[CONFIG_FILE] = adapter.config(json.loads(small[CONFIG_FILE]), plan)
     # Of what is beside a model's weights, what says something of the tokenizer or of generation.
     found = sidecar_files(state)

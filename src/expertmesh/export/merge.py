@@ -35,12 +35,11 @@ from expertmesh.adapters.peft_format import (
     base_copies,
     keys_in,
     model_tensors_from,
-    stored,
 )
-from expertmesh.adapters.plan import AdapterPlan, Replaced, plan_adapters
+from expertmesh.adapters.plan import AdapterPlan, plan_adapters
 from expertmesh.adapters.save import add_delta
 from expertmesh.adapters.start import Base, element_sum, joined_hash, read_base
-from expertmesh.adapters.targets import Target
+from expertmesh.adapters.targets import Replaced, Target, new_values_of
 from expertmesh.anatomy import describe
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError, IntegrityError
@@ -174,7 +173,7 @@ def merge(
 
 def _base_model(adapter: Path, base: str | None, trust_remote_code: bool) -> tuple[PreTrainedModel, Path]:
     """Return the base of an adapter with weights, on meta, and its directory."""
-    content = read_config(adapter, merging=True)
+    content = read_config(adapter)
     if not (adapter / WEIGHTS_FILE).exists():
         raise InputError(f"{adapter}: has no {WEIGHTS_FILE}", key="adapter.no-weights")
     named = content.get("base_model_name_or_path")
@@ -306,11 +305,7 @@ class Deltas:
         self.unused: dict[str, tuple[int, ...]] = {}
         """The experts whose B is all zero, known once something of the weight has been added."""
         tensors = lazy_tensors(files.tensors)
-        path = files.directory / WEIGHTS_FILE
-        self._new = {name: stored(path, tensors, each.key, each.shape, name) for name, each in plan.replaced.items()}
-        for each in plan.replaced.values():
-            del tensors[each.key]
-        self._tensors = model_tensors_from(tensors, plan.targets, plan.parts, files.directory)
+        self._tensors = model_tensors_from(tensors, plan.targets, plan.replaced, plan.parts, files.directory)
         self._files = files
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._read_factors)
@@ -321,15 +316,15 @@ class Deltas:
 
     def replace(self, weight: str, box: Box, values: Tensor) -> None:
         """Write the new values of `box` of a replaced weight into `values`, which hold that box."""
-        rows = self.replaced[weight].rows
+        rows, new = self.replaced[weight].rows, self._tensors[new_values_of(weight)]
         if rows is None:
-            read_box(self._new[weight], box, values, self._files.read)
+            read_box(new, box, values, self._files.read)
         else:
             (first, last), *others = box
             for number, row in enumerate(rows):
                 if first <= row < last:
                     part = values[row - first : row - first + 1]
-                    read_box(self._new[weight], ((number, number + 1), *others), part, self._files.read)
+                    read_box(new, ((number, number + 1), *others), part, self._files.read)
         self._refuse_non_finite(weight, values)
 
     def _read_factors(self, weight: str) -> tuple[Tensor, Tensor]:

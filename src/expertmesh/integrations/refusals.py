@@ -380,7 +380,7 @@ def refuse_replay(replays: bool, args: Any, given: Mapping[str, Any], of_trl: st
 def _adapts_head(lora: LoraConfig) -> bool:
     """Return whether its names select lm_head; `refuse_adapted_head` finds a head of another name on the model."""
     if lora.from_adapter is None:
-        return any(fnmatch.fnmatchcase("lm_head", target) for target in lora.targets)
+        return any(fnmatch.fnmatchcase("lm_head", name) for name in (*lora.targets, *lora.modules_to_save))
     try:
         targets = json.loads(Path(lora.from_adapter, "adapter_config.json").read_text())["target_modules"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -208,6 +208,8 @@ class _Watch(WithoutValues):
                 if (parent := name.rpartition(".")[0]) not in (embedding, head):
                     raise self._refusal(f"{name} is used before the blocks and behind them")
                 uses = {_BEFORE} if parent == embedding else {behind}
+            if not uses and name.rpartition(".")[0] == head:  # frozen, beside new values that compute instead
+                uses = {behind}
             # Parameters that text never uses (a vision tower) stay with the embedding.
             names[min(uses, default=_BEFORE)].add(name)
         around = {name for name, _ in model.named_modules() if is_inside(self.blocks[0], name)} | {""}

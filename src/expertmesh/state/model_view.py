@@ -115,6 +115,8 @@ class ModuleState:
     """The model's adapter state, if this module itself is adapted: `experts.lora_state.adapter_state_of`."""
     lora_scaling: Mapping[str, float] = field(default_factory=dict)
     """The factor of the adapter's product, by the name of the adapted parameter."""
+    lora_rows: Any = None
+    """The rows of its weight that training replaces, int64 `[n]`; None if it replaces the whole weight, or none."""
     lora_name: str = ""
     """The adapted module's name in the model."""
     first_column: int = 0
@@ -242,7 +244,7 @@ class ModelView:
 
     @cached_property
     def adapters(self) -> dict[str, Tensor]:
-        """The low-rank adapters by name; empty for a model without adapters."""
+        """The adapters by name; empty for a model without adapters."""
         return {name: parameter for name, parameter in self.state.items() if is_adapter(name)}
 
     @cached_property
@@ -294,8 +296,8 @@ class ModelView:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether the name of a parameter is that of a low-rank adapter, which is beside what it adapts."""
-    return name.endswith(("lora_A", "lora_B"))
+    """Return whether the name of a parameter is that of an adapter, which is beside what it adapts or replaces."""
+    return name.endswith(("lora_A", "lora_B", "lora_W"))
 
 
 def tied_names(state: dict[str, Tensor]) -> list[list[str]]:

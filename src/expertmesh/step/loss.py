@@ -37,7 +37,7 @@ from expertmesh.step.objective import IGNORED, CrossEntropy, Distilling, Objecti
 from expertmesh.step.router_losses import active_router_losses
 
 # Parameters of a head with one row per word; an adapter's A has none.
-_ROWS = ("weight", "bias", "lora_B")
+_ROWS = ("weight", "bias", "lora_B", "weight_lora_W")
 BaseOutput = Callable[..., ModelOutput]
 
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.plan import AdapterPlan, plan_of
-from expertmesh.adapters.targets import Target
+from expertmesh.adapters.targets import Target, new_values_of
 from expertmesh.compat import apply_to_tensors
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor, part_of
@@ -94,8 +94,7 @@ class Weights:
 
     def leaves(self, name: str) -> dict[str, Tensor]:
         """Return the leaves of a tensor on the device, by name: the tensor without adapters, and its A and B."""
-        target = self.targets.get(name)
-        shapes = {} if target is None else _adapter_shapes(target)
+        shapes = _shapes(self.adapters, name)
         if self.held is not None:
             return {leaf: self.held[leaf].detach().to(self.device, copy=True) for leaf in (name, *shapes)}
         lazy, dtype = self.plan.tensors[name], self.state[name].dtype
@@ -107,6 +106,9 @@ class Weights:
     def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
         """Return the tensor, computed from its leaves under autograd."""
         value, target = leaves[name], self.targets.get(name)
+        if self.adapters is not None and name in self.adapters.replaced:
+            rows, new = self.adapters.replaced[name].rows, leaves[new_values_of(name)].to(value.dtype)
+            return new if rows is None else value.index_copy(0, torch.tensor(rows, device=value.device), new)
         if target is None:
             return value
         a, b = (leaves[name] for name in target.factors)
@@ -267,8 +269,8 @@ def set_adapters(model: PreTrainedModel) -> None:
     if (plan := plan_of(model)) is None:
         return
     state = dict(model.named_parameters())
-    for target in plan.targets:
-        for name, shape in _adapter_shapes(target).items():
+    for weight in (*(target.weight for target in plan.targets), *plan.replaced):
+        for name, shape in _shapes(plan, weight).items():
             if name in state:
                 local_tensor(state[name]).copy_(part_of(state[name], adapter_value(name, shape)))
 
@@ -283,6 +285,11 @@ def adapter_value(name: str, shape: tuple[int, ...]) -> Tensor:
     return values * (0.5 / shape[-1] ** 0.5 if name.endswith("A") else 0.05)
 
 
-def _adapter_shapes(target: Target) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of A and B of one target, by parameter name."""
-    return dict(zip(target.factors, target.shapes, strict=True))
+def _shapes(plan: AdapterPlan | None, weight: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of A and B of a weight's adapter, or of what replaces it, by parameter name."""
+    if plan is None:
+        return {}
+    if weight in plan.replaced:
+        return {new_values_of(weight): plan.replaced[weight].shape}
+    targets = (target for target in plan.targets if target.weight == weight)
+    return {name: shape for target in targets for name, shape in zip(target.factors, target.shapes, strict=True)}
