@@ -7,7 +7,7 @@ plans and shards a model that is already in memory. Neither ever gathers a full 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -15,9 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.adapters.plan import adapt, remember_formats
 from expertmesh.adapters.start import start
+from expertmesh.anatomy import describe
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.introspection.attention import decoder_of
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
 from expertmesh.state.other_code import BeforeSharding, refuse_sharded
@@ -50,6 +52,8 @@ class ModelOptions:
     """The revision of `name`, for the config of an adapter."""
     num_labels: int | None = None
     """The number of labels of a sequence classifier; None for a language model."""
+    trains_vision: bool = False
+    """Train what is outside of the text model as well."""
     frozen: bool = False
     """Freeze the weights, in precision.compute and precision.frozen, as under adapters; the model never trains."""
 
@@ -64,6 +68,7 @@ class ModelOptions:
             model.trust_remote_code,
             model.name_or_path,
             model.revision,
+            trains_vision=model.vision == "train",
         )
 
 
@@ -184,7 +189,7 @@ def load_model(
         config,
         directory,
         mesh,
-        ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, num_labels),
+        ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, num_labels, True),
         ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile),
     )
     new = () if num_labels is None else head_names(model)
@@ -229,12 +234,26 @@ def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions
     if lora is not None:
         base = options.name or config.name_or_path or None
         adapt(model, lora, getattr(torch, precision.params), base, options.revision, keeps)
+    if lora is None and not options.trains_vision:
+        for name in vision_parameters(model):
+            model.get_parameter(name).requires_grad_(False)
     if options.frozen:
         model.requires_grad_(False)
         if keeps is not None:
             remember_formats(model, keeps)
     model.train(not options.frozen)
     return model
+
+
+def vision_parameters(model: PreTrainedModel) -> list[str]:
+    """Return the names of the parameters outside of the text model and its head, those of towers and projectors."""
+    config: Any = model.config
+    if config.get_text_config() is config:
+        return []
+    head: Any = model.get_output_embeddings()
+    parts = [decoder_of(model, describe(model)), *([] if head is None else [head])]
+    text = {id(parameter) for part in parts for parameter in part.parameters()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in text]
 
 
 def plan_model(model: PreTrainedModel, layout: "Layout", options: ShardOptions) -> ShardPlan:

@@ -177,11 +177,20 @@ def test_messages_say_whether_they_are_targets_and_rows_what_their_template_gets
             "preference",
             "says that it is no target",
         ),
-        ({"messages": [USER], "images": ["x.png"]}, "messages", "'images', and only text"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            {"messages": [USER], "images": ["x.png"]},
             "messages",
-            "part of type 'image'",
+            "'images' holds 1, and its messages have 0 image parts",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}], "images": ["x.png"]},
+            "sharegpt",
+            "'images', and images are",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+            "messages",
+            "part of type 'video'",
         ),
         (
             {"messages": [USER, {"role": "assistant"}]},

@@ -55,7 +55,7 @@ from expertmesh.io.terminal import counted, plural, printable
 from expertmesh.launcher.launch import has_room_for, job_size
 from expertmesh.planning.forecast import forecast
 from expertmesh.training.reporting.start import pieces_of
-from expertmesh.training.startup.data import held_by_another, stop_where_taught
+from expertmesh.training.startup.data import held_by_another, stop_where_taught, with_images
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import read_model_config
@@ -99,7 +99,7 @@ def note_lines(notes: Sequence[ExpertmeshError]) -> Iterator[str]:
 def _print_all(console: Console, config: Config, samples: int, found: Checked | InputError, nproc: int | None) -> None:
     """Print the model, the job and the data; `found` is the model's shards, or why there are none."""
     model = config.model
-    read, _ = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
+    read, directory = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
     vocab_size = int(read.get_text_config().vocab_size)
     tokenizer = load_tokenizer(model, config.data.chat_template)
     console.print(f"model {model.name_or_path}: {vocab_size:,} embeddings, {len(tokenizer):,} tokens known")
@@ -108,17 +108,21 @@ def _print_all(console: Console, config: Config, samples: int, found: Checked | 
     else:
         console.print(f"refused    {found}", style="bold red")
 
-    recipe = Recipe.of(config, config.data.train, tokenizer, vocab_size)
+    recipe = Recipe.of(config, config.data.train, tokenizer, (read, directory))
     dataset, report = found_or_built(config, recipe)
     if isinstance(found, Checked):
         stop_where_taught(found.model, report, tokenizer)
+    if isinstance(found, Checked):
+        with_images(config, found, dataset)
     mixture = None if config.data.stream else Mixture.of(config.data.train, report, dataset.samples_per_row)
     for index in range(min(samples * dataset.samples_per_row, len(dataset))):
         _print_sample(console, dataset, index, tokenizer)
     _print_report(console, "train", config, report)
     _print_steps(console, config, dataset, mixture, padding_token_id(tokenizer, vocab_size))
     for name, sources in config.data.eval_sets().items():
-        _, report = found_or_built(config, replace(recipe, sources=sources))
+        dataset, report = found_or_built(config, replace(recipe, sources=sources))
+        if isinstance(found, Checked):
+            with_images(config, found, dataset)
         _print_report(console, f"eval {name}".strip(), config, report)
 
 
@@ -169,11 +173,12 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
     sample = dataset.sample(index)
     targets = (sample.labels != IGNORE).tolist()
     text = Text()
-    for each in pieces_of(sample, tokenizer, TOKENS_SHOWN):
+    pieces, hidden = pieces_of(dataset, index, tokenizer, TOKENS_SHOWN)
+    for each in pieces:
         piece = printable(each.text)
         marked = piece if console.is_terminal or not each.is_target else f"[[{piece}]]"
         text.append(marked, style=TARGET_STYLE if each.is_target else "")
-    if (hidden := len(targets) - TOKENS_SHOWN) > 0:
+    if hidden:
         text.append(f"\n… {hidden:,} more tokens", style="dim")
     kind = ("chosen", "rejected")[index % 2] if dataset.samples_per_row == 2 else "sample"
     if dataset.desirable is not None:
@@ -258,7 +263,7 @@ def run_prepare(config: Config, workers: int | None = None) -> int:
     else:
         sets = {"train": config.data.train} | sets
     for name, sources in sets.items():
-        recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
+        recipe = Recipe.of(config, sources, tokenizer, (checked.model_config, checked.directory), date)
         found = prepare(name, Preparation.of(config, recipe), workers or processors())
         date = date or found.date
         print("\n".join(found.report.lines()))

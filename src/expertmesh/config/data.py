@@ -19,7 +19,7 @@ WhatToDo = Literal["keep", "drop", "stop"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "conversations", "tools", "functions", "chat_template_kwargs"),
+    "messages": ("messages", "conversations", "images", "tools", "functions", "chat_template_kwargs"),
     "sharegpt": ("conversations", "messages", "system", "tools", "functions", "chat_template_kwargs"),
     "alpaca": ("instruction", "input", "output", "system", "history"),
     "prompt_completion": ("prompt", "completion", "tools", "functions", "chat_template_kwargs"),

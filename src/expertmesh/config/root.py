@@ -91,6 +91,7 @@ class Config(Section):
             problems.append(
                 f"eval.samples is {self.eval.samples}, but data.eval is empty; name data there or set eval.samples to 0"
             )
+        problems += self._model_problems()
         problems += self._stream_problems()
         problems += self._figure_problems()
         if self.precision.frozen is not None and self.lora is None and self.objective.teacher is None:
@@ -102,16 +103,6 @@ class Config(Section):
             problems.append(
                 f"parallel.offload is {self.parallel.offload}, but no experts stay packed; set precision.frozen, with "
                 "lora, or parallel.offload to none"
-            )
-        if self.model.from_config and self.lora is not None:
-            problems.append(
-                "model.from_config is true, but lora trains adapters alone, beside weights that would stay random; "
-                "remove one of the two"
-            )
-        if self.model.attention == "flash_attention_2" and self.precision.compute != "bfloat16":
-            problems.append(
-                f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "
-                "set precision.compute to bfloat16 or model.attention to sdpa"
             )
         if self.train.accumulate == "by_layer" and self.parallel.pp > 1:
             problems.append(
@@ -150,6 +141,20 @@ class Config(Section):
     def weights_seed(self) -> int | None:
         """The seed of random first weights; None if they are read from files."""
         return self.train.seed if self.model.from_config else None
+
+    def _model_problems(self) -> Iterator[str]:
+        if self.model.from_config and self.lora is not None:
+            yield (
+                "model.from_config is true, but lora trains adapters alone, beside weights that would stay random; "
+                "remove one of the two"
+            )
+        if self.model.vision == "train" and self.lora is not None:
+            yield ("model.vision is train, but lora trains adapters, whose files have no tower; remove one of the two")
+        if self.model.attention == "flash_attention_2" and self.precision.compute != "bfloat16":
+            yield (
+                f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "
+                "set precision.compute to bfloat16 or model.attention to sdpa"
+            )
 
     def _stream_problems(self) -> Iterator[str]:
         if not self.data.stream:

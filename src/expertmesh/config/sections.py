@@ -42,11 +42,14 @@ class ModelConfig(Section):
     """Let the model's own Python code run."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
     """Attention implementation of transformers; auto is its own choice."""
+    vision: Literal["frozen", "train"] = "frozen"
+    """Towers of images and projectors, which text alone never trains."""
 
     @model_serializer(mode="wrap")
-    def _without_from_config_off(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
-        # A run that was started before this key existed has to be the same run.
-        return {key: value for key, value in serialize(self).items() if key != "from_config" or value}
+    def _without_what_is_off(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        # A run that was started before these keys existed has to be the same run.
+        off = {"from_config": False, "vision": "frozen"}
+        return {key: value for key, value in serialize(self).items() if off.get(key) != value}
 
 
 class PrecisionConfig(Section):

@@ -6,6 +6,7 @@ their order is that of their `place`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from expertmesh.data.formats import (
     unused_columns,
     visible,
 )
+from expertmesh.data.images import ends_of, from_blob
 from expertmesh.data.report import ODD_ROWS, POSITIONS_KEPT, DataReport, length_counts
 from expertmesh.data.sources import RawRow, SourceFile
 from expertmesh.data.tokenized import Tokens, coded, refuse_unknown_id
@@ -54,6 +56,8 @@ class Block:
     """Coded tokens and targets, as `tokenized.coded` returns them."""
     rows: list[int] = field(default_factory=list)
     """The number of the row that each sample came from."""
+    pictures: list[bytes] = field(default_factory=list)
+    """The images of each sample, as `images.to_blob` returns them."""
     desirable: list[bool] = field(default_factory=list)
     """The label of each sample, of format unpaired_preference; True in the others."""
 
@@ -90,7 +94,7 @@ class BlockEncoder:
             if self._keeps(block, raw, odd):
                 usable.append((raw, record, odd))
         lengths: list[int] = []
-        results = self._encoded([record for _, record, _ in usable])
+        results = self._encoded([record for _, record, _ in usable], rows[0].file.directory)
         for (raw, record, counted), result in zip(usable, results, strict=True):
             if isinstance(result, MalformedRow):
                 self._skip(block, raw, result)
@@ -108,13 +112,14 @@ class BlockEncoder:
         block.report.length_counts = length_counts(lengths, self._config.max_length)
         return block
 
-    def _encoded(self, records: list[Record]) -> Iterator[Sequence[Encoded] | MalformedRow]:
+    def _encoded(self, records: list[Record], directory: Path | None) -> Iterator[Sequence[Encoded] | MalformedRow]:
         """Yield the samples of each record, of responses one for each."""
         responses = [record for record in records if isinstance(record, Preference | Judged)]
         if responses:  # records of one source are of one format
             yield from self._encoder.encode_responses(responses)
             return
-        yield from self._encoder.encode([record for record in records if not isinstance(record, Preference | Judged)])
+        others = [record for record in records if not isinstance(record, Preference | Judged)]
+        yield from self._encoder.encode(others, directory)
 
     def _keeps(self, block: Block, raw: RawRow, kinds: Sequence[str]) -> bool:
         """Return whether `data.on_*` keeps a row of these kinds, each of which is counted."""
@@ -154,7 +159,9 @@ class BlockEncoder:
                     f"{limit:,}; raise data.max_length, or set data.on_overlong to cut or drop.",
                     key="data.overlong-sample",
                 )
-            if self._config.on_overlong == "drop":
+            # An image is whole or not there: its tokens and its pixels belong together.
+            in_image = any(ends_of(each.pictures) > limit for each in encoded)
+            if self._config.on_overlong == "drop" or in_image:
                 report.dropped += 1
                 return
         # The first token is never a target (see `coded`), so it alone is none.
@@ -176,6 +183,11 @@ class BlockEncoder:
         report.target_tokens += sum(int(np.count_nonzero(each >= 0)) for each in samples)
         block.samples += samples
         block.rows += [raw.number] * len(samples)
+        block.pictures += [each.pictures for each in encoded]
+        found = [picture for each in encoded for picture, _ in from_blob(each.pictures)]
+        report.with_images += bool(found)
+        report.images += len(found)
+        report.image_tokens += sum(picture.tokens for picture in found)
 
 
 def _keep(positions: list[str], position: str) -> None:

@@ -9,9 +9,10 @@ import datetime
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from expertmesh.config import Config, DataConfig, DataSource
 from expertmesh.config.data import DataFormat
@@ -23,6 +24,7 @@ from expertmesh.data.blocks import Block, BlockEncoder, BlockFacts, Place
 from expertmesh.data.encoding.encode import Encoder
 from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import FORMATS, PREFERENCE, UNPAIRED, fitting_formats, names_of, suggested_columns
+from expertmesh.data.images import Images
 from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport
 from expertmesh.data.sources import BLOCK_ROWS, Columns, RawRow, RowShare, SourceFile, locations
 from expertmesh.data.tokenized import TokenizedDataset
@@ -42,6 +44,8 @@ class Recipe:
     responses: DataFormat | None = None
     """The format of rows whose responses an objective compares, of which `preference` gives two samples a row, the
     chosen one first; None for the formats of sft."""
+    images: Images | None = None
+    """The images of the model; None refuses rows that have some."""
     date: datetime.date | None = None
     """The date that a chat template writes as today's; None takes today's."""
 
@@ -51,11 +55,13 @@ class Recipe:
         config: Config,
         sources: Sequence[DataSource],
         tokenizer: PreTrainedTokenizerBase,
-        model_vocab_size: int,
+        model: tuple[PreTrainedConfig, Path],
         date: datetime.date | None = None,
     ) -> "Recipe":
-        """Return the recipe of a run for one of its lists of sources."""
-        return cls(sources, config.data, tokenizer, model_vocab_size, config.objective.facts.format, date)
+        """Return the recipe of a run for one of its lists of sources; `model` are its config and directory."""
+        vocabulary = int(model[0].get_text_config().vocab_size)
+        images = None if config.data.stream else Images(*model, tokenizer, config.model.trust_remote_code)
+        return cls(sources, config.data, tokenizer, vocabulary, config.objective.facts.format, images, date)
 
     @property
     def samples_per_row(self) -> int:
@@ -96,7 +102,7 @@ def build_dataset(
     `data.on_*` stops at, a token id without an embedding, a chat template without a trustworthy mask, or a data set
     without a single target token.
     """
-    return build(Recipe(sources, data_config, tokenizer, model_vocab_size, responses, date))
+    return build(Recipe(sources, data_config, tokenizer, model_vocab_size, responses, date=date))
 
 
 def build(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
@@ -110,6 +116,7 @@ def build(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
         [number[block.place[:2]] for block in blocks for _ in block.samples],
         [row for block in blocks for row in block.rows],
         [label for block in blocks for label in block.desirable],
+        [pictures for block in blocks for pictures in block.pictures],
         judged=recipe.judged,
         files=files,
         samples_per_row=recipe.samples_per_row,
@@ -160,7 +167,8 @@ def encoder_of(recipe: Recipe) -> BlockEncoder:
     """Return the encoder of blocks of rows."""
     config = recipe.config
     options = ChatOptions(config.loss_on, config.thinking, config.template_args, recipe.date or datetime.date.today())
-    return BlockEncoder(recipe.sources, config, Encoder(recipe.tokenizer, options), recipe.model_vocab_size)
+    encoder = Encoder(recipe.tokenizer, options, recipe.images)
+    return BlockEncoder(recipe.sources, config, encoder, recipe.model_vocab_size)
 
 
 def source_report(recipe: Recipe, source: DataSource) -> SourceReport:

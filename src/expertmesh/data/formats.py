@@ -4,9 +4,10 @@
 messages, else a `PromptCompletion`, `text` rows a `PlainText`, `preference` rows a `Preference`, those of
 `unpaired_preference` a `Judged`. `build_dataset` asks `fitting_formats` which formats a row could be, picks one per
 source and converts every row of the source with it.
-Tools and calls are brought to the one form that chat templates read. Whatever cannot be trained on faithfully (images,
-unknown roles, weights between 0 and 1, judgements that no loss here reads) is refused by name, never dropped; columns
-that mean nothing to a format are named by `unused_columns`.
+Tools and calls are brought to the one form that chat templates read. Images stand in the text of a message as `IMAGE`,
+and beside the conversation in their order. Whatever cannot be trained on faithfully (video, sound, unknown roles,
+weights between 0 and 1, judgements that no loss here reads) is refused by name, never dropped; columns that mean
+nothing to a format are named by `unused_columns`.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from expertmesh.config.data import COLUMNS, Role
@@ -34,6 +35,8 @@ _SHAREGPT_ROLES = {
 }
 _TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+# The column of images to which parts of messages without a file refer, in their order.
+_IMAGES = "images"
 _TARGET_KEYS = ("weight", "train", "train_on_turn")
 # Columns that separate good answers from bad: training on every answer would ignore them.
 _JUDGEMENTS = ("label", "score", "rejected")
@@ -41,6 +44,7 @@ _KEYS_NAMED = 30
 _TURNS = ("messages", "conversations")
 # Text, or lists of messages.
 _RESPONSES = ("prompt", "completion", "chosen", "rejected")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|data:")
 _BEGINS_LIST = re.compile(r"\s*\[\s*\{")
 _BEGINS_MESSAGES = re.compile(_BEGINS_LIST.pattern + r'\s*"(role|from)"\s*:')
 # What data sets call the columns of a format, the likeliest first.
@@ -52,6 +56,8 @@ _USUAL_NAMES = {
     "label": ("label", "desirable", "kto_tag", "thumbs_up"),
 }
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+IMAGE = "\ufdd0"
+"""Stands for an image in the text of a message: a code point that no text has."""
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -69,6 +75,16 @@ class MalformedRow(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSource:
+    """Where an image is: at a path, or in the row."""
+
+    path: str | None = None
+    """Path of its file, relative to that of the row."""
+    content: bytes | str | None = None
+    """Bytes of its file without a path; in a string as base64."""
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
     """One conversation, all of it."""
 
@@ -79,6 +95,8 @@ class Conversation:
     """Tools for the chat template."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template."""
+    images: tuple[ImageSource, ...] = ()
+    """The image of each `IMAGE` in the messages, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +169,7 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
     for column in COLUMNS[format_name]:
         if isinstance(row.get(column), str) and _BEGINS_MESSAGES.match(row[column]):
             _json(row[column], f"{column!r}")  # raises: what is JSON is a list by now
-    _refuse_unsupported_keys(row, "the row", tools="tools" in COLUMNS[format_name])
+    _refuse_unsupported_keys(row, "the row", tools="tools" in COLUMNS[format_name], images=format_name == "messages")
     if not _FITS[format_name](row):
         raise MalformedRow(_misfit(row, format_name))
     if format_name == PREFERENCE:
@@ -167,7 +185,9 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
             )
     match format_name:
         case "messages":
-            return _parse_turns(row, "role", "content", {**_ROLES, **roles})
+            images: list[ImageSource | None] = []
+            found = _parse_turns(row, "role", "content", {**_ROLES, **roles}, images)
+            return replace(found, images=_matched(row, found.messages, images))
         case "sharegpt":
             return _parse_turns(row, "from", "value", {**_SHAREGPT_ROLES, **roles})
         case "alpaca":
@@ -274,14 +294,20 @@ def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda row: all(key in row for key in keys)
 
 
-def _parse_turns(row: Mapping[str, Any], role_key: str, text_key: str, roles: Mapping[str, str]) -> Conversation:
+def _parse_turns(
+    row: Mapping[str, Any],
+    role_key: str,
+    text_key: str,
+    roles: Mapping[str, str],
+    images: list[ImageSource | None] | None = None,
+) -> Conversation:
     turns = _turns(row, role_key)
     if not turns:
         raise MalformedRow("the conversation has no message")
     before: list[Mapping[str, Any]] = []
     if row.get("system") and role_key == "from":
         before.append({"role": "system", "content": _text(row["system"], "'system'")})
-    messages = _messages(turns, "message", role_key, text_key, roles)
+    messages = _messages(turns, "message", role_key, text_key, roles, images)
     return Conversation((*before, *messages), _untrained(turns, "message", len(before)), *_for_template(row))
 
 
@@ -308,14 +334,21 @@ def _for_template(row: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...]
     return tuple(tools), args
 
 
-def _messages(turns: Sequence[Any], what: str, role_key: str, text_key: str, roles: Mapping[str, str]) -> Messages:
-    """Return messages as templates take them; errors call a message `what`."""
+def _messages(
+    turns: Sequence[Any],
+    what: str,
+    role_key: str,
+    text_key: str,
+    roles: Mapping[str, str],
+    images: list[ImageSource | None] | None = None,
+) -> Messages:
+    """Return messages as templates take them; errors call a message `what`. `images` as for `_content`."""
     messages: list[Mapping[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         where = f"{what} {number}"
         if not isinstance(turn, Mapping):
             raise MalformedRow(f"{where} is {_kind(turn)}, not an object with {role_key!r} and {text_key!r}")
-        _refuse_unsupported_keys(turn, where, tools=True)
+        _refuse_unsupported_keys(turn, where, tools=True, images=False)
         role = _role(turn.get(role_key), where, roles)
         # Keys such as `name` or `reasoning_content` mean something to some templates, so they stay.
         own = (role_key, text_key, "tool_calls", "function_call", *_TARGET_KEYS)
@@ -326,7 +359,7 @@ def _messages(turns: Sequence[Any], what: str, role_key: str, text_key: str, rol
                 raise MalformedRow(f"{where} has calls, and its role is {role!r}")
             message["tool_calls"] = _calls(called, where)
         if role != _CALL and not (called and turn.get(text_key) is None):
-            message["content"] = _content(turn.get(text_key), where, text_key)
+            message["content"] = _content(turn.get(text_key), where, text_key, None if role == "assistant" else images)
         messages.append({"role": "assistant" if role == _CALL else role, **message})
     return tuple(messages)
 
@@ -529,17 +562,65 @@ def _role(value: Any, where: str, roles: Mapping[str, str]) -> str:
     )
 
 
-def _content(value: Any, where: str, key: str) -> str:
-    """Return a message's text; a list of text parts is joined, any other part is refused by its type."""
+def _content(value: Any, where: str, key: str, images: list[ImageSource | None] | None) -> str:
+    """Return a message's text; a list of parts is joined, with `IMAGE` for an image, which is added to `images`.
+
+    Other parts are refused by their type, and images where `images` is None.
+    """
     if not isinstance(value, list):
         return _text(value, f"{key!r} of {where}")
     texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise MalformedRow(f"{where} has a content part of type {kind!r}, and only 'text' parts are supported")
-        texts.append(_text(part.get("text"), f"a text part of {where}"))
+        if kind == "image" and images is not None:
+            images.append(_image(part, where))
+            texts.append(IMAGE)
+        elif kind == "text":
+            texts.append(_text(part.get("text"), f"a text part of {where}"))
+        elif kind in ("image", "image_url"):
+            why = "images are of parts {'type': 'image'} in what is no answer, in rows of format messages"
+            raise MalformedRow(f"{where} has a content part of type {kind!r}, and {why}")
+        else:
+            raise MalformedRow(f"{where} has a content part of type {kind!r}, and only text and images are supported")
     return "".join(texts)
+
+
+def _image(part: Mapping[str, Any], where: str) -> ImageSource | None:
+    """Return the image of a part; None if its file stands in the row's `images`."""
+    if part.get("url"):
+        part = {"path": part["url"]}
+    value = part.get("image") or part.get("path") or ({"bytes": part["bytes"]} if part.get("bytes") else None)
+    return None if value is None else _image_source(value, f"the image of {where}")
+
+
+def _image_source(value: Any, what: str) -> ImageSource:
+    if isinstance(value, Mapping):  # as the package datasets keeps images
+        value = (value.get("bytes") and ImageSource(content=value["bytes"])) or value.get("path")
+    if isinstance(value, ImageSource | bytes):
+        return ImageSource(content=value) if isinstance(value, bytes) else value
+    if not isinstance(value, str):
+        raise MalformedRow(f"{what} is {_kind(value)}, not a path nor an object with 'bytes'")
+    if _URL.match(value):
+        reason = f"{what} is a URL ({shortened(value)}), which is never read"
+        raise MalformedRow(reason, mend="write the path of a file")
+    return ImageSource(path=value)
+
+
+def _matched(
+    row: Mapping[str, Any], messages: Messages, images: Sequence[ImageSource | None]
+) -> tuple[ImageSource, ...]:
+    """Return the images of a row's messages, of which those without a file are the row's `images`, in their order."""
+    column = row.get(_IMAGES) or []
+    column = column if isinstance(column, list) else [column]
+    missing = sum(image is None for image in images)
+    if missing != len(column):
+        raise MalformedRow(
+            f"the row's {_IMAGES!r} holds {len(column)}, and its messages have {missing} image parts without a file"
+        )
+    if images and sum(str(each.get("content")).count(IMAGE) for each in messages) != len(images):
+        raise MalformedRow(f"a text of the row holds U+{ord(IMAGE):04X}, which is no character")
+    rest = iter([_image_source(value, f"image {number} of the row") for number, value in enumerate(column, start=1)])
+    return tuple(next(rest) if image is None else image for image in images)
 
 
 def _text(value: Any, what: str) -> str:
@@ -552,10 +633,11 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-def _refuse_unsupported_keys(item: Mapping[str, Any], where: str, *, tools: bool) -> None:
+def _refuse_unsupported_keys(item: Mapping[str, Any], where: str, *, tools: bool, images: bool) -> None:
+    media = [key for key in _MEDIA_KEYS if key != _IMAGES or not images]
     for keys, why in (
         (() if tools else _TOOL_KEYS, "tools are for rows of messages"),
-        (_MEDIA_KEYS, "only text can be trained on"),
+        (media, "images are parts of the content of messages, and video and sound are not supported"),
     ):
         for key in keys:
             if item.get(key):

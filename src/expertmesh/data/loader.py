@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config.errors import InputError
+from expertmesh.data.images import Images
 from expertmesh.data.mixture import Mixture
 from expertmesh.data.packing import Batch, PackedRows, Row, Rows, pack, packed_batch, padded_batch
 from expertmesh.data.tokenized import IGNORE, TokenizedDataset
@@ -72,6 +73,8 @@ class BatchLayout:
     pad_token_id: int
     max_length: int
     """Tokens of a row."""
+    images: Images | None = None
+    """Pixels of the images of rows; None where no row has any."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.data_rank < self.data_ranks
@@ -106,6 +109,12 @@ class BatchLayout:
             # Padding is on the right, packed or not; a rank without rows of its own has no real token.
             lengths = torch.tensor([int(dataset.lengths[row].sum()) if part else 0 for row in sequences])
             batch["real_tokens"] = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
+            if self.images is not None:
+                # The rows of all ranks in this micro-batch: those without any of their own have the first.
+                of_all = rows[start * self.data_ranks : (start + self.micro_batch_size) * self.data_ranks]
+                of_all = [*of_all, *rows[:1]] if len(of_all) < self.data_ranks else of_all
+                needed = bool(dataset.images_of[np.concatenate(of_all)].any())
+                self.images.add_to(batch, dataset, sequences, self.pad_token_id, needed=needed)
             for key in ("reference", "desirable"):
                 if (of_samples := getattr(dataset, key)) is not None:
                     batch[key] = torch.from_numpy(of_samples[np.concatenate(sequences)])

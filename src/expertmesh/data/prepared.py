@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from expertmesh.config import Config
@@ -59,6 +60,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
         "tokenizer": _tokenizer_sha256(recipe),
         "model_vocab_size": recipe.model_vocab_size,
+        "images": None if recipe.images is None else recipe.images.settings(),
         "responses": recipe.responses,
         "sources": [source.model_dump(mode="json", exclude={"weight", "repeat", "name"}) for source in recipe.sources],
         "data": recipe.config.model_dump(mode="json", exclude=_NO_MATTER),
@@ -127,6 +129,7 @@ DIRECTORY = "prepared"
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 _BUILDING = ".building-"
+_PICTURES = "pictures-"
 _ERRORS = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityError)}
 _ABANDONED_AFTER_SECONDS = 24 * 3600
 
@@ -240,14 +243,18 @@ class Preparation:
         stamps = Origins(self.recipe).stamps()
         facts: list[BlockFacts] = []
         indices: list[SampleIndex] = []
-        tokens = 0
-        with _unwritable(building), _shard(building, share.index).open("wb") as stream:
+        tokens = described = 0
+        with (
+            _unwritable(building),
+            _shard(building, share.index).open("wb") as stream,
+            _pictures(building, share.index).open("wb") as shown,
+        ):
             try:
                 for block in reader:
                     facts.append(block.facts())
-                    indices.append(
-                        index_of(block.samples, share.index, tokens, [0] * len(block.rows), block.rows, block.desirable)
-                    )
+                    origin = [0] * len(block.rows), block.rows, block.desirable, block.pictures
+                    indices.append(index_of(block.samples, share.index, tokens, *origin, described))
+                    described += shown.write(b"".join(block.pictures))
                     for sample in block.samples:
                         stream.write(sample.data)
                         tokens += len(sample)
@@ -298,7 +305,8 @@ class Preparation:
         report, files = joined(recipe, written[0].sources, blocks)
         with _unwritable(building):
             index = _in_order(building, order, written)
-            shards = {_shard(building, process).name: _shard(building, process) for process in range(processes)}
+            paths = [of(building, process) for of in (_shard, _pictures) for process in range(processes)]
+            shards = {path.name: path for path in paths}
             for field, values in index.items():
                 np.save(building / f"{field}.npy", values)
             for scratch in (*building.glob("facts-*"), *building.glob("index-*")):
@@ -356,10 +364,13 @@ def _opened(directory: Path, manifest: _Manifest, recipe: Recipe) -> TokenizedDa
             key="data.damaged-preparation",
         )
     index = {field: np.asarray(np.load(_index(directory, field), mmap_mode="r")) for field in _FIELDS}
-    shards = [
-        np.memmap(directory / name, dtype=np.int32, mode="r") if size else np.empty(0, np.int32)
-        for name, size in manifest.shard_bytes.items()
-    ]
+    shards: list[npt.NDArray[np.int32]] = []
+    pictures: list[npt.NDArray[np.uint8]] = []
+    for name, size in manifest.shard_bytes.items():
+        if name.startswith(_PICTURES):
+            pictures.append(np.memmap(directory / name, np.uint8, mode="r") if size else np.empty(0, np.uint8))
+        else:
+            shards.append(np.memmap(directory / name, np.int32, mode="r") if size else np.empty(0, np.int32))
     return TokenizedDataset(
         shards,
         SampleIndex(**index),
@@ -367,6 +378,7 @@ def _opened(directory: Path, manifest: _Manifest, recipe: Recipe) -> TokenizedDa
         samples_per_row=recipe.samples_per_row,
         judged=recipe.judged,
         sha256=manifest.data_sha256 or None,
+        pictures=pictures,
     )
 
 
@@ -375,6 +387,10 @@ _FIELDS = tuple(field.name for field in fields(SampleIndex))
 
 def _shard(directory: Path, process: int) -> Path:
     return directory / f"tokens-{process:05d}.bin"
+
+
+def _pictures(directory: Path, process: int) -> Path:
+    return directory / f"{_PICTURES}{process:05d}.bin"
 
 
 def _index(directory: Path, field: str) -> Path:

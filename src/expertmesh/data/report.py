@@ -16,6 +16,7 @@ LENGTH_BINS = 8
 _COUNTS = (
     *("rows", "samples", "skipped", "cut", "dropped", "no_target", "no_target_after_cut", "left_out", "tokens"),
     *("target_tokens", "open_ended", "empty_thoughts", "same_pairs", "desirable", "dated"),
+    *("with_images", "images", "image_tokens"),
 )
 
 ODD_ROWS = {
@@ -124,6 +125,11 @@ class DataReport:
     """Samples that no label calls undesirable."""
     dated: int = 0
     """Blocks whose chat template may have written the date."""
+    with_images: int = 0
+    """Rows that have images."""
+    images: int = 0
+    image_tokens: int = 0
+    """Tokens of the images, among `tokens`."""
     notes: list[str] = field(default_factory=list)
     """Sentences to print, made when all blocks are added."""
 
@@ -162,6 +168,9 @@ class DataReport:
         lines = [line for source in self.sources for line in source.lines(tokens=len(self.sources) > 1)]
         lines.append(f"samples {self.samples:,} of {self.rows:,} rows, tokens {self.tokens:,}")
         lines.append(f"target tokens {self.target_tokens:,} ({share:.1%})")
+        if self.images:
+            rows = plural(self.with_images, "row")
+            lines.append(f"images {self.images:,} in {rows}, {self.image_tokens:,} of the tokens")
         found = sorted(self.methods.items(), key=lambda each: (-each[1], each[0]))
         methods = (f"{method}: {count:,}" for method, count in found)
         lines.append(f"targets found by {', '.join(methods)}")

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.data.images import from_blob
 from expertmesh.data.sources import SourceFile
 
 IGNORE = -100
@@ -57,6 +58,10 @@ class SampleIndex:
     """Number of the row in that file."""
     checksums: npt.NDArray[np.uint32]
     """crc32 of its tokens."""
+    picture_starts: npt.NDArray[np.int64]
+    """Position of the blob of its images in the shard's bytes of pictures."""
+    picture_sizes: npt.NDArray[np.int64]
+    """Bytes of that; 0 without images."""
     desirable: npt.NDArray[np.bool_]
     """Its label; True where rows have none."""
 
@@ -64,7 +69,8 @@ class SampleIndex:
 class TokenizedDataset:
     """Samples in the order of the sources.
 
-    `shards` are arrays of tokens, which may be memory-mapped: nothing but the requested samples is read.
+    `shards` are arrays of tokens, which may be memory-mapped: nothing but the requested samples is read. `pictures` are
+    for each of them the bytes that describe the images of its samples (images.py), or nothing if no sample has any.
     `samples_per_row` is 2 for preferences: samples 2p and 2p + 1 are the chosen and the rejected one of pair p, and
     belong together wherever they go. `desirable` (`[samples]` bool) are the labels of responses that are `judged`, else
     None. `sha256`, where it is known already, is that of `sha256()`. `reference` (`[samples]` float64) may be given
@@ -73,8 +79,8 @@ class TokenizedDataset:
     """
 
     __slots__ = (
-        "_index", "_sha256", "_shards", "desirable", "files", "lengths", "mismatched_reference", "reference",
-        "samples_per_row", "target_counts", "target_tokens", "tokens",
+        "_index", "_pictures", "_sha256", "_shards", "desirable", "files", "lengths", "mismatched_reference",
+        "reference", "samples_per_row", "target_counts", "target_tokens", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -86,7 +92,9 @@ class TokenizedDataset:
         samples_per_row: int = 1,
         judged: bool = False,
         sha256: str | None = None,
+        pictures: Sequence[npt.NDArray[np.uint8]] = (),
     ) -> None:
+        self._pictures = tuple(pictures)
         self._shards, self._index, self._sha256 = tuple(shards), index, sha256
         self.files = tuple(files)
         self.samples_per_row = samples_per_row
@@ -110,12 +118,18 @@ class TokenizedDataset:
         file_of: Sequence[int] = (),
         rows: Sequence[int] = (),
         desirable: Sequence[bool] = (),
+        pictures: Sequence[bytes] = (),
         **facts: Any,
     ) -> "TokenizedDataset":
-        """Return a data set of coded samples, each of a row of a file, with its label; `facts` as for the class."""
+        """Return a data set of coded samples, each of a row of a file, with its label and images; `facts` as for the
+        class.
+        """
         origin = np.zeros(len(samples), np.int64)
-        index = index_of(samples, 0, 0, file_of if len(file_of) else origin, rows if len(rows) else origin, desirable)
-        return cls([np.concatenate([np.empty(0, np.int32), *samples])], index, **facts)
+        index = index_of(
+            samples, 0, 0, file_of if len(file_of) else origin, rows if len(rows) else origin, desirable, pictures
+        )
+        held = [np.frombuffer(b"".join(pictures), np.uint8)] if any(pictures) else []
+        return cls([np.concatenate([np.empty(0, np.int32), *samples])], index, pictures=held, **facts)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -138,8 +152,24 @@ class TokenizedDataset:
         input_ids = np.where(is_target, tokens, ~tokens).astype(np.int64)
         return Sample(input_ids, np.where(is_target, input_ids, IGNORE))
 
+    @property
+    def images_of(self) -> npt.NDArray[np.bool_]:
+        """Return whether each sample has images, `[samples]`."""
+        return self._index.picture_sizes > 0
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.images_of.any())
+
+    def pictures(self, index: int) -> bytes:
+        """Return the images of a sample, as `images.to_blob` returned them; empty without any."""
+        start, size = int(self._index.picture_starts[index]), int(self._index.picture_sizes[index])
+        return self._pictures[int(self._index.shards[index])][start : start + size].tobytes() if size else b""
+
     def position(self, index: int) -> str:
-        """Return where sample `index` came from: `train.jsonl:12`."""
+        """Return where sample `index` came from: `train.jsonl:12`; its number if it was not read from a file."""
+        if not self.files:
+            return f"sample {index + 1}"
         return self.files[int(self._index.files[index])].position(int(self._index.rows[index]))
 
     def sha256(self) -> str:
@@ -150,6 +180,9 @@ class TokenizedDataset:
                 digest.update(np.where(tokens >= 0, tokens, ~tokens).data)
             for tokens in self._in_order():
                 digest.update((tokens >= 0).data)
+            for index in np.flatnonzero(self._index.picture_sizes).tolist():
+                shown = [picture.sha256 for picture, _ in from_blob(self.pictures(index))]
+                digest.update(f"{index} {shown}".encode())
             if self.desirable is not None:
                 digest.update(np.ascontiguousarray(self.desirable).data)
             self._sha256 = digest.hexdigest()
@@ -185,6 +218,7 @@ class _Mismatched(TokenizedDataset):
         self.target_counts = self.lengths - before
         self.tokens, self.target_tokens = int(self.lengths.sum()), int(self.target_counts.sum())
         self.samples_per_row, self.desirable, self.reference, self.mismatched_reference = 1, None, None, None
+        self._index, self._pictures = index_of([], 0, 0, [], []), ()
 
     def sample(self, index: int) -> Sample:
         prompt, other = (self._of.sample(int(each[index])) for each in (self._prompts, self._completions))
@@ -212,6 +246,8 @@ def index_of(
     file_of: Sequence[int] | npt.NDArray[Any],
     rows: Any,
     desirable: Sequence[bool] = (),
+    pictures: Sequence[bytes] = (),
+    picture_start: int = 0,
 ) -> SampleIndex:
     """Return the index of samples that are in `shard`, one after the other from token `start`.
 
@@ -219,7 +255,9 @@ def index_of(
         file_of: Number of the file that each sample came from.
         rows: Number of the row in that file, for each sample.
         desirable: The label of each sample; empty for all True.
+        pictures: The bytes that describe each sample's images; empty for none. The first are at `picture_start`.
     """
+    sizes = np.array([len(each) for each in pictures] or [0] * len(samples), dtype=np.int64)
     lengths = np.array([len(each) for each in samples], dtype=np.int32)
     return SampleIndex(
         lengths=lengths,
@@ -229,6 +267,8 @@ def index_of(
         files=np.array(file_of, dtype=np.int32),
         rows=np.array(rows, dtype=np.int64),
         checksums=np.array([zlib.crc32(each.data) for each in samples], dtype=np.uint32),
+        picture_starts=picture_start + np.concatenate(([0], np.cumsum(sizes)))[:-1].astype(np.int64),
+        picture_sizes=sizes,
         desirable=np.array(desirable, dtype=np.bool_) if len(desirable) else np.ones(len(samples), dtype=np.bool_),
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils.generic import ModelOutput
 
-from expertmesh.anatomy import Anatomy
+from expertmesh.anatomy import Anatomy, decoder_blocks
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.pairs import sorted_choice
@@ -70,7 +70,7 @@ def recording(
     Args:
         modules: The modules of the model, by name.
         anatomy: Names the blocks, the experts and the routers.
-        outputs: Gets the output of each block, by the block's name.
+        outputs: Gets the output of each block of the decoder, by the block's name.
         choices: Gets the expert ids `[T, K]` with which each experts module is called, by the module's name; for a
             router that sorts rows, by the router's name.
     """
@@ -88,7 +88,7 @@ def recording(
     with ExitStack() as stack:
         for name in modules.keys() & set(anatomy.sorting_routers):
             stack.enter_context(modules[name].register_forward_hook(partial(keep_sorted, name)))
-        for name in modules.keys() & set(anatomy.blocks):
+        for name in modules.keys() & set(decoder_blocks(anatomy)):
             stack.enter_context(modules[name].register_forward_hook(partial(keep_output, name)))
         for spec in anatomy.experts:
             module = modules.get(spec.name)

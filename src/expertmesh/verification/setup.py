@@ -38,6 +38,7 @@ from expertmesh.data import (
     load_tokenizer,
     padding_token_id,
 )
+from expertmesh.data.images import Images
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.planning.forecast import forecast
@@ -45,7 +46,8 @@ from expertmesh.step.forward_backward import Order
 from expertmesh.step.objective import Objective
 from expertmesh.step.objectives import objective_of
 from expertmesh.training.objective import Teacher
-from expertmesh.training.startup.model_check import check_model, longest
+from expertmesh.training.startup.data import with_images
+from expertmesh.training.startup.model_check import Checked, check_model, longest
 from expertmesh.training.startup.preflight import refuse_config, refuse_disk
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
@@ -151,7 +153,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         notes.append(warning)
     if options.random_data:
         notes.append("token ids are random: no data was named")
-    steps = _steps(config, options, layout, checked.vocab_size)
+    steps, checked = _steps(config, options, checked)
     setup = Setup(
         config,
         model_config,
@@ -169,14 +171,19 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     return replace(setup, teacher=_of_teacher(setup, checked.objective.teacher))
 
 
-def _steps(config: Config, options: VerifyOptions, layout: Layout, vocabulary: int) -> "list[StepData]":
+def _steps(config: Config, options: VerifyOptions, checked: Checked) -> "tuple[list[StepData], Checked]":
+    """Return the steps, and `checked` as their images need it."""
+    facts: dict[str, Any] = {"tokens": options.tokens, "steps": STEPS, "pad_token_id": 0}
     if options.random_data:
-        dataset, pad = random_dataset(vocabulary, config.data.max_length, 64, config.train.seed), 0
+        dataset = random_dataset(checked.vocab_size, config.data.max_length, 64, config.train.seed)
     else:
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
-        dataset, _ = found_or_built(config, Recipe.of(config, config.data.train, tokenizer, vocabulary))
-        pad = padding_token_id(tokenizer, vocabulary)
-    return steps_of(dataset, config, layout, tokens=options.tokens, steps=STEPS, pad_token_id=pad)
+        recipe = Recipe.of(config, config.data.train, tokenizer, (checked.model_config, checked.directory))
+        dataset, _ = found_or_built(config, recipe)
+        checked = with_images(config, checked, dataset)
+        facts |= {"images": recipe.images if dataset.has_images else None}
+        facts |= {"pad_token_id": padding_token_id(tokenizer, checked.vocab_size)}
+    return steps_of(dataset, config, checked.layout, **facts), checked
 
 
 def _of_teacher(setup: Setup, teacher: Teacher | None) -> Setup | None:
@@ -352,18 +359,26 @@ class StepData:
 
 
 def steps_of(
-    dataset: TokenizedDataset, config: Config, layout: Layout, *, tokens: int, steps: int, pad_token_id: int
+    dataset: TokenizedDataset,
+    config: Config,
+    layout: Layout,
+    *,
+    tokens: int,
+    steps: int,
+    pad_token_id: int,
+    images: Images | None = None,
 ) -> list[StepData]:
     """Return `steps` steps of about `tokens` tokens each, from the first samples of the run, in its order.
 
     A step has as many rows as a step of the run, but at most two micro-batches per rank (times pp, so that a pipeline
     uses the run's schedule and has micro-batches between filling and draining). Samples are cut to fit `tokens`, but
-    not below `LEAST_LENGTH`; a long sample keeps the part that ends with its last target. The samples of a small data
-    set repeat. With an objective of pairs a row is a pair.
+    not below `LEAST_LENGTH`; a long sample keeps the part that ends with its last target, one with images everything.
+    The samples of a small data set repeat. With an objective of pairs a row is a pair.
 
     Args:
         tokens: Tokens of one step over all ranks.
         pad_token_id: For padding of rows.
+        images: What makes pixels of the images of the samples.
 
     Raises:
         InputError: If the data set is empty.
@@ -379,18 +394,21 @@ def steps_of(
     if not len(dataset):
         raise InputError("the training data has no sample to verify on; correct data.train", key="data.empty")
     samples = itertools.cycle(index for row in order.tolist() for index in range(row * each, (row + 1) * each))
-    form, made = BatchLayout(train.micro_batch_size, 0, 1, packing, pad_token_id, length), []
+    form, made = BatchLayout(train.micro_batch_size, 0, 1, packing, pad_token_id, length, images), []
     for _ in range(steps):
         chosen: list[tuple[np.ndarray, np.ndarray]] = []
+        pictures: list[bytes] = []
         labels: list[bool] = []
         while len(chosen) < (16 * rows if packing else rows * each):
             index = next(samples)
-            cut = _cut(dataset.sample(index), longest)
+            pictures.append(dataset.pictures(index))
+            sample = dataset.sample(index)
+            cut = _cut(sample, len(sample.labels) if pictures[-1] else longest)
             labels += [bool(dataset.desirable[index])] if dataset.desirable is not None else []
             if packing and sum(len(ids) for ids, _ in chosen) + len(cut[0]) > rows * length:
                 break
             chosen.append(cut)
-        step = StepData(_dataset(chosen, each, labels), form, config.objective)
+        step = StepData(_dataset(chosen, each, labels, pictures), form, config.objective)
         while packing and len(step.rows) > rows:  # free positions at the ends of rows can add up to one more row
             chosen.pop()
             step = replace(step, dataset=_dataset(chosen))
@@ -417,10 +435,13 @@ def _cut(sample: Sample, longest: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _dataset(
-    samples: Sequence[tuple[np.ndarray, np.ndarray]], samples_per_row: int = 1, desirable: Sequence[bool] = ()
+    samples: Sequence[tuple[np.ndarray, np.ndarray]],
+    samples_per_row: int = 1,
+    desirable: Sequence[bool] = (),
+    pictures: Sequence[bytes] = (),
 ) -> TokenizedDataset:
     ids, targets = [ids.astype(np.int32) for ids, _ in samples], [targets for _, targets in samples]
-    facts = {"desirable": desirable, "judged": len(desirable) > 0}
+    facts = {"desirable": desirable, "judged": len(desirable) > 0, "pictures": pictures[: len(samples)]}
     return TokenizedDataset.of_samples(ids, targets, samples_per_row=samples_per_row, **facts)
 
 
@@ -429,7 +450,7 @@ def _like(
 ) -> TokenizedDataset:
     """Return a data set of `samples`, made of the samples `indices` of `dataset`, with their labels and references."""
     labels = () if dataset.desirable is None else dataset.desirable[indices].tolist()
-    made = _dataset(samples, dataset.samples_per_row, labels)
+    made = _dataset(samples, dataset.samples_per_row, labels, [dataset.pictures(index) for index in indices.tolist()])
     made.reference = None if dataset.reference is None else dataset.reference[indices]
     if dataset.mismatched_reference is not None:
         made.mismatched_reference = dataset.mismatched_reference[indices]

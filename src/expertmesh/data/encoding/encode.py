@@ -17,6 +17,7 @@ import datetime
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from expertmesh.data.formats import (
     PromptCompletion,
     shared_length,
 )
+from expertmesh.data.images import Images
 
 # What the renderer itself gives to a template, or takes for itself.
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
@@ -87,7 +89,15 @@ class ChatRenderer:
         more text than any honest one.
         """
         answers = self._asked(
-            [{"messages": each.messages, "untrained": list(each.untrained), **_given(each)} for each in conversations]
+            [
+                {
+                    "messages": each.messages,
+                    "untrained": list(each.untrained),
+                    "has_images": bool(each.images),
+                    **_given(each),
+                }
+                for each in conversations
+            ]
         )
         return [answer if isinstance(answer, MalformedRow) else list(map(_rendered, answer)) for answer in answers]
 
@@ -150,6 +160,8 @@ class Encoded:
     """The field of `Rendered`."""
     unwritten: tuple[str, ...] = ()
     """The field of `Rendered`."""
+    pictures: bytes = b""
+    """Its images, as `images.to_blob` returns them; empty without any."""
 
     @property
     def taught_end(self) -> int | None:
@@ -160,10 +172,14 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes records with one tokenizer, and rows of the formats `preference` and `unpaired_preference`."""
+    """Encodes records with one tokenizer, and rows of the formats `preference` and `unpaired_preference`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> None:
+    `images` are those of the model; None refuses rows that have some.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions, images: Images | None = None) -> None:
         self._tokenizer = tokenizer
+        self._images = images
         self._options = options
         self._renderer: ChatRenderer | None = None
         self._eos: int | None = tokenizer.eos_token_id
@@ -176,10 +192,11 @@ class Encoder:
         return self._options.date if self._renderer is not None and self._renderer.writes_date else None
 
     def encode(
-        self, records: Sequence[Conversation | PlainText | PromptCompletion]
+        self, records: Sequence[Conversation | PlainText | PromptCompletion], base: Path | None = None
     ) -> list[list[Encoded] | MalformedRow]:
         """Return the samples of each record, in order; of one that cannot be encoded the reason why.
 
+        Images lie relative to the directory `base`.
         The tokenizer is called once for all chat records and once for all others.
         """
         conversations = [record for record in records if isinstance(record, Conversation)]
@@ -197,6 +214,8 @@ class Encoder:
             ]
             for (i, each), tokens in zip(group, self._tokenize([each.text for _, each in group], plain), strict=True):
                 found, encoded = results[i], self._mask(each, *tokens, plain=plain)
+                if isinstance(encoded, Encoded):
+                    encoded = self._with_images(records[i], each.text, encoded, base)
                 if isinstance(encoded, MalformedRow):
                     results[i] = encoded
                 elif not isinstance(found, MalformedRow):
@@ -244,6 +263,24 @@ class Encoder:
                 trim = rendered.method in (PREFIX_DIFFERENCE, STAND_INS)
                 targets[self._without_trailing_space(tokens, ids) if trim else tokens] = True
         return self._encoded(input_ids, targets, rendered, plain=plain)
+
+    def _with_images(self, record: Any, text: str, encoded: Encoded, base: Path | None) -> Encoded | MalformedRow:
+        """Return a sample with the tokens of its images, which are no targets."""
+        sources = record.images if isinstance(record, Conversation) else ()
+        if self._images is None:
+            unread = MalformedRow("the row has images, which a stream does not read", mend="set data.stream to false")
+            return unread if sources else encoded
+        try:
+            if not sources:
+                self._images.refuse_token(encoded.input_ids)
+                return encoded
+            if self._options.thinking == "every_turn":
+                raise MalformedRow("the row has images", mend="set data.thinking to another value than every_turn")
+            ids, origins, pictures = self._images.expanded(text, encoded.input_ids, sources, base)
+        except MalformedRow as error:
+            return error
+        targets = encoded.targets[origins] & (origins >= 0)
+        return replace(encoded, input_ids=ids, targets=targets, pictures=pictures)
 
     def _encoded(
         self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], rendered: Rendered, *, plain: bool

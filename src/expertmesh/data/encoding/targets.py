@@ -32,7 +32,7 @@ from expertmesh.data.encoding.unwritten import (
     parts_of,
     with_words,
 )
-from expertmesh.data.formats import THINKING_KEYS, MalformedRow, shared_length, visible, without_thinking
+from expertmesh.data.formats import IMAGE, THINKING_KEYS, MalformedRow, shared_length, visible, without_thinking
 
 GENERATION_MARKS = "generation marks"
 SOME_TURNS_MARKED = "generation marks on some assistant turns only"
@@ -101,6 +101,7 @@ class TargetFinder:
         self._owner = os.getpid()
         self._given: dict[str, Any] = {}
         self._tools: list[dict[str, Any]] = []
+        self._has_images = False
         self._limit = 0
         self._remembered: dict[int, tuple[frozenset[Part], frozenset[Part]]] = {}
 
@@ -110,7 +111,7 @@ class TargetFinder:
         """
         assert os.getpid() != self._owner, "a template is executed in a child process only"
         chat_template_utils.datetime = _Clock(self._options.date)  # type: ignore[assignment, attr-defined]
-        self._tools = request["tools"]
+        self._tools, self._has_images = request["tools"], request.get("has_images", False)
         self._template = self._tokenizer.get_chat_template(tools=self._tools or None)  # there may be one for tools
         self._given = {**self._options.template_args, **request["template_args"]}
         self._limit = MAX_ADDED_CHARACTERS + _characters(request)
@@ -301,8 +302,9 @@ class TargetFinder:
         template_variables: dict[str, Any] = {**self._tokenizer.special_tokens_map, **self._given}
 
         def apply() -> Any:
+            given = [{k: v for k, v in message.items() if v is not None} for message in self._given_as(messages)]
             return chat_template_utils.render_jinja_template(
-                conversations=[[{k: v for k, v in message.items() if v is not None} for message in messages]],
+                conversations=[given],
                 tools=list(self._tools if tools is None else tools) or None,
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
@@ -323,7 +325,7 @@ class TargetFinder:
     ) -> str:
         def apply() -> Any:
             return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                self._given_as(messages),
                 tools=list(self._tools if tools is None else tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -334,6 +336,15 @@ class TargetFinder:
         assert isinstance(text, str)
         self._refuse_flood(text)
         return text
+
+    def _given_as(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return the messages as a template takes them: where images stand in a text, as a list of parts."""
+        if not self._has_images:
+            return [dict(message) for message in messages]
+        return [
+            {**message, "content": _parts(text)} if IMAGE in (text := message.get("content") or "") else dict(message)
+            for message in messages
+        ]
 
     def _refuse_flood(self, text: str) -> None:
         if len(text) > self._limit:
@@ -479,6 +490,12 @@ def _holds(text: str, message: Mapping[str, Any]) -> bool:
     """Return whether the text shows the answer: its visible part, and the names of the functions that it calls."""
     names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     return all(part in text for part in (visible(message), *names))
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """Return the texts and images of a text in which `IMAGE` stands for each image."""
+    pieces = re.split(f"({IMAGE})", text)
+    return [{"type": "image"} if each == IMAGE else {"type": "text", "text": each} for each in pieces if each]
 
 
 def _places(text: str, turns: Messages) -> list[Span]:

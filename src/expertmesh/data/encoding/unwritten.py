@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from expertmesh.data.formats import THINKING_KEYS, THOUGHT, Messages, thoughts, visible
+from expertmesh.data.formats import IMAGE, THINKING_KEYS, THOUGHT, Messages, thoughts, visible
 
 TEXT, THINKING, CALLS, TOOLS, KEY = "text", "thinking", "calls", "tools", "key"
 
@@ -53,7 +53,8 @@ class Part:
             return {**value, "function": {**(function if isinstance(function, Mapping) else {}), "name": word}}
         if self.kind == TEXT:
             head, closed, tail = value.rpartition(_CLOSE)
-            return head + closed + tail.replace(tail.strip(), word, 1)
+            # Images stay: the rendering of a text that is left out must not change by them.
+            return head + closed + tail.replace(tail.strip(), IMAGE * tail.count(IMAGE) + word, 1)
         if self.kind == THINKING and self.path[-1] == "content":
             matched = THOUGHT.match(value)
             assert matched is not None
@@ -71,7 +72,7 @@ def parts_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
 
 def _parts_of_message(message: Mapping[str, Any], path: tuple[str | int, ...]) -> Iterator[Part]:
     role = message["role"]
-    if text := visible(message):
+    if (text := visible(message)).replace(IMAGE, "").strip():
         yield Part(TEXT, (*path, "content"), role, text)
     if role == "assistant" and (inside := thoughts({"content": message.get("content")})):
         yield Part(THINKING, (*path, "content"), role, inside[0])

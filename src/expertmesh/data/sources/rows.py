@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO, Any
 
 from expertmesh.config.errors import InputError
@@ -51,6 +52,12 @@ class SourceFile:
     name: str
     by_line: bool
     """True if positions are lines; else they are rows."""
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory that paths in its rows are relative to; None for what is no local file or saved table."""
+        local = Path(self.name)
+        return (local if local.is_dir() else local.parent) if local.exists() else None
 
     def position(self, number: int) -> str:
         """Return `train.jsonl:12` for a line, `train.parquet:row 12` for a row; both count from 1."""

@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +29,8 @@ from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
 from expertmesh.anatomy import Anatomy, decoder_blocks, names_without_blocks
 from expertmesh.config import Config, InputError
-from expertmesh.data import IGNORE, Sample
+from expertmesh.data import IGNORE, TokenizedDataset
+from expertmesh.data.images import from_blob
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.distributed.collectives import all_gather
 from expertmesh.distributed.environment import processors
@@ -381,7 +380,7 @@ def write_data_record(run: Prepared) -> None:
                 source=dataset.position(number),
                 tokens=len(sample.labels),
                 targets=int((sample.labels != IGNORE).sum()),
-                pieces=pieces_of(sample, tokenizer, _TOKENS),
+                pieces=pieces_of(dataset, number, tokenizer, _TOKENS)[0],
             )
         )
     lengths = [Bin(above=b.above, up_to=b.up_to, samples=b.samples) for b in run.data.reports[0].histogram]
@@ -389,11 +388,29 @@ def write_data_record(run: Prepared) -> None:
     replace_synced(Path(run.config.output_dir) / DATA_FILE, content)
 
 
-def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase, most: int) -> list[TextPiece]:
-    """Return the text of a sample's first `most` tokens, target by target."""
-    tokens = zip(sample.input_ids[:most].tolist(), (sample.labels[:most] != IGNORE).tolist(), strict=True)
-    pieces = []
-    for is_target, group in groupby(tokens, key=itemgetter(1)):
-        text = tokenizer.decode([token for token, _ in group], clean_up_tokenization_spaces=False)
-        pieces.append(TextPiece(text=str(text), is_target=is_target))
-    return pieces
+def pieces_of(
+    dataset: TokenizedDataset, index: int, tokenizer: PreTrainedTokenizerBase, most: int
+) -> tuple[list[TextPiece], int]:
+    """Return the text of a sample's first `most` tokens, target by target, and how many tokens are not shown.
+
+    An image is one of them, and is shown by name and size.
+    """
+    sample = dataset.sample(index)
+    targets, ids = (sample.labels != IGNORE).tolist(), sample.input_ids.tolist()
+    images = {picture.start: picture for picture, _ in from_blob(dataset.pictures(index))}
+    pieces: list[TextPiece] = []
+    at, left = 0, most
+    while at < len(ids) and left > 0:
+        is_target, stop = targets[at], at + 1
+        if at in images:
+            name, stop = Path(images[at].path or "in the row").name, at + images[at].tokens
+            text, left = f"[image {name}: {plural(images[at].tokens, 'token')}]", left - 1
+        else:
+            while stop < len(ids) and targets[stop] == is_target and stop not in images and stop - at < left:
+                stop += 1
+            text, left = str(tokenizer.decode(ids[at:stop], clean_up_tokenization_spaces=False)), left - (stop - at)
+        if pieces and pieces[-1].is_target == is_target:
+            text = pieces.pop().text + text
+        pieces.append(TextPiece(text=text, is_target=is_target))
+        at = stop
+    return pieces, len(ids) - at

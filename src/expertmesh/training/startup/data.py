@@ -13,6 +13,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ from expertmesh.data import (
     load_tokenizer,
     padding_token_id,
 )
+from expertmesh.data.images import Images
 from expertmesh.data.sources import RowShare
 from expertmesh.distributed.all_ranks import (
     from_rank_0,
@@ -38,6 +40,7 @@ from expertmesh.distributed.all_ranks import (
     sum_over_ranks,
 )
 from expertmesh.io.terminal import counted
+from expertmesh.step.forward_backward import Order
 from expertmesh.training.lock import RunLock
 from expertmesh.training.startup.model_check import Checked
 
@@ -60,6 +63,8 @@ class RunData:
     date: datetime.date
     """The date that chat templates write."""
     mixture: Mixture | None
+    images: Images | None
+    """Pixels of the images of rows; None if no row has any."""
     stream: Stream | None = None
 
     @property
@@ -73,7 +78,7 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
     with raise_on_all_ranks("loading the tokenizer"):
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
     stream, found, reports = None, [], []
-    train = Recipe.of(config, config.data.train, tokenizer, checked.vocab_size, date)
+    train = Recipe.of(config, config.data.train, tokenizer, (checked.model_config, checked.directory), date)
     if config.data.stream:
         say("reading the first rows of the stream")
         # A stream is not kept, so what its template writes is that of the first start.
@@ -101,8 +106,57 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
         tuple(reports),
         date,
         None if stream else Mixture.of(config.data.train, reports[0], found[0].samples_per_row),
+        train.images if any(dataset.has_images for dataset in found) else None,
         stream,
     )
+
+
+def with_images(config: Config, checked: Checked, dataset: TokenizedDataset) -> Checked:
+    """Return `checked` for a data set, whose rows may have images: `train.accumulate: auto` is then by micro-batch.
+
+    Raises:
+        InputError: The configuration cannot be done with images.
+    """
+    if not dataset.has_images:
+        return checked
+    row = dataset.position(int(np.flatnonzero(dataset.images_of)[0]))
+    layout = checked.layout
+    if config.data.packing:
+        raise InputError(
+            f"data.packing: {row} has images, whose positions are not kept apart in packed rows; set data.packing to "
+            "false",
+            key="data.packing-unsupported",
+        )
+    if layout.pp > 1:
+        raise InputError(
+            f"parallel.pp {layout.pp}: {row} has images, and stages hand on text alone; set parallel.pp to 1",
+            key="layout.pp-takes-text-alone",
+        )
+    for axis in ("cp", "tp"):
+        if layout.size(axis) > 1:
+            raise InputError(
+                f"parallel.{axis} {layout.size(axis)}: {row} has images, whose positions it is not proven to split; "
+                f"set parallel.{axis} to 1",
+                key="layout.input-per-position",
+            )
+    if config.objective.name != "sft":
+        raise InputError(
+            f"objective.name {config.objective.name}: {row} has images, which only sft trains on",
+            key="data.other-objective",
+        )
+    if config.eval.samples:
+        raise InputError(
+            f"eval.samples is {config.eval.samples}: {row} has images, which answers are not generated to; set "
+            "eval.samples to 0",
+            key="config.combination",
+        )
+    if config.train.accumulate == "by_layer":
+        raise InputError(
+            f"train.accumulate: by_layer: {row} has images, and layers hand on text alone; set train.accumulate to "
+            "by_micro_batch",
+            key="train.accumulate-unsupported",
+        )
+    return checked.in_order((Order(), "rows have images"))
 
 
 def stop_where_taught(model: PreTrainedModel, report: DataReport, tokenizer: PreTrainedTokenizerBase) -> None:

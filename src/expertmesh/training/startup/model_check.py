@@ -22,7 +22,7 @@ from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.io.terminal import plural
-from expertmesh.model import ModelOptions, build_model, plan_model
+from expertmesh.model import ModelOptions, build_model, plan_model, vision_parameters
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.pipeline import refuse_by_layer
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, expert_traffic
@@ -102,6 +102,10 @@ def check_model(
     if config.objective.reference:
         _refuse_noise(config.objective.name, model_config)
     model = build_model(model_config, directory, ModelOptions.of(config))
+    if config.model.vision == "train" and not vision_parameters(model):
+        raise InputError(
+            f"model.vision is train, and {model_config.model_type} has no tower; remove it", key="config.combination"
+        )
     experts = describe(model).num_experts
     options, rows = shard_options(config), config.train.micro_batch_size * config.objective.sequences
     traffic = expert_traffic(model, options, rows * config.data.max_length)

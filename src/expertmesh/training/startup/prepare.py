@@ -51,7 +51,7 @@ from expertmesh.training.resume import (
     find_start,
     find_weights,
 )
-from expertmesh.training.startup.data import RunData, read_data, stop_where_taught
+from expertmesh.training.startup.data import RunData, read_data, stop_where_taught, with_images
 from expertmesh.training.startup.output_dir import (
     refuse_no_more_steps,
     restore,
@@ -117,6 +117,8 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
             found = start, find_weights(config), date_of(start)
     start, weights, date = from_rank_0(found)
     data = read_data(config, checked, date, partial(say, control))
+    for dataset in data.datasets:
+        checked = with_images(config, checked, dataset)
     stop_where_taught(checked.model, data.reports[0], data.tokenizer)
     mesh = build_mesh(checked.layout, current_device())
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
@@ -127,6 +129,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
         packing=config.data.packing,
         pad_token_id=data.pad_token_id,
         max_length=config.data.max_length,
+        images=data.images,
     )
     batches, total_steps = _batches(config, layout, data)
     evaluation = {name: EvaluationBatches(dataset, layout) for name, dataset in data.evaluation.items()}

@@ -127,8 +127,10 @@ def _compared(proof: Proof, name: str, job: ProvenJob, logits: Tensor, load: Cal
             except ExpertmeshError as error:
                 found = str(error)
             else:
-                placed = proof.setup.steps[0].placed(proof.setup.layout, 0)
+                data = proof.setup.steps[0]
+                placed = data.placed(proof.setup.layout, 0)
                 batch = unsharded.PaddedSamples.of([(each.input_ids, each.labels) for each in placed])
+                batch = batch.with_images(data, placed)
                 with torch.no_grad():
                     read = kept_tokens(batch.real_tokens(unsharded.forward(loaded.eval(), batch)[0]))
                 found = Distance(*squares(read, logits))

@@ -112,6 +112,9 @@ def _micro_batches(proof: Proof, job: ProvenJob) -> Iterator[Check]:
     name = f"accumulation {len(once.micro_batches)} = {len(parts.micro_batches)}, uneven targets"
     yield _same(proof, name, _run(job, parts), _run(job, once))
     name = "by layer = by micro-batch"
+    if proof.setup.steps[0].dataset.has_images:
+        yield Check.not_run(name, "samples have images")
+        return
     try:
         layers_of(job.model)
     except InputError as error:
@@ -125,6 +128,8 @@ def _packing(proof: Proof, job: ProvenJob) -> Check:
     name = "packed = separate samples"
     if proof.setup.steps[0].minimised.of_responses:
         return Check.not_run(name, "responses are in rows of their own")
+    if proof.setup.steps[0].dataset.has_images:
+        return Check.not_run(name, "samples have images")
     if not proof.setup.packs:
         return Check.not_run(name, f"{proof.setup.model_config.model_type} cannot keep packed samples apart")
     data = proof.setup.steps[0]

@@ -252,7 +252,7 @@ class Reference:
         """
         job, streamed, balance = self.job, self.streamed, attached_balance(self.job.model)
         samples = data.placed(job.mesh.layout, job.mesh.rank)
-        batch = self._batch(samples)
+        batch = self._batch(data, samples)
         mismatched = None if data.mismatched is None else self._measured(data.mismatched, forced or {}, weights)
         kl = torch.zeros((), requires_grad=True) if mismatched is None else mismatched.kl
         forced = self._spread(batch, samples, forced or {})
@@ -317,7 +317,7 @@ class Reference:
     def _measured(self, data: StepData, forced: Mapping[str, Tensor], weights: Weights | None) -> "_Measured":
         """Return what kto estimates by the mismatched rows `data`. Collectives: every rank calls it; one all-reduce."""
         samples = data.placed(self.job.mesh.layout, self.job.mesh.rank)
-        batch = self._batch(samples)
+        batch = self._batch(data, samples)
         forced = self._spread(batch, samples, forced, mismatched=True)
         recorder, token_losses = self._forward_alone(batch, samples, forced, MISMATCHED, weights)
         rows = unsharded.row_log_probabilities(token_losses, batch)[: len(samples)]
@@ -335,21 +335,22 @@ class Reference:
         """
         job = self.job
         samples = data.placed(job.mesh.layout, job.mesh.rank)
-        batch = self._batch(samples)
+        batch = self._batch(data, samples)
         forced = self._spread(batch, samples, forced)
         base = Weights(self.streamed.model, job.setup, job.model, job.mesh.device, adapted=False)
         _, token_losses = self._forward_alone(batch, samples, forced, "", self.weights if adapters else base)
         rows = unsharded.row_log_probabilities(token_losses, batch).tolist()
         return {sample.index: row for sample, row in zip(samples, rows, strict=False)}
 
-    def _batch(self, samples: Sequence[PlacedSample]) -> unsharded.PaddedSamples:
-        """Return the batch of `samples`, or of one sample without targets if there are none.
+    def _batch(self, data: StepData, samples: Sequence[PlacedSample]) -> unsharded.PaddedSamples:
+        """Return the batch of `samples` of `data`, or of one sample without targets if there are none.
 
         A rank without samples has to run the model as well: skipping an all-reduce would hang the others.
         """
         own = [(placed.input_ids, placed.labels) for placed in samples]
         without_targets = torch.zeros(2, dtype=torch.int64), torch.full((2,), IGNORE)
-        return unsharded.PaddedSamples.of(own or [without_targets], self.job.mesh.device)
+        batch = unsharded.PaddedSamples.of(own or [without_targets], self.job.mesh.device)
+        return batch.with_images(data, samples)
 
     @staticmethod
     def _spread(

@@ -193,8 +193,8 @@ class StreamedModel:
 def units_of(model: nn.Module, blocks: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the names of the units, in module order, and of the loose parameters.
 
-    Units are the blocks, and the largest modules with tensors that contain no block. Loose parameters are direct
-    parameters of a module that contains blocks; they are few and small, and stay in memory.
+    Units are the blocks, and the largest modules with tensors that contain no block and are called: no lists. Loose
+    parameters are direct parameters of a module that contains blocks; they are few and small, and stay in memory.
     """
     units: list[str] = []
     loose: list[str] = []
@@ -202,7 +202,7 @@ def units_of(model: nn.Module, blocks: Sequence[str]) -> tuple[list[str], list[s
     def visit(name: str, module: nn.Module) -> None:
         if name in blocks:
             units.append(name)
-        elif any(block.startswith(f"{name}.") or not name for block in blocks):
+        elif isinstance(module, nn.ModuleList) or any(block.startswith(f"{name}.") or not name for block in blocks):
             loose.extend(leaf for leaf, _ in module.named_parameters(prefix=name, recurse=False))
             for leaf, child in module.named_children():
                 visit(f"{name}.{leaf}" if name else leaf, child)

@@ -8,9 +8,10 @@ here communicates, or uses expertmesh's dispatch, expert layers, loss, norm or p
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from expertmesh.data import IGNORE
 from expertmesh.state.codes import rounded
 from expertmesh.state.model_view import sharded
 from expertmesh.state.packed import units_together
+
+if TYPE_CHECKING:
+    from expertmesh.verification.setup import PlacedSample, StepData
 
 Sample = tuple[Tensor, Tensor]  # token ids and labels, each `[S]`
 StepT = TypeVar("StepT")
@@ -36,6 +40,8 @@ class PaddedSamples:
     """The labels; `IGNORE` for padding."""
     real_BS: Tensor
     """True for real tokens, False for padding."""
+    of_images: Mapping[str, Tensor] = field(default_factory=dict)
+    """Inputs of the model beside the tokens of images."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> "PaddedSamples":
@@ -44,6 +50,20 @@ class PaddedSamples:
         labels = pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=IGNORE)
         real = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids, _ in samples], batch_first=True)
         return cls(ids.to(device), labels.to(device), real.to(device))
+
+    def with_images(self, data: "StepData", samples: "Sequence[PlacedSample]") -> "PaddedSamples":
+        """Return the batch with the images of these samples of `data`.
+
+        If other ranks' samples have some and these have none, it gets a blank one: gradients are summed over ranks.
+        """
+        if data.form.images is None:
+            return self
+        batch = {"input_ids": self.ids_BS, "labels": self.labels_BS, "real_tokens": self.real_BS}
+        batch = {key: value.cpu() for key, value in batch.items()} | {"attention_mask": self.real_BS.long().cpu()}
+        rows = [np.array([sample.index]) for sample in samples]
+        data.form.images.add_to(batch, data.dataset, rows, 0, needed=data.dataset.has_images)
+        ids, labels, real = (batch.pop(key).to(self.ids_BS.device) for key in ("input_ids", "labels", "real_tokens"))
+        return PaddedSamples(ids, labels, real, {key: value.to(ids.device) for key, value in batch.items()})
 
     def real_tokens(self, value_BSX: Tensor) -> Tensor:
         """Return the values of real tokens, `[T, X]`, sample after sample."""
@@ -59,7 +79,8 @@ class PaddedSamples:
 def forward(model: Any, batch: PaddedSamples) -> tuple[Tensor, Tensor]:
     """Return the logits `[B, S, V]`, and the cross entropy of each target, `[targets]` in fp32 or wider."""
     mask = None if bool(batch.real_BS.all()) else batch.real_BS.long()
-    logits: Tensor = model(input_ids=batch.ids_BS, attention_mask=mask, use_cache=False).logits
+    inputs = {"input_ids": batch.ids_BS, "attention_mask": mask, **batch.of_images}
+    logits: Tensor = model(**inputs, use_cache=False).logits
     labels, predicting = batch.labels_BS[:, 1:], batch.labels_BS[:, 1:] != IGNORE
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits, F.cross_entropy(logits[:, :-1][predicting].to(wide), labels[predicting], reduction="none")
