@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -95,7 +96,7 @@ class _OnCpu(SFTConfig):  # type: ignore[misc]
 def _without_args(directory: Path) -> list[dict[str, Any]]:
     os.chdir(directory)  # Trainers without arguments make their output_dir where they run
     for module in (trl, sys.modules[SFTTrainer.__module__]):
-        module.SFTConfig = _OnCpu
+        mock.patch.object(module, "SFTConfig", _OnCpu).start()  # ended with this function's ranks
     os.environ |= {"HF_HUB_OFFLINE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     given = {"model": tiny_model("qwen3_moe"), "processing_class": tokenizer()}
     found = []
