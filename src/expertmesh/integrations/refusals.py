@@ -408,7 +408,15 @@ def refuse_in_memory(model: Any, args: Any, of_trl: str | None) -> None:
             key="trainer.unsupported-model",
         )
     for config in model.peft_config.values() if is_of_peft(model) else ():
-        refuse_lora(em.lora_from_peft(config), args, None)
+        lora = em.lora_from_peft(config)
+        refuse_lora(lora, args, None)
+        for key in ("modules_to_save", "trainable_token_indices"):
+            if given := getattr(lora, key):
+                raise InputError(
+                    f"model is a PeftModel with {key} {list(given)}, of which low-rank adapters alone are taken over; "
+                    "give the base model with lora=",
+                    key="adapter.unsupported-option",
+                )
     if of_trl is not None:
         refuse_adapted_head(inner)
 
