@@ -4,10 +4,9 @@
 plans and shards a model that is already in memory. Neither ever gathers a full model.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,7 +23,7 @@ from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
 from expertmesh.state.other_code import BeforeSharding, refuse_sharded
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
-from expertmesh.weights.load import LoadReport, fill, head_names, start_head
+from expertmesh.weights.load import LoadReport, fill, start_head
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
 
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from expertmesh.distributed.layout import Layout
     from expertmesh.distributed.mesh import Mesh
     from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode
+
+Task = Literal["reward", "classification"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class ModelOptions:
             model.trust_remote_code,
             model.name_or_path,
             model.revision,
+            num_labels=1 if config.objective.facts.rewards else None,
             trains_vision=model.vision == "train",
         )
 
@@ -153,6 +155,7 @@ def load_model(
     checkpoint_layers: "CheckpointedLayers" = "all",
     compile: bool = False,
     audit: AuditMode = "sampled",
+    task: Task | None = None,
     num_labels: int | None = None,
     seed: int = 42,
 ) -> PreTrainedModel:
@@ -163,8 +166,9 @@ def load_model(
             model that has a config and no weights.
         audit: Compare samples of each expert and each shard with the files, or with "full" every byte.
         lora: Freeze the weights, in precision.compute, and add adapters.
-        num_labels: Load the family's sequence classifier (a reward model has one label). Its head is drawn from `seed`
-            if the files hold a language model.
+        task: "reward" (one label) or "classification": the family's sequence classifier, whose head is drawn from
+            `seed` if the files hold a language model. None: a language model, unless `num_labels` is given.
+        num_labels: The labels of a classifier; None for those of its config.
         seed: The first values of adapters, of a new head, and of weights `from_config`, depend on it alone.
 
     The other options are those of `parallelize`.
@@ -184,19 +188,31 @@ def load_model(
         if from_config and lora is not None:
             problem = "from_config: lora trains adapters alone, beside weights that stay random; remove one of the two"
             raise InputError(problem, key="config.combination")
+        labels = _labels(task, num_labels, config)
     precision = precision or PrecisionConfig()
     model, _ = prepare_model(
         config,
         directory,
         mesh,
-        ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, num_labels, True),
+        ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, labels, True),
         ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile),
     )
-    new = () if num_labels is None else head_names(model)
-    loaded, _ = load_weights(model, directory, mesh, audit, new, seed if from_config else None)
-    start_head(model, loaded.new, seed)
+    load_weights(model, directory, mesh, audit, seed, from_config=from_config)
     start(model, seed)
     return model
+
+
+def _labels(task: Task | None, given: int | None, config: PreTrainedConfig) -> int | None:
+    """Return how many labels `load_model` means; None for a language model. Raises `InputError` for a contradiction."""
+    if task not in (None, *get_args(Task)):
+        problem = f"task is {task!r}; give reward or classification, or leave it out for a language model"
+        raise InputError(f"load_model: {problem}", key="config.wrong-value")
+    if task == "reward" and given not in (None, 1):
+        problem = f"task is reward, which has one label, but num_labels is {given}; leave num_labels out"
+        raise InputError(f"load_model: {problem}", key="config.combination")
+    if task == "classification":
+        return config.num_labels if given is None else given
+    return 1 if task == "reward" else given
 
 
 def prepare_model(
@@ -267,18 +283,20 @@ def load_weights(
     directory: Path,
     mesh: "Mesh",
     audit: AuditMode = "sampled",
-    new: Sequence[str] = (),
-    seed: int | None = None,
+    seed: int = 42,
+    *,
+    from_config: bool = False,
 ) -> tuple[LoadReport, AuditReport | None]:
     """Allocate the shards of a prepared model, fill them from `directory`, and audit them.
 
     The audit comes last, because it cannot find a later write to the weights.
 
     Args:
-        new: Tensors that the files may lack.
-        seed: Draw first values from it instead, which no file can be compared with.
+        seed: The first values of a new head are drawn from it.
+        from_config: Draw all first values instead, which no file can be compared with.
 
     Collectives: every rank calls it; those of `fill` and `audit_weights`.
     """
-    loaded = fill(model, directory, allocate_on=mesh.device, new=new, seed=seed)
-    return loaded, audit_weights(model, directory, audit, new) if seed is None else None
+    loaded = fill(model, directory, allocate_on=mesh.device, seed=seed if from_config else None)
+    start_head(model, loaded.new, seed)
+    return loaded, None if from_config else audit_weights(model, directory, audit)

@@ -13,9 +13,10 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import expertmesh as em
+from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.adapters.plan import plan_adapters
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.export.checkpoint import export
@@ -189,3 +190,28 @@ def test_a_config_of_peft_says_the_same() -> None:
     said.trainable_token_indices = {"lm_head": [4]}
     with refused("adapter.unsupported-option", naming="only a list"):
         em.lora_from_peft(said)
+
+
+def test_a_classifiers_head_trains_whole_as_in_the_directory_that_peft_writes(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    auto: Any = AutoModelForSequenceClassification
+
+    def adapted(task: str | None) -> Any:
+        said = peft.LoraConfig(target_modules=["q_proj"], task_type=task)
+        return peft.get_peft_model(auto.from_pretrained(tmp_path / "base", num_labels=3), said)
+
+    adapted("SEQ_CLS").save_pretrained(str(tmp_path / "adapter"))  # its modules_to_save: classifier, score
+    model = auto.from_pretrained(tmp_path / "base", num_labels=3)
+    theirs = em.LoraConfig(from_adapter=str(tmp_path / "adapter"))
+    for lora in (theirs, em.LoraConfig(), em.LoraConfig(modules_to_save=("score",))):
+        (each,) = plan_adapters(model, lora, None).replaced.values()
+        assert (each.key, each.rows) == ("base_model.model.score.weight", None)
+        assert each.shape == tuple(model.score.weight.shape)
+    with refused("adapter.unsupported-option", naming="the model is no sequence classifier"):
+        plan_adapters(tiny_model("qwen3_moe"), theirs, None)
+    with refused("adapter.unsupported-option", naming="no module here has this name"):
+        plan_adapters(tiny_model("qwen3_moe"), em.LoraConfig(modules_to_save=("lm_head", "score")), None)
+    with refused("adapter.unsupported-option", naming="modules_to_save"):
+        peft_adapters(adapted("SEQ_CLS"), None)
+    with refused("lora.on-classifier", naming="give the model itself"):
+        peft_adapters(adapted(None), None)

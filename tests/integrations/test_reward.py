@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,9 +19,9 @@ import expertmesh as em
 from expertmesh.weights.load import start_head
 from tests.integrations.support import ONE_LAYER, Job, Result, accumulating, compare, sharded, stock
 from tests.integrations.test_dpo import pairs
-from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_config, tiny_model
 
+IDS_BS = torch.randint(3, 96, (3, 8), generator=torch.Generator().manual_seed(1))
 # The least and the greatest reward are means over micro-batches, which ranks gather and one process does not.
 LOGGED = ("loss", "accuracy", "margin", "mean_reward")
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
@@ -100,10 +101,24 @@ def test_resumed_it_ends_with_the_weights_of_the_run_that_was_not_stopped(base: 
 
 
 @pytest.mark.slow(why="test_sft.py stays, and the planted bug here")
-def test_adapters_would_leave_the_head_untrained(base: Path) -> None:
-    lora = em.LoraConfig(r=2)
-    with refused_on_ranks("lora.on-classifier", naming="Qwen3MoeForSequenceClassification"):
-        sharded(_job(base, {}, given={"lora": lora}), 2, ep=2)
+def test_adapters_and_the_head_are_those_that_peft_reads(base: Path) -> None:
+    lora = em.LoraConfig(r=2, targets=("attention", "experts"))
+    job = _job(base, {"max_steps": 2, "learning_rate": 1e-2}, given={"lora": lora}, after=_rewards)
+    trained = sharded(job, 2, ep=2)
+    directory, rewards = trained.extra
+    auto: Any = AutoModelForSequenceClassification
+    adapted = peft.PeftModel.from_pretrained(auto.from_pretrained(base, num_labels=1, pad_token_id=0), directory).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(input_ids=IDS_BS).logits, rewards, rtol=1e-5, atol=1e-6)
+    start = trained.initial["score.weight_lora_W"]
+    assert not torch.equal(adapted.base_model.model.score.modules_to_save.default.weight, start)
+
+
+def _rewards(trainer: Any) -> tuple[str, torch.Tensor]:
+    directory = Path(trainer.args.output_dir) / "adapter"
+    em.save_adapter(trainer.model, directory)
+    with torch.no_grad():
+        return str(directory), trainer.model.eval()(input_ids=IDS_BS).logits
 
 
 def _saved(trainer: Any) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer
 from trl.experimental.cpo import CPOTrainer
@@ -48,7 +49,15 @@ def train_by_hand(config: Config, model: Any) -> ByTrl:
 
 
 def _by_trl(objective: ObjectiveConfig, logits: Tensor, labels: Tensor, loss: float) -> Tensor:
-    """Return the rewards of chosen and rejected responses, `[2, P]`. TRL's function has to give them, and `loss`."""
+    """Return the rewards of chosen and rejected responses, `[2, P]`. TRL's function has to give them, and `loss`.
+
+    That of reward is a line of RewardTrainer's `compute_loss`; test_reward.py runs the trainer.
+    """
+    if objective.name == "reward":
+        chosen_P, rejected_P = rewards_2P = logits[:, 0, 0].detach().view(-1, 2).T
+        limit = 1e-10 if logits.dtype == torch.float64 else 1e-5
+        assert float(-F.logsigmoid(chosen_P - rejected_P).mean()) == pytest.approx(loss, rel=limit)
+        return rewards_2P
     trainer: Any = SimpleNamespace(
         accelerator=SimpleNamespace(device="cpu"),
         beta=objective.beta,

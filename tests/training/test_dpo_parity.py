@@ -1,5 +1,7 @@
 """Preference training in every layout equals the unsharded model, under TRL's DPOTrainer or TRL's loss functions."""
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -10,9 +12,10 @@ from unittest import mock
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import expertmesh as em
 from expertmesh.config import Config
@@ -49,6 +52,26 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> ByTrl:
     scratch = tmp_path_factory.mktemp("trl")
     return train_by_trl(preference_config(inputs, scratch / "run"), scratch)
+
+
+def unsharded(config: Config, dtype: torch.dtype = torch.float32) -> Any:
+    """The model that a run of `config` starts from: of a reward model with the head that transformers draws first."""
+    directory = config.model.name_or_path
+    if not config.objective.facts.rewards:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    pad, auto = AutoTokenizer.from_pretrained(directory).pad_token_id, AutoModelForSequenceClassification
+    torch.manual_seed(config.train.seed)
+    # Drawn in fp32, whatever the dtype.
+    drawn: Any = auto.from_pretrained(directory, dtype=torch.float32, num_labels=1).score.weight.data
+    model: Any = auto.from_pretrained(directory, dtype=dtype, num_labels=1, pad_token_id=pad)
+    model.score.weight.data = drawn.to(dtype)
+    return model
+
+
+def saved(directory: Path) -> Any:
+    """The model in `directory`, by the class that its config names."""
+    (name,) = json.loads((directory / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(directory)
 
 
 def train_keeping_gradients(config: Config, tamper: Callable[[], Any] | None = None) -> dict[str, Tensor]:
@@ -153,7 +176,11 @@ ADAPTED = {
 def _start_adapter(config: Config, directory: Path, filled: bool) -> None:
     """Write the adapter that a run of `config` starts from; `filled`: with values that are not zero in B as well."""
     model = em.load_model(
-        config.model.name_or_path, em.init_mesh(em.ParallelConfig(ep=1)), lora=config.lora, precision=config.precision
+        config.model.name_or_path,
+        em.init_mesh(em.ParallelConfig(ep=1)),
+        lora=config.lora,
+        precision=config.precision,
+        task="reward" if config.objective.facts.rewards else None,
     )
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
@@ -179,7 +206,7 @@ def expected_adapted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def _check_adapted(output: Path, gradients: dict[str, Tensor], expected: ByTrl, tolerance: float = TOLERANCE) -> None:
     saved = load_file(output / "adapter" / "adapter_model.safetensors")
     by_key = [
-        {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
+        {re.sub(r"(\.modules_to_save)?\.default\.", ".", name): tensor for name, tensor in tensors.items()}
         for tensors in (expected.gradients, expected.weights)
     ]
     check(output, gradients, saved, replace(expected, gradients=by_key[0], weights=by_key[1]), tolerance)
@@ -209,12 +236,14 @@ EXACT = ["precision={params: float64, compute: float64, reduce: float64}", "opti
 WITHOUT_REFERENCE = {
     "simpo": "objective={name: simpo, beta: 2.0, gamma: 0.5}",
     "orpo": "objective={name: orpo, beta: 0.2}",
+    "reward": "objective={name: reward}",
 }
 BY_LAYER = {"by layer": (2, ["parallel.ep=2", "train.accumulate=by_layer"])}
 # Pairwise: dpo, whose mechanism they share, has every layout.
 OF_PAIRS = [
     *(("simpo", layout) for layout in ("one rank", "ep", "tp", "pp", "all")),
     *(("orpo", layout) for layout in ("replicas of ep", "cp", "all", "by layer")),
+    *(("reward", layout) for layout in (*LAYOUTS, "by layer")),
 ]
 
 
@@ -234,7 +263,7 @@ def by_hand(in_fp64: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     def train_once(*options: str) -> ByTrl:
         config = preference_config(in_fp64, scratch / "run", *options)
         dtype = getattr(torch, config.precision.params)
-        model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path, dtype=dtype)
+        model = unsharded(config, dtype)
         model.set_experts_implementation("eager")
         if config.lora is not None:
             start = scratch / config.objective.name
@@ -245,7 +274,9 @@ def by_hand(in_fp64: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return train_once
 
 
-@pytest.mark.slow_cases(r"(?!simpo-pp|orpo-cp).*", why="an axis of each stays; what they share is tested with dpo")
+@pytest.mark.slow_cases(
+    r"(?!simpo-pp|orpo-cp|reward-(ep|tp)).*", why="an axis of each stays; what they share is tested with dpo"
+)
 @pytest.mark.parametrize(("name", "layout"), OF_PAIRS)
 def test_objectives_without_a_reference_equal_the_unsharded_model(
     in_fp64: Path, tmp_path: Path, by_hand: Callable[..., ByTrl], name: str, layout: str
@@ -255,7 +286,7 @@ def test_objectives_without_a_reference_equal_the_unsharded_model(
     gradients = shared_ranks(
         train_keeping_gradients, world, preference_config(in_fp64, tmp_path / "run", *own, *options)
     )[0]
-    trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
+    trained = dict(saved(tmp_path / "run" / "model").named_parameters())
     check(tmp_path / "run", gradients, trained, by_hand(*own), 1e-10)
 
 
@@ -267,12 +298,18 @@ def test_objectives_without_a_reference_in_fp32(
     own = [WITHOUT_REFERENCE[name], EPS]
     config = preference_config(in_fp64, tmp_path / "run", *own, "parallel.ep=2", "parallel.tp=2")
     gradients = shared_ranks(train_keeping_gradients, 2, config)[0]
-    trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
+    trained = dict(saved(tmp_path / "run" / "model").named_parameters())
     check(tmp_path / "run", gradients, trained, by_hand(*own))
 
 
-@pytest.mark.slow(why="the whole model's layouts stay")
-@pytest.mark.parametrize(("name", "layout"), [("simpo", "pp"), ("simpo", "by layer"), ("orpo", "tp")])
+@pytest.mark.slow_cases(r"(simpo|orpo)-.*|reward-(cp|pp|by layer|all)", why="the whole model's layouts stay")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("simpo", "pp"), ("simpo", "by layer"), ("orpo", "tp")),
+        *(("reward", layout) for layout in ("ep", "tp", "cp", "pp", "by layer", "all")),
+    ],
+)
 def test_adapters_without_a_reference_equal_stock_pefts(
     in_fp64: Path, tmp_path: Path, by_hand: Callable[..., ByTrl], name: str, layout: str
 ) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +207,8 @@ def test_a_plan_that_takes_one_expert_for_another_is_found_out(tmp_path: Path, m
     model = _loaded(reference.config, tmp_path, (1, 1, 0))
     real = audit_module.plan_load
 
-    def swapped(model: PreTrainedModel, files: WeightFiles, new: Sequence[str]) -> LoadPlan:
-        plan = real(model, files, new)
+    def swapped(model: PreTrainedModel, files: WeightFiles) -> LoadPlan:
+        plan = real(model, files)
         whole = plan.tensors[f"{EXPERTS}.down_proj"]
         first, second, *rest = whole.pieces
         crossed = [

@@ -24,6 +24,7 @@ from expertmesh.adapters.peft_format import (
     name_of,
 )
 from expertmesh.adapters.targets import ALL_LINEAR, GROUPS, Replaced, Target
+from expertmesh.anatomy import is_classifier
 from expertmesh.compat import class_mapping, conversion_family
 from expertmesh.config import LoraConfig
 from expertmesh.config.base import pattern_problem
@@ -45,6 +46,8 @@ _KNOWN = (
 )  # fmt: skip
 # Keys of values beside low-rank adapters.
 _TRAINED_IN_FULL = ("modules_to_save", "trainable_token_indices")
+# PEFT's task of sequence classifiers, and the names of heads that it adds to `modules_to_save`, if there or not.
+CLASSIFIES, HEADS_OF_CLASSIFIERS = "SEQ_CLS", ("score", "classifier")
 # Keys whose values, if not null, have to be a bool or text.
 _IS_BOOL = ("use_rslora", "inference_mode", "ensure_weight_tying")
 _IS_TEXT = ("task_type", "bias", "base_model_name_or_path", "revision", "peft_version")
@@ -120,6 +123,8 @@ def _class_to_load(model: nn.Module) -> tuple[str | None, dict[str, str] | None]
     kind: Any = own_class(type(model))
     if not kind.__module__.startswith("transformers."):
         return "CAUSAL_LM", None
+    if is_classifier(model):
+        return CLASSIFIES, None
     config: Any = type(model.config)
     with_vision = config in class_mapping(AutoModelForImageTextToText)
     by_name = class_mapping(AutoModelForCausalLM).get(config, None)
@@ -283,9 +288,9 @@ def plain_content(peft_config: Any) -> dict[str, Any]:
 
 
 def refuse_start(content: Mapping[str, Any], where: str) -> None:
-    """Raise `InputError` if PEFT would not train the adapters, or for another task than causal language modelling."""
+    """Raise `InputError` if PEFT would not train the adapters, or for a task that the model's class says here."""
     if (task := content.get("task_type")) not in (None, "CAUSAL_LM"):
-        refuse_field(where, "task_type", task, "only causal language models train here; set it to CAUSAL_LM")
+        refuse_field(where, "task_type", task, "the class of the model says it here; leave it out")
     if content.get("inference_mode"):
         refuse_field(where, "inference_mode", True, "its adapters would stay frozen; set it to False")
 

@@ -23,6 +23,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from expertmesh.adapters.peft_config import (
+    CLASSIFIES,
+    HEADS_OF_CLASSIFIERS,
     as_peft_reads,
     config_bytes,
     config_content,
@@ -47,7 +49,7 @@ from expertmesh.adapters.targets import (
     refuse_slow_patterns,
     refuse_tied_head,
 )
-from expertmesh.anatomy import Anatomy, describe, is_classifier
+from expertmesh.anatomy import Anatomy, describe, head_of, is_classifier
 from expertmesh.compat import parameter_slots
 from expertmesh.config import LoraConfig
 from expertmesh.config.base import is_named
@@ -56,7 +58,7 @@ from expertmesh.experts.lora_state import AdapterState, adapter_state, number_ro
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.model_view import ModelView, attach, attach_to_module, module_state, sharded
 from expertmesh.state.patching import exchanged, mix_in
-from expertmesh.weights.mapping import plan_load
+from expertmesh.weights.mapping import classifier_head, plan_load
 from expertmesh.weights.quantised.published import published_formats
 
 
@@ -171,10 +173,10 @@ def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = 
     Raises:
         InputError: A target cannot be adapted; names it.
     """
-    if is_classifier(model):
+    if is_classifier(model) and plan.in_memory:
         raise InputError(
-            f"lora: the head of a {ModelView(model).family.__name__} has to be trained and saved with the adapters, "
-            "which adapters alone cannot do; leave lora out and train all weights",
+            f"the PeftModel is a {ModelView(model).family.__name__}, whose head PEFT trains in another place than "
+            "adapters here; give the model itself, and lora",
             key="lora.on-classifier",
         )
     refuse_tied_head(model, plan.targets)
@@ -222,6 +224,9 @@ def _plan_from_adapter(
     assert lora.from_adapter is not None
     directory = Path(lora.from_adapter)
     content = read_config(directory)
+    if (content.get("task_type") == CLASSIFIES) is not is_classifier(model):
+        why = "the model is a sequence classifier" if is_classifier(model) else "the model is no sequence classifier"
+        refuse_field(str(directory), "task_type", content.get("task_type"), why)
     weights, there = directory / WEIGHTS_FILE, list(candidates(model, anatomy))
     there += [embedding_target(model)] * merging
     parts = _parts_in(model, there, directory) if weights.exists() else {}
@@ -405,7 +410,7 @@ def _refuse_adapted(plan: AdapterPlan, where: str) -> None:
 
 def _refuse_replaced(model: nn.Module, plan: AdapterPlan, where: str) -> None:
     """Raise `InputError` for weights that can be merged, but not trained beside adapters."""
-    embedding, head = embedding_target(model).weight, model.get_output_embeddings()  # type: ignore[operator]
+    embedding, head = embedding_target(model).weight, head_of(model)
     of_head = [f"{name}.weight" for name, module in model.named_modules() if module is head]
     ties = {names[0]: names for names in ModelView(model).ties if len(names) > 1}
     for weight, each in plan.replaced.items():
@@ -417,7 +422,7 @@ def _refuse_replaced(model: nn.Module, plan: AdapterPlan, where: str) -> None:
 
 
 def replaced_by(model: nn.Module, content: Mapping[str, Any], where: str) -> dict[str, Replaced]:
-    """Return what an adapter_config.json replaces of `model`, by the name of the weight.
+    """Return what an adapter_config.json replaces of `model`, by the name of the weight; of a classifier also its head.
 
     Args:
         where: For messages.
@@ -426,8 +431,10 @@ def replaced_by(model: nn.Module, content: Mapping[str, Any], where: str) -> dic
         InputError: Rows that the weight does not have, or a tied weight that PEFT would untie.
     """
     view, modules = ModelView(model), [name for name, _ in model.named_modules()]
-    found: dict[str, Replaced] = {}
+    found = {name: Replaced(PREFIX + name, None, tuple(view.tensors[name].shape)) for name in classifier_head(view)}
     for entry in content.get("modules_to_save") or ():
+        if is_classifier(model) and entry in HEADS_OF_CLASSIFIERS:
+            continue
         inside = tuple(f"{module}." for module in modules if module.endswith(entry))
         of_entry = {name: tuple(tensor.shape) for name, tensor in view.tensors.items() if name.startswith(inside)}
         if not of_entry:

@@ -39,7 +39,7 @@ from expertmesh.state.shards import held_parts, is_on_other_stage, local_tensor,
 from expertmesh.weights.first_values import seed_of
 from expertmesh.weights.lazy import LazyTensor, LeafReader, lazy_tensors, read_box, read_values
 from expertmesh.weights.load import refuse_non_finite
-from expertmesh.weights.mapping import StateTensor
+from expertmesh.weights.mapping import StateTensor, classifier_head
 
 _FROZEN = (None, "float8", "nf4", "mxfp4", "nvfp4")
 _HASHED_ELEMENTS = 1 << 22
@@ -267,11 +267,13 @@ def check_base(path: Path, saved: Base, here: Base, otherwise: str = "") -> None
 
 @torch.no_grad()
 def content_hash(model: nn.Module) -> str:
-    """Return the hash of all parameters and persistent buffers except adapters.
+    """Return the hash of all parameters and persistent buffers except adapters, and a classifier's head, which trains.
 
     Collectives: every rank calls it. One all-reduce of one integer per tensor on the default group.
     """
-    tensors = ModelView(model).unique
+    view = ModelView(model)
+    heads = classifier_head(view)
+    tensors = {name: tensor for name, tensor in view.unique.items() if name not in heads}
     sums = []
     for tensor in tensors.values():
         parts = held_parts(tensor) if owns_copy(tensor) else []

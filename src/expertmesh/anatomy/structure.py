@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from expertmesh.compat import declared
+from expertmesh.compat import child_slots, declared
 from expertmesh.config.errors import InputError
 from expertmesh.state.model_view import ModelView, is_adapter
 
@@ -136,6 +136,14 @@ def is_within(name: str, *modules: str) -> bool:
 def is_classifier(model: nn.Module) -> bool:
     """Return whether the head is a sequence classifier's, with one row of logits for each sequence."""
     return isinstance(model, GenericForSequenceClassification)
+
+
+def head_of(model: nn.Module) -> Any:
+    """Return the module behind the base model: a classifier's `score`, else the output embedding; None without one."""
+    if is_classifier(model):
+        return child_slots(model)["score"]
+    get_head: Any = model.get_output_embeddings
+    return get_head()
 
 
 def dense_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:

@@ -14,7 +14,7 @@ from expertmesh.config.base import Name, Section, refuse
 from expertmesh.config.data import DataConfig, DataFormat
 from expertmesh.config.sections import MAX_FACTOR, LoraConfig, TrainConfig
 
-ObjectiveName = Literal["sft", "dpo", "simpo", "orpo", "kto", "distill"]
+ObjectiveName = Literal["sft", "dpo", "simpo", "orpo", "kto", "distill", "reward"]
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 
 
@@ -28,6 +28,8 @@ class Facts:
     """The format of its rows, whose loss is of responses, each in a row of its own; None for those of sft."""
     at_reference: tuple[str, float] | None = None
     """The loss of a model that equals its reference, in words and as a number; None if there is no reference."""
+    rewards: bool = False
+    """True if the model is a sequence classifier that gives each row a reward, and no language model."""
     evaluated: tuple[str, ...] = REWARDS
     """The figures of an evaluation beside the loss."""
 
@@ -44,6 +46,7 @@ OBJECTIVES: Mapping[ObjectiveName, Facts] = {
         evaluated=(*REWARDS[:2], REWARDS[3], "kl"),
     ),
     "distill": Facts(("teacher", "temperature", "kl", "sft_weight"), format=None, evaluated=()),
+    "reward": Facts(rewards=True),
 }
 _OF_RESPONSES = {facts.format for facts in OBJECTIVES.values() if facts.format is not None}
 
@@ -55,8 +58,8 @@ class ObjectiveConfig(Section):
 
     name: ObjectiveName = "sft"
     """Cross-entropy of target tokens (sft); a loss of pairs of responses (format preference; batch sizes count pairs):
-    dpo (arXiv 2305.18290), simpo (2405.14734) or orpo (2403.07691); of labelled responses (unpaired_preference): kto
-    (2402.01306). distill takes sft's rows and learns from a teacher."""
+    dpo (arXiv 2305.18290), simpo (2405.14734), orpo (2403.07691) or reward (a reward model); of labelled responses
+    (unpaired_preference): kto (2402.01306). distill takes sft's rows and learns from a teacher."""
     beta: float = Field(default=0.1, gt=0, le=MAX_FACTOR)
     """Factor of log-probabilities in dpo, kto (the larger, the closer to the reference: the model before its first
     step) and simpo, of the odds ratio's loss in orpo."""

@@ -166,6 +166,8 @@ class Config(Section):
             yield f"train.num_epochs is {epochs}, but a stream begins again until train.max_steps; remove it"
 
     def _figure_problems(self) -> Iterator[str]:
+        if self.eval.samples and self.objective.facts.rewards:
+            yield f"eval.samples is {self.eval.samples}, but a reward model writes nothing; set eval.samples to 0"
         stop, known = self.train.early_stop, eval_figures(self.objective, self.data)
         figures = {"checkpoint.keep_best": self.checkpoint.keep_best}
         figures["train.early_stop.figure"] = None if stop is None else stop.figure

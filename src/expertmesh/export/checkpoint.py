@@ -49,7 +49,7 @@ from expertmesh.state.model_view import ModelView
 from expertmesh.weights.lazy import LazyTensor, as_lazy
 from expertmesh.weights.load import remember
 from expertmesh.weights.mapping import StateTensor
-from expertmesh.weights.meta_model import build_meta_model, give_dtypes, read_model_config
+from expertmesh.weights.meta_model import build_meta_model, give_dtypes, labels_of, read_model_config
 from expertmesh.weights.save import SavedDtype, SaveReport, dtype_of, save_values
 from expertmesh.weights.sidecars import CopiedFiles
 from expertmesh.weights.write import StateReader
@@ -125,7 +125,13 @@ def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTr
         IntegrityError: The checkpoint is not one of this model.
     """
     config, directory = read_model_config(str(state.directory / HUGGINGFACE), trust_remote_code=trust_remote_code)
-    model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
+    model = build_meta_model(
+        config,
+        torch.float32,
+        directory=directory,
+        trust_remote_code=trust_remote_code,
+        num_labels=labels_of(config),
+    )
     has_adapters = holds_adapters(state)
     if has_adapters:
         adapt(model, LoraConfig(from_adapter=str(state.directory / ADAPTER)), torch.float32, None)

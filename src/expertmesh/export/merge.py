@@ -20,16 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_config import read_config
+from expertmesh.adapters.peft_config import CLASSIFIES, read_config
 from expertmesh.adapters.peft_format import (
     BASE_FILE,
     CONFIG_FILE,
+    PREFIX,
     WEIGHTS_FILE,
     Part,
     base_copies,
@@ -40,10 +42,11 @@ from expertmesh.adapters.plan import AdapterPlan, plan_adapters
 from expertmesh.adapters.save import add_delta
 from expertmesh.adapters.start import Base, element_sum, joined_hash, read_base
 from expertmesh.adapters.targets import Replaced, Target, new_values_of
-from expertmesh.anatomy import describe
-from expertmesh.config import LoraConfig
+from expertmesh.anatomy import describe, is_classifier
+from expertmesh.config import LoraConfig, ModelConfig
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.io.boxes import Box, blocks, full_box
+from expertmesh.data import load_tokenizer, padding_token_id
+from expertmesh.io.boxes import Box, blocks, extents, full_box
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles, open_weight_files
 from expertmesh.parallel.shard_plan import quantised_formats
@@ -51,12 +54,13 @@ from expertmesh.state.model_view import ModelView, attach
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.lazy import LazyTensor, Rounded, lazy_tensors, read_box, read_values
 from expertmesh.weights.load import differing_copies, first_not_finite, named_source, remember_files
-from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, StateTensor, kept_plan, plan_load
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, StateTensor, classifier_head, kept_plan, plan_load
 from expertmesh.weights.meta_model import (
     DATA_FILES,
     GENERATION_FILE,
     build_meta_model,
     give_dtypes,
+    labels_of,
     read_generation_config,
     read_model_config,
 )
@@ -193,9 +197,36 @@ def _base_model(adapter: Path, base: str | None, trust_remote_code: bool) -> tup
         raise InputError(
             f"{error} (the base that {adapter / CONFIG_FILE} names; --base names another)", key=error.key
         ) from error
-    model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
+    labels = _labels(adapter) if content.get("task_type") == CLASSIFIES else None
+    model = build_meta_model(
+        config, torch.float32, directory=directory, trust_remote_code=trust_remote_code, num_labels=labels
+    )
+    if labels is not None:
+        _read_where_padded(model, adapter, directory)
     read_generation_config(model, adapter / GENERATION_FILE)  # where answers end is what the adapter was taught
     return model, directory
+
+
+def _labels(adapter: Path) -> int:
+    """Return how many labels the head has that a classifier's adapter holds."""
+    with open_weight_files(adapter, WEIGHTS_FILE) as files:
+        head = files.tensors.get(f"{PREFIX}score.weight")
+    if head is None:
+        raise IntegrityError(
+            f"{adapter / WEIGHTS_FILE}: has no head, although the adapter is a classifier's",
+            key="adapter.differs-from-its-config",
+        )
+    return int(head.shape[0])
+
+
+def _read_where_padded(model: PreTrainedModel, *places: Path) -> None:
+    """Let a classifier take the padding of the first tokenizer in `places` for padding, as its training did."""
+    config: Any = model.config.get_text_config()
+    for place in places:
+        if (place / "tokenizer_config.json").exists():
+            tokenizer = load_tokenizer(ModelConfig(name_or_path=str(place)))
+            config.pad_token_id = padding_token_id(tokenizer, config.vocab_size)
+            return
 
 
 def _check_base(
@@ -207,8 +238,11 @@ def _check_base(
         raise IntegrityError(
             f"{path}: says that the base was {trained_on.dtype}, which is no dtype", key="adapter.damaged"
         )
-    as_trained = build_meta_model(model.config, dtype, trust_remote_code=trust_remote_code)
-    here = base_hash(ModelView(as_trained).unique, load, files)
+    labels = model.config.num_labels if is_classifier(model) else None
+    as_trained = build_meta_model(model.config, dtype, trust_remote_code=trust_remote_code, num_labels=labels)
+    view = ModelView(as_trained)
+    heads = classifier_head(view)
+    here = base_hash({name: tensor for name, tensor in view.unique.items() if name not in heads}, load, files)
     if here != trained_on.sha256:
         raise IntegrityError(
             f"{path}: the adapter was trained on another base (weights {trained_on}) than "
@@ -273,7 +307,13 @@ def convert(
     check_target(target)
     config, directory = read_model_config(name_or_path, trust_remote_code=trust_remote_code)
     settings = quantisation(config)
-    model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
+    model = build_meta_model(
+        config,
+        torch.float32,
+        directory=directory,
+        trust_remote_code=trust_remote_code,
+        num_labels=labels_of(config),
+    )
     view = ModelView(model)
     with open_weight_files(directory, view.weights_file) as files:
         load = plan_load(view, files)
@@ -363,6 +403,10 @@ class FileValues:
 
     def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
         name, deltas = self._names[id(leaf.tensor)], self._deltas
+        if name not in self._load.tensors and deltas is not None:  # a new head, which is the adapter's alone
+            head = torch.empty(extents(box), dtype=torch.promote_types(leaf.dtype, torch.float32))
+            deltas.replace(name, box, head)
+            return head
         lazy = self._load.tensors[name]
         adapted = deltas is not None and name in deltas.targets
         replaced = deltas is not None and name in deltas.replaced

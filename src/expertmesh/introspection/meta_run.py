@@ -5,7 +5,8 @@ tokens cannot be sorted), routers get even counts, and the few operations that r
 Nothing here reads weights or communicates.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -85,11 +86,24 @@ def run_text(
     meta_model.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
     try:
         with forwards_replaced(forwards), torch.set_grad_enabled(backward), EvenCounts(), watch or WithoutValues():
-            output = meta_model(input_ids=ids, use_cache=False)
+            with _padding_known(meta_model):
+                output = meta_model(input_ids=ids, use_cache=False)
             if backward:
                 output.logits.backward(torch.empty_like(output.logits))
     finally:
         meta_model.train(training)
+
+
+@contextmanager
+def _padding_known(meta_model: nn.Module) -> Iterator[None]:
+    """Name a padding token inside the block, without which a classifier takes no rows."""
+    config: Any = meta_model.config.get_text_config()  # type: ignore[operator, union-attr]
+    before = config.pad_token_id
+    config.pad_token_id = 0 if before is None else before
+    try:
+        yield
+    finally:
+        config.pad_token_id = before
 
 
 def forwards_of_experts(

@@ -200,16 +200,17 @@ class _Watch(WithoutValues):
         modules = {id(module): name for name, module in model.named_modules()}
         embedding, head = (modules.get(id(m)) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
         for name, parameter in self.outside.items():
-            uses = self.used[id(parameter)]
+            owner = name.rpartition(".")[0]
+            # What is never used is where the rest of its module is, as a head in whose place adapters train another.
+            beside = [self.used[id(p)] for other, p in self.outside.items() if other.rpartition(".")[0] == owner]
+            uses = self.used[id(parameter)] or set().union(*beside)
             if not uses <= {_BEFORE, behind}:
                 raise self._refusal(f"{name} is used between blocks")
             if len(uses) == 2:
                 # A tied weight: only for the embedding and the head is it known on which side its module is.
-                if (parent := name.rpartition(".")[0]) not in (embedding, head):
+                if owner not in (embedding, head):
                     raise self._refusal(f"{name} is used before the blocks and behind them")
-                uses = {_BEFORE} if parent == embedding else {behind}
-            if not uses and name.rpartition(".")[0] == head:  # frozen, beside new values that compute instead
-                uses = {behind}
+                uses = {_BEFORE} if owner == embedding else {behind}
             # Parameters that text never uses (a vision tower) stay with the embedding.
             names[min(uses, default=_BEFORE)].add(name)
         around = {name for name, _ in model.named_modules() if is_inside(self.blocks[0], name)} | {""}

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_classifier, is_inside, is_within
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside, is_within
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
@@ -21,7 +21,6 @@ from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.placement import Placement, check_fits, read_placement
 from expertmesh.introspection.compute_dtype import DtypePolicy, plan_compute, with_wide_routers
 from expertmesh.introspection.small_copies import confirm_experts, shared_behind_routed
-from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.state.model_view import ModelView, is_adapter
 
 
@@ -201,18 +200,6 @@ def adapter_shard_dim(name: str, adapter: torch.Tensor, layout: Layout) -> int:
         f"{adapter.shape[wide]} elements of {name}; choose a larger ep so that efsdp becomes smaller",
         key="layout.efsdp-divides-experts",
     )
-
-
-def refuse_axes(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
-    """Raise `InputError` for a model whose rows or positions tp, cp or pp cannot share."""
-    axis = next((axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1), None)
-    if is_classifier(model) and axis is not None:
-        raise InputError(
-            f"parallel.{axis} is {layout.size(axis)}, but {type(model).__name__} is a sequence classifier, which is "
-            f"called with whole rows, and ranks along {axis} share theirs; set {axis} to 1",
-            key="layout.ranks-share-rows",
-        )
-    refuse_blocks(model, anatomy, layout)
 
 
 def refuse_dtypes(

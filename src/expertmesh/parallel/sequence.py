@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, decoder_blocks
+from expertmesh.anatomy import Anatomy, decoder_blocks, head_of, is_classifier
 from expertmesh.compat import tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
@@ -133,7 +133,7 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
         if key == "position_ids":
             more = torch.arange(missing, device=tensor.device, dtype=tensor.dtype).expand(*tensor.shape[:-1], missing)
             longer[key] = torch.cat([tensor, more], dim=-1)
-        elif key in _PADDING:
+        elif key in _PADDING and tensor.dim() > 1:
             if tensor.shape[-1] != length:
                 raise InputError(
                     f"{key} {tuple(tensor.shape)} does not fit input_ids {(rows, length)}", key="data.batch-shape"
@@ -143,7 +143,7 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
             # Recorded ones may have the positions of the padding; any other shape is refused on all ranks together.
             pads = 0 if tensor.shape[1:2] == (to,) else missing
             longer[key] = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, pads), value=-1)
-        elif key not in OF_ROWS:
+        elif key not in (*OF_ROWS, "labels"):  # a classifier's are of rows
             raise InputError(
                 f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out",
                 key="data.batch-not-paddable",
@@ -186,6 +186,8 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callab
     share = _share(mesh)
     if share.parts == 1:
         return
+    if is_classifier(model):
+        head_of(model).register_forward_pre_hook(_refuse_call)
     decoder: Any = decoder_of(model, anatomy)
     decoder.register_forward_pre_hook(_refuse_added, with_kwargs=True)
     if decoder_cuts := _decoder_stores(model, anatomy):
@@ -195,6 +197,15 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callab
         arguments, cuts = list(inspect.signature(block.forward).parameters), index == 0 and not decoder_cuts
         entered = _Entered(share, name, arguments, cuts, gathers(name))
         block.register_forward_pre_hook(partial(_enter_block, entered), with_kwargs=True)
+
+
+def _refuse_call(head: nn.Module, args: Any) -> None:
+    """Refuse a call of a classifier itself, whose head would look for the last token in a part of each row."""
+    raise InputError(
+        "a sequence classifier is called, but ranks along tp and cp hold parts of each row; use em.forward_backward, "
+        "or set parallel.tp and parallel.cp to 1",
+        key="layout.ranks-share-rows",
+    )
 
 
 def _refuse_added(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks, describe, is_inside, packable_linears
+from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks, describe, head_of, is_inside, packable_linears
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import BYTES_OF
@@ -42,12 +42,12 @@ from expertmesh.parallel.refusals import (
     choose_dispatch,
     choose_placement,
     plan_expert_dims,
-    refuse_axes,
     refuse_dispatch,
     refuse_dtypes,
     refuse_model,
     shared_beside_rows,
 )
+from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.stages import Cut, find_decoder, plan_cut
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.codes import PackedFormat, quantised_format
@@ -279,7 +279,7 @@ def plan_axes(
         InputError: the model does not support tp, cp or pp of this size.
     """
     model = view.module
-    refuse_axes(model, anatomy, layout)
+    refuse_blocks(model, anatomy, layout)
     context = context_plan(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
     return tensor, context, plan_cut(view.meta, anatomy, layout, frozen) if layout.pp > 1 else None
@@ -409,7 +409,7 @@ def _groups(
         if spec.call == "sorted":
             yield from _expert_groups(spec, layout, expert_dims)
     names = {module: name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    embedding, head = model.get_input_embeddings(), head_of(model)  # type: ignore[operator]
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     if not tied or layout.pp > 1:  # stages have one of the two
         yield Group((names[embedding],), "dense")

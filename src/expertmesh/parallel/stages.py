@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside, is_within
+from expertmesh.anatomy import Anatomy, decoder_blocks, head_of, is_inside, is_within
 from expertmesh.compat import parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
@@ -112,7 +112,7 @@ def _work(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str]) -> list[flo
         parameters = model.get_submodule(block).named_parameters(prefix=block)
         work.append(sum(parameter.numel() * chosen.get(name, 1.0) for name, parameter in parameters))
     # The embedding is a look-up without multiplications; the head multiplies with all of its weights.
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = head_of(model)
     work[-1] += 0 if head is None else sum(parameter.numel() for parameter in head.parameters())
     return work
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside, is_within
+from expertmesh.anatomy import Anatomy, decoder_blocks, head_of, is_classifier, is_inside, is_within
 from expertmesh.compat import child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.attention import counts_heads
@@ -101,6 +101,8 @@ class TensorPlan:
     """The parts that gather positions, in module order."""
     unsplit: tuple[tuple[str, str], ...]
     """(name, reason) of the modules that transformers' plan splits and this plan does not."""
+    splits_vocabulary: bool = True
+    """False for a classifier, each rank of which has the head's few rows for its own positions."""
 
     def within(self, blocks: Sequence[str]) -> "TensorPlan":
         """Return the plan with the parts in `blocks` alone, those of this rank's pipeline stages."""
@@ -114,7 +116,8 @@ class TensorPlan:
         texts += [f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.unsplit]
         for text, count in Counter(texts).items():
             yield f"{count} × {text}"
-        yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
+        if self.splits_vocabulary:
+            yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
 
 
 def attached_plan(model: nn.Module) -> TensorPlan:
@@ -132,7 +135,7 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     if tp == 1:
         return TensorPlan(1, (), ())
     family = str(model.config.model_type)  # type: ignore[union-attr]
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    head = head_of(model)
     if not isinstance(head, nn.Linear):
         raise InputError(
             f"parallel.tp {tp}: the output embedding of {family} ({type(head).__name__}) is no linear layer whose rows "
@@ -177,7 +180,7 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
             "be split; set parallel.tp to 1",
             key="layout.attention-not-recognised",
         )
-    return TensorPlan(tp, tuple(parts), tuple(unsplit))
+    return TensorPlan(tp, tuple(parts), tuple(unsplit), splits_vocabulary=not is_classifier(model))
 
 
 def part_by_heads(model: nn.Module, anatomy: Anatomy, name: str, ranks: int) -> TensorPart:

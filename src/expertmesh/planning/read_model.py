@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, group_by_kind, is_inside
+from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, group_by_kind, head_of, is_classifier, is_inside
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
@@ -113,7 +113,7 @@ def _figures(
     of_block = {name: each for names, each in zip(kinds, measured, strict=True) for name in names}
     traffic = expert_traffic(model, plan.options, length)
     assert traffic is not None  # a router of unknown top-k is no block's
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = head_of(model), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     embedded = next(f"{name}." for name, module in model.named_modules() if module is embedding)
     in_embedding = [name for name in reader.around if not tied and name.startswith(embedded)]
@@ -124,7 +124,7 @@ def _figures(
         root=reader.group(name for name in reader.around if name not in in_embedding),
         head=0 if head is None else head.weight.numel(),
         head_trains=head is not None and head.weight.requires_grad,
-        vocabulary=int(text.vocab_size),
+        vocabulary=int(model.config.num_labels if is_classifier(model) else text.vocab_size),
         hidden=anatomy.experts[0].hidden_size,
         heads=attention_heads,
         key_value_heads=int(sizes.get("num_key_value_heads") or attention_heads),

@@ -12,12 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from expertmesh.anatomy import is_classifier
+from expertmesh.anatomy import head_of, is_classifier
 from expertmesh.compat import child_slots
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.micro_batch import counting, real_tokens_of
 from expertmesh.parallel.sequence import OF_ROWS, SequenceShare, sequence_share
+from expertmesh.state.patching import exchanged
 
 _NOT_FOR_THE_MODEL = ("labels", "real_tokens", *OF_ROWS)
 
@@ -34,9 +35,12 @@ def run_base(
         router_logits: Also record the router logits.
 
     Returns:
-        The base model's output, the root's logits of no token, and the router logits of each MoE layer that runs as
-        transformers records them, `[B * S, E]` (empty without `router_logits`). Under cp and tp, S counts this rank's
-        positions (sequence.py).
+        The base model's output, the root's logits of no token (zeros of a classifier), and the router logits of each
+        MoE layer that runs as transformers records them, `[B * S, E]` (empty without `router_logits`). Under cp and tp,
+        S counts this rank's positions (sequence.py).
+
+    Raises:
+        InputError: A classifier whose config has no padding token gets several rows.
 
     Collectives: every rank calls it; those of the model's forward.
     """
@@ -55,6 +59,9 @@ def run_base(
         # A slice of no position keeps the head in the forward, with its FSDP2 hooks, for no logits.
         return type(output)(**{**captured[0], "last_hidden_state": captured[0]["last_hidden_state"][:, :0]})
 
+    classifies = is_classifier(model)
+    if classifies:
+        _refuse_unpadded(model, batch)
     share = sequence_share(model)
     number_rows(model, batch.get("row_numbers"), batch["input_ids"].shape[1], partial(share.local, dim=1))
     base = model.get_submodule(base_name(model))
@@ -62,14 +69,16 @@ def run_base(
     if overrides:
         hooks.append(base.register_forward_pre_hook(with_router_logits, with_kwargs=True))
     try:
-        with counting(real_tokens_here(batch, share)):
+        nothing = {"score": _NoLogits(batch["input_ids"].shape[1], config.num_labels)} if classifies else {}
+        with counting(real_tokens_here(batch, share)), exchanged(child_slots(model), nothing):
             # A cache would keep keys and values of every layer alive until backward.
             output = model(**model_inputs(batch), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
     assert len(captured) == 1, f"{type(model).__name__} ran its base model {len(captured)} times"
-    assert output.logits.shape[1] == 0, f"{type(model).__name__} computed logits from elsewhere than its base model"
+    elsewhere = f"{type(model).__name__} computed logits from elsewhere than its base model"
+    assert classifies or output.logits.shape[1] == 0, elsewhere
     return captured[0], output.logits, recorded[0]
 
 
@@ -89,12 +98,6 @@ def base_name(model: nn.Module) -> str:
 
     A model with a vision tower may contain a full causal language model; the result is then the base of that one.
     """
-    if is_classifier(model):
-        raise InputError(
-            f"{type(model).__name__} has no head of a language model, which the loss of target tokens needs; call it "
-            "by model(**batch), or train it by em.trainer(RewardTrainer)",
-            key="model.no-base-model",
-        )
     head = head_of(model)
     around = (name for name, module in model.named_modules() if any(child is head for child in module.children()))
     parent = "" if head is None else next(around, "")
@@ -110,7 +113,29 @@ def base_name(model: nn.Module) -> str:
     return f"{parent}.{names[0]}" if parent else names[0]
 
 
-def head_of(model: nn.Module) -> Any:
-    """Return the output embedding, or None; families have linear layers and classes of their own."""
-    get_head: Any = model.get_output_embeddings
-    return get_head()
+class _NoLogits(nn.Module):
+    """A classifier's head on no token: zeros for `length` positions, of which the model picks one of each row."""
+
+    def __init__(self, length: int, labels: int) -> None:
+        super().__init__()
+        self.length, self.labels = length, labels
+
+    def forward(self, hidden_B0H: torch.Tensor) -> torch.Tensor:
+        return hidden_B0H.sum().expand(len(hidden_B0H), self.length, self.labels)
+
+
+def _refuse_unpadded(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
+    """Raise `InputError` for several rows if the class cannot tell padding, after which nothing is read."""
+    if padding_of(model) is None and len(batch["input_ids"]) > 1:
+        raise InputError(
+            f"{type(model).__name__} reads each row at its last token that is not padding, and config.pad_token_id is "
+            "None; set it: model.config.get_text_config().pad_token_id = tokenizer.pad_token_id",
+            key="model.no-padding-token",
+        )
+
+
+def padding_of(model: nn.Module) -> int | None:
+    """Return the token that a classifier takes for padding."""
+    config: Any = model.config
+    pad: int | None = config.get_text_config().pad_token_id
+    return pad

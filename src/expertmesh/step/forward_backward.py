@@ -23,7 +23,7 @@ from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.shards import local_part, placement_of
 from expertmesh.step.base_model import model_inputs
 from expertmesh.step.by_layer import Round, layers_held
-from expertmesh.step.loss import loss_of_base, loss_of_batch, refuse_no_targets
+from expertmesh.step.loss import loss_of_base, loss_of_batch, refuse_labels, refuse_no_targets
 from expertmesh.step.objective import CrossEntropy, Objective, Term
 from expertmesh.step.pipeline_schedule import StageOutput, StageTerm, run_pipeline, same_shape
 from expertmesh.step.router_losses import RouterLosses, active_router_losses, nothing_on_device_of, router_losses
@@ -65,7 +65,8 @@ def forward_backward(
     Args:
         micro_batches: This rank's share of the step, on its device, each as `causal_lm_loss` takes it. All ranks have
             equally many; ranks along pp, cp and tp have the same ones.
-        target_tokens: The targets of the whole step, over all data ranks and micro-batches.
+        target_tokens: The targets of the whole step, over all data ranks and micro-batches; of a classifier its rows,
+            with `labels` `[B]` in the batches, -100 for a row without one.
         chunk_tokens: How many target tokens get logits at a time.
         accumulate: The order, as the key of `train` (docs/training.md): each micro-batch through the model, or all of
             a round through one block after the other.
@@ -76,8 +77,8 @@ def forward_backward(
         This rank's shares of the losses.
 
     Raises:
-        InputError: The step has no target or no micro-batch, only some ranks give images, or the model cannot be
-            trained by layer; `accumulate`, `round` or `keep_inputs` has a wrong value.
+        InputError: The step has no target or no micro-batch, labels do not fit the model, only some ranks give images,
+            or the model cannot be trained by layer; `accumulate`, `round` or `keep_inputs` has a wrong value.
 
     Collectives: every rank calls it once per step; those of forward and backward, with pp also sends and receives
     between stages.
@@ -85,6 +86,7 @@ def forward_backward(
     refuse_no_targets(target_tokens)
     order = _order_of(accumulate, round, keep_inputs)
     refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in micro_batches])
+    refuse_labels(model, micro_batches)
     return minimise(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens, order)
 
 

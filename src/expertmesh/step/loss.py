@@ -10,7 +10,7 @@ hidden states and of unsplit parameters are partial sums (parallel/sequence.py).
     B rows, S positions, N target tokens here, C tokens of a chunk, H hidden, V vocabulary, W rows of it on this rank
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,15 +24,17 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
+from expertmesh.anatomy import head_of, is_classifier
 from expertmesh.compat import add_to_all_, child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.sequence_collectives import gather
+from expertmesh.experts.micro_batch import real_tokens_of
 from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
 from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
-from expertmesh.step.base_model import base_name, head_of, model_inputs, run_base
+from expertmesh.step.base_model import base_name, model_inputs, padding_of, run_base
 from expertmesh.step.objective import IGNORED, CrossEntropy, Distilling, Objective, Term
 from expertmesh.step.router_losses import active_router_losses
 
@@ -120,9 +122,9 @@ class SplitHead:
 
 
 def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
-    """Return this rank's share, or None where tp is 1."""
+    """Return this rank's share, or None where tp is 1, and for a classifier, which has no vocabulary."""
     mesh = sharded(model).mesh
-    if mesh is None or mesh.layout.tp == 1:
+    if mesh is None or mesh.layout.tp == 1 or is_classifier(model):
         return None
     rows, tp, rank = head_of(model).out_features, mesh.layout.tp, mesh.coordinate("tp")
     return VocabularyShare(mesh.dense.get_group("tp"), rows * rank // tp, rows * (rank + 1) // tp)
@@ -244,7 +246,8 @@ def causal_lm_loss(
     Args:
         batch: `input_ids` and `labels`, `[B, S]` int64, and what else the model's forward takes (`attention_mask` or
             `position_ids`). Labels are aligned with the inputs, with -100 where there is no target; they are shifted
-            here. `row_numbers`, `[B]` int64, are for the dropout of adapters: no two rows of a run share one.
+            here; a classifier has one for each row, `[B]`. `row_numbers`, `[B]` int64, are for the dropout of adapters:
+            no two rows of a run share one.
             `real_tokens`, `[B, S]` bool, marks what is not padding, for counts of routing (default: `attention_mask`).
             `routes`, `[B, S, MoE layers, top-k]` int32, are the experts that compute, by the model's numbers, -1 where
             a token chooses itself; scores stay live. All ranks give them, or none.
@@ -255,8 +258,8 @@ def causal_lm_loss(
         A 0-dim fp32 tensor (fp64 in fp64). Waits for the host once, to find the targets.
 
     Raises:
-        InputError: Of a model with a vision tower, only some ranks give images (`pixel_values` and the like); routes
-            have a wrong shape or expert, or the family cannot replay them.
+        InputError: Labels do not fit the model; of a model with a vision tower, only some ranks give images
+            (`pixel_values` and the like); routes have a wrong shape or expert, or the family cannot replay them.
 
     Collectives: every rank calls it as often as the others, with or without targets: the model's forward and backward
     are collective. A model with a vision tower issues one small all-reduce first, and so do routes.
@@ -269,6 +272,7 @@ def causal_lm_loss(
             key="layout.pp-needs-forward-backward",
         )
     refuse_media_on_some_ranks(model, [model_inputs(batch)])
+    refuse_labels(model, [batch])
     return loss_of_batch(model, batch, CrossEntropy(target_tokens), chunk_tokens).loss
 
 
@@ -279,6 +283,24 @@ def refuse_no_targets(target_tokens: int | torch.Tensor) -> None:
             f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
             key="data.no-targets",
         )
+
+
+def refuse_labels(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Raise `InputError` for labels of tokens with a classifier, or of rows with a language model."""
+    if is_reward_model(model):
+        raise InputError(
+            f"{type(model).__name__} has one label, a reward, of which labels give no cross-entropy; train it by "
+            "`expertmesh train` with objective.name reward, or by em.trainer(RewardTrainer)",
+            key="model.one-label",
+        )
+    wanted = 1 if is_classifier(model) else 2
+    for labels in (batch["labels"] for batch in batches):
+        if labels.dim() != wanted or labels.is_floating_point():
+            shape = "[B]" if wanted == 1 else "[B, S]"
+            raise InputError(
+                f"labels {list(labels.shape)} of {labels.dtype} do not fit {type(model).__name__}; give {shape} int64",
+                key="data.batch-shape",
+            )
 
 
 def loss_of_batch(
@@ -308,7 +330,10 @@ def loss_of_base(
         # Each rank of the tp group has a part of the vocabulary for all positions, instead of all of it for its own.
         hidden_BSH = gather(hidden_BSH, 1, vocabulary.group)
     batch = {key: tensor.to(hidden_BSH.device) for key, tensor in batch.items()}
-    target_N, place_N = _targets(batch["labels"], share.local if vocabulary is None else share.of_context)
+    if is_classifier(model):
+        target_N, place_N = _last_tokens(model, batch, share)
+    else:
+        target_N, place_N = _targets(batch["labels"], share.local if vocabulary is None else share.of_context)
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
     training = torch.is_grad_enabled()
     if not training and isinstance(model, FSDPModule):
@@ -342,6 +367,24 @@ def _targets(
     return following.index_select(0, place_N), place_N
 
 
+def _last_tokens(
+    model: nn.Module, batch: Mapping[str, torch.Tensor], share: SequenceShare
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the labels of the rows whose last token, by the rule of transformers' class, is on this rank, and the flat
+    positions of these tokens. Labels of tokens, as those of pairs are, count as 0.
+    """
+    ids_BS, labels, pad = batch["input_ids"], batch["labels"], padding_of(model)
+    real_BS = torch.ones_like(ids_BS, dtype=torch.bool) if pad is None else ids_BS != pad
+    marked_BS = real_tokens_of(batch)
+    if marked_BS is not None:
+        real_BS = real_BS & marked_BS
+    label_B = labels if labels.dim() == 1 else torch.zeros_like(ids_BS[:, 0])
+    last_B1 = (torch.arange(1, ids_BS.shape[1] + 1, device=ids_BS.device) * real_BS).argmax(-1, keepdim=True)
+    own_BS = share.local(torch.full_like(ids_BS, IGNORED).scatter(1, last_B1, label_B.unsqueeze(1)), 1).reshape(-1)
+    place_N = (own_BS != IGNORED).nonzero().squeeze(1)
+    return own_BS.index_select(0, place_N), place_N
+
+
 @dataclass(frozen=True, slots=True)
 class _Head:
     """The modules behind the base model."""
@@ -367,7 +410,12 @@ class _Head:
         return [p if self.split is None else self.split.of(p) for p in found]
 
     def losses(self, hidden_CH: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropies of one chunk, `[C]`. Collectives: two small all-reduces over the tp group."""
+        """Return the cross-entropies of one chunk, `[C]`; minus the rewards of a reward model.
+
+        Collectives: two small all-reduces over the tp group.
+        """
+        if is_reward_model(self.model):
+            return -self.logits(hidden_CH).squeeze(-1).to(_wide(hidden_CH))
         return self.cross_entropy(self.logits(hidden_CH), target_C)
 
     def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
@@ -428,6 +476,7 @@ class _Head:
 class TokenLosses:
     """The cross-entropies of one micro-batch's target tokens on this rank, computed on request.
 
+    Of a classifier the targets are the rows' labels. A reward model has in their place minus the reward of each row.
     Ranks that share rows (cp × tp) have some of the positions each. `total` and `distilled` have gradients where they
     are enabled; the others have none.
     """
@@ -520,9 +569,10 @@ class TokenLosses:
         sums_B = torch.zeros(self.rows, dtype=torch.float64, device=self.hidden_NH.device)
         for part in _chunks(self.hidden_NH, self.head.chunk):
             sums_B.index_add_(0, self.row_N[part], values(part).double())
-        # A row is cut over cp; over tp every rank has had the logits of all its positions.
-        if self.share.cp > 1:
-            dist.all_reduce(sums_B, group=mesh_of(self.head.model).dense.get_group("cp"))
+        # A row is cut over cp, and over tp unless every rank has had the logits of all its positions.
+        for axis, size in (("cp", self.share.cp), ("tp", self.share.tp if self.head.split is None else 1)):
+            if size > 1:
+                dist.all_reduce(sums_B, group=mesh_of(self.head.model).dense.get_group(axis))
         return sums_B
 
 
@@ -589,12 +639,22 @@ def head_logits(model: nn.Module, hidden_CH: torch.Tensor, output: BaseOutput = 
     """Compute logits `[C, V]` by the model's own code behind its base model, so scales, caps and biases are exact.
 
     `output` makes the base model's output from hidden states `[1, C, H]`; families have output classes of their own.
+    A classifier's class has nothing behind its head but the choice of a position.
     """
+    if is_classifier(model):
+        of_classes: torch.Tensor = head_of(model).forward(hidden_CH)
+        return of_classes
     parent, _, name = base_name(model).rpartition(".")
     base = _Returns(output(last_hidden_state=hidden_CH.unsqueeze(0)))
     with exchanged(child_slots(model.get_submodule(parent)), {name: base}):
         logits: torch.Tensor = model.forward(inputs_embeds=hidden_CH.unsqueeze(0), use_cache=False).logits
     return logits.squeeze(0)
+
+
+def is_reward_model(model: nn.Module) -> bool:
+    """Return whether the model gives each row one number."""
+    config: Any = model.config
+    return is_classifier(model) and int(config.num_labels) == 1
 
 
 class _Returns(nn.Module):

@@ -8,6 +8,7 @@ all ranks first, without gradients; the derivative by each sum then weights the 
     orpo     odds ratio preference optimization, arXiv 2403.07691: sft of the chosen response, and its odds over the
              rejected
     kto      Kahneman-Tversky optimization, arXiv 2402.01306: single responses that a label calls desirable or not
+    reward   the Bradley-Terry model of preferences, of a reward model; TRL's RewardTrainer
     distill  the probabilities of a teacher: a second model of the same vocabulary, sharded over the same mesh, frozen
 
     B rows of a micro-batch, P pairs of rows
@@ -123,6 +124,23 @@ class Orpo(PairObjective):
 
     def pair_losses(self, chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
         return -chosen_P - self.beta * F.logsigmoid(_log_odds(chosen_P) - _log_odds(rejected_P))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward(PairObjective):
+    """-log sigmoid(r(chosen) − r(rejected)), r the classifier's output at a row's last token, which `TokenLosses`
+    gives in place of a log-probability.
+    """
+
+    beta: float = 1.0
+
+    def scores(
+        self, log_probability_B: torch.Tensor, targets_B: torch.Tensor, batch: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        return log_probability_B
+
+    def pair_losses(self, chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
+        return -F.logsigmoid(chosen_P - rejected_P)
 
 
 def _log_odds(score_P: torch.Tensor) -> torch.Tensor:
@@ -273,7 +291,7 @@ class _RecordLosses:
         return _RecordedLosses(nothing, nothing.new_zeros(0), losses)
 
 
-OF_PAIRS: dict[str, type[PairObjective]] = {"dpo": Dpo, "simpo": Simpo, "orpo": Orpo}
+OF_PAIRS: dict[str, type[PairObjective]] = {"dpo": Dpo, "simpo": Simpo, "orpo": Orpo, "reward": Reward}
 
 
 def objective_of(config: ObjectiveConfig, *, rows: int, target_tokens: int, evaluated: bool = False) -> Objective:

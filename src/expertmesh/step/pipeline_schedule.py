@@ -144,7 +144,7 @@ def _with_rows(batch: Batch, rows: int) -> Batch:
         longer[key] = torch.cat(copies, dim=dim if tensor.dim() > 1 else 0)
     longer["real_tokens"] = F.pad(real.bool(), (0, 0, 0, missing), value=False)
     if "labels" in longer:
-        longer["labels"] = F.pad(batch["labels"], (0, 0, 0, missing), value=-100)
+        longer["labels"] = F.pad(batch["labels"], (0, 0) * (batch["labels"].dim() - 1) + (0, missing), value=-100)
     return longer
 
 

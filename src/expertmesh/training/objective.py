@@ -154,6 +154,8 @@ class RunObjective:
 
     def line(self) -> str | None:
         """Return the line about the objective in the plan, or None."""
+        if self.config.facts.rewards:
+            return f"{self.config.name}; the head gives each sequence a number, at its last token"
         if not self.config.facts.keys:
             return None
         options = self.config.options.items()

@@ -80,13 +80,17 @@ def load_state(run: Prepared, control: "Control") -> RunState:
     config, is_main = run.config, run.mesh.rank == 0
     check_hub(config)
     if (run.start is None and run.weights is None) or config.lora is not None:
-        seed = run.checked.weights_seed
-        say(control, "loading weights" if seed is None else "drawing weights")
-        loaded, audited = load_weights(run.model, run.checked.directory, run.mesh, control.audit, seed=seed)
+        drawn, seed = run.checked.weights_seed is not None, config.train.seed
+        say(control, "drawing weights" if drawn else "loading weights")
+        loaded, audited = load_weights(
+            run.model, run.checked.directory, run.mesh, control.audit, seed, from_config=drawn
+        )
         if is_main and audited is None:
             log.info(f"weights    random, drawn from train.seed {seed}; there are no files to audit them by")
         elif is_main and audited is not None:
             report_loaded(loaded, audited, run.checked.directory, Path(config.output_dir))
+            if loaded.new:
+                log.info(f"new head   {', '.join(loaded.new)}: not in the files, drawn from train.seed {seed}")
         start_adapters(run.model, config.train.seed)
     else:
         materialize(run.model, run.mesh.device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils.generic import ModelOutput
 
-from expertmesh.anatomy import Anatomy, decoder_blocks
+from expertmesh.anatomy import Anatomy, decoder_blocks, is_classifier
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.pairs import sorted_choice
@@ -26,7 +26,8 @@ from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.parallel.stages import Placeholder
 from expertmesh.step.base_model import model_inputs
-from expertmesh.step.loss import head_logits
+from expertmesh.step.loss import head_logits, loss_of_base, loss_of_batch
+from expertmesh.step.objective import LogProbabilities, Term
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import ProvenJob
@@ -110,15 +111,24 @@ def record_forward(job: ProvenJob, data: StepData) -> ForwardRecord:
         if (pipeline := pipeline_of(job.model)) is None:
             share = sequence_share(job.model)
             for number, batch in enumerate(padded(each, share) for each in step.micro_batches):
-                recorder.last_outputs["logits"] = job.model(**model_inputs(batch), use_cache=False).logits
+                if is_classifier(job.model):
+                    recorder.keep_rewards(batch, loss_of_batch(job.model, batch, LogProbabilities()))
+                else:
+                    recorder.last_outputs["logits"] = job.model(**model_inputs(batch), use_cache=False).logits
                 recorder.keep(number, batch)
         else:
             batches = same_shape(step.micro_batches, sequence_share(job.model).parts)
 
             def look(output: StageOutput) -> None:
-                if output.is_last:
+                batch = batches[output.number]
+                if output.is_last and is_classifier(job.model):
+                    of_rows = LogProbabilities()
+                    recorder.keep_rewards(
+                        batch, loss_of_base(job.model, output.base, output.empty_logits, batch, of_rows)
+                    )
+                elif output.is_last:
                     recorder.last_outputs["logits"] = _logits(job.model, output.base)
-                recorder.keep(output.number, batches[output.number])
+                recorder.keep(output.number, batch)
 
             run_pipeline(job.model, pipeline, batches, look)  # with the run's schedule
     job.model.train()
@@ -150,6 +160,11 @@ class _JobRecorder:
     """This rank's outputs in the last forward, not yet gathered."""
     last_choices: dict[str, Tensor] = field(default_factory=dict)
     """This rank's expert ids in the last forward, not yet gathered."""
+
+    def keep_rewards(self, batch: Mapping[str, Tensor], term: Term) -> None:
+        """Take the reward of each row, by `LogProbabilities`, for the logits of this rank's positions of it."""
+        length = batch["input_ids"].shape[1] // sequence_share(self.job.model).parts
+        self.last_outputs["logits"] = term.figures_F.view(-1, 1, 1).expand(-1, length, 1)
 
     def keep(self, number: int, batch: Mapping[str, Tensor]) -> None:
         """Store the real tokens of the last forward, which was of micro-batch `number`. Stages run them in order.

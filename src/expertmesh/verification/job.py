@@ -37,7 +37,7 @@ from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options
 from expertmesh.verification.reference.streaming import set_adapters
 from expertmesh.verification.setup import Setup, StepData
-from expertmesh.weights.load import fill, read_whole
+from expertmesh.weights.load import fill, read_whole, start_head
 
 Boxes = dict[str, list[Box]]  # the boxes of a rank's parts of tensors, by name
 
@@ -257,7 +257,8 @@ def build(
         shards = replace(shards, activation_checkpointing=checkpointing_mode(checkpointing), checkpoint_layers="all")
     model, _ = prepare_model(setup.model_config, setup.directory, mesh, options, shards)
     setup.forget_layers(model)
-    fill(model, setup.directory, allocate_on=mesh.device, seed=setup.weights_seed)
+    loaded = fill(model, setup.directory, allocate_on=mesh.device, seed=setup.weights_seed)
+    start_head(model, loaded.new, config.train.seed)
     start_adapters(model, config.train.seed)
     set_adapters(model)
     optimizer = build_optimizer(model, config.optim, config.train.seed, getattr(torch, precision.compute))

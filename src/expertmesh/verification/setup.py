@@ -99,6 +99,7 @@ class Setup:
             attention=None if self.config.model.attention == "auto" else self.config.model.attention,
             trust_remote_code=self.config.model.trust_remote_code,
             fuse=fuse,
+            num_labels=1 if self.config.objective.facts.rewards else None,
         )
         self.forget_layers(model)
         return model
@@ -172,7 +173,9 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
 
 
 def _steps(config: Config, options: VerifyOptions, checked: Checked) -> "tuple[list[StepData], Checked]":
-    """Return the steps, and `checked` as their images need it."""
+    """Return the steps, and `checked` as their images need it; its config, of a reward model, gets the padding and the
+    label of a run.
+    """
     facts: dict[str, Any] = {"tokens": options.tokens, "steps": STEPS, "pad_token_id": 0}
     if options.random_data:
         dataset = random_dataset(checked.vocab_size, config.data.max_length, 64, config.train.seed)
@@ -183,6 +186,9 @@ def _steps(config: Config, options: VerifyOptions, checked: Checked) -> "tuple[l
         checked = with_images(config, checked, dataset)
         facts |= {"images": recipe.images if dataset.has_images else None}
         facts |= {"pad_token_id": padding_token_id(tokenizer, checked.vocab_size)}
+    if config.objective.facts.rewards:
+        checked.model_config.num_labels = 1
+        checked.model_config.get_text_config().pad_token_id = facts["pad_token_id"]
     return steps_of(dataset, config, checked.layout, **facts), checked
 
 

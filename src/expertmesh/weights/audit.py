@@ -104,7 +104,6 @@ def audit_weights(
     model: PreTrainedModel,
     directory: str | Path,
     mode: AuditMode = "sampled",
-    new: Sequence[str] = (),
     seed: int | None = None,
 ) -> AuditReport:
     """Compare this rank's shards of `model`, filled from `directory`, with the files, bit for bit.
@@ -112,7 +111,6 @@ def audit_weights(
     The values of the files are first cast or quantised to the model's dtypes.
 
     Args:
-        new: Tensors that may be missing in the files.
         seed: The seed of first values, drawn again here, instead of files.
 
     Raises:
@@ -125,7 +123,7 @@ def audit_weights(
     view = ModelView(model)
     with raise_on_all_ranks("comparing the weights with their files"):
         with open_weights(view, directory, seed) as files:
-            plan = plan_load(view, files, new)
+            plan = plan_load(view, files)
         auditor = _Auditor(plan, view.tensors, expert_tensors(model))
         if isinstance(files, FirstValues):
             auditor.files = files

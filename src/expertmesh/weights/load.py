@@ -40,10 +40,10 @@ from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_heade
 from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView, Source, attach
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.shards import held_boxes, held_parts, local_tensor, part_of
+from expertmesh.state.shards import held_boxes, held_parts, is_on_other_stage, local_tensor, part_of
 from expertmesh.weights.first_values import FirstValues, open_weights, refuse_other_draws
 from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
-from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load, plan_save
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, new_head, plan_load, plan_save
 from expertmesh.weights.meta_model import materialize
 
 # How many elements are checked at once for values that are not finite.
@@ -81,14 +81,13 @@ class LoadReport:
     unmapped: tuple[UnmappedTensors, ...]
     """A summary of `ignored`."""
     new: tuple[str, ...] = ()
-    """Tensors that the files lack and that were allowed to be missing."""
+    """Tensors of a classifier's `new_head` that the files lack; they are as in memory."""
 
 
 def fill(
     model: PreTrainedModel,
     directory: str | Path,
     allocate_on: torch.device | str | None = None,
-    new: Sequence[str] = (),
     seed: int | None = None,
 ) -> LoadReport:
     """Give each parameter and persistent buffer of `model` its value from the safetensors files of `directory`.
@@ -100,7 +99,6 @@ def fill(
         model: Plain or parallelised (FSDP2, expert-parallel DTensors). Its local shards must be allocated, unless
             `allocate_on` is given.
         allocate_on: The device to allocate the local shards on, after the files' headers were found to fit the model.
-        new: Tensors that may be missing in the files; a missing one keeps its value in memory.
         seed: Draw the values from it instead, as the model's class initialises them; then there are no files, and
             saving writes the family's published layout in the parameters' dtypes.
 
@@ -115,12 +113,12 @@ def fill(
     if seed is not None:
         refuse_other_draws(seed)
     with raise_on_all_ranks("loading weights"), open_weights(view, directory, seed) as files:
-        plan = plan_load(view, files, new)
+        plan = plan_load(view, files)
         if allocate_on is not None:
             materialize(model, allocate_on)
         # A new view: allocating has replaced the parameters.
         report = fill_planned(ModelView(model), files, plan)
-    return replace(report, new=tuple(name for name in new if name not in plan.tensors))
+    return replace(report, new=tuple(name for name in new_head(view) if name not in plan.tensors))
 
 
 def read_whole(model: PreTrainedModel, directory: str | Path) -> None:
@@ -310,28 +308,31 @@ def still_readable(tensors: Sequence[FileTensor]) -> bool:
     return all(headers[tensor.path].get(tensor.name) == tensor for tensor in tensors)
 
 
-def head_names(model: PreTrainedModel) -> list[str]:
-    """Return the tensors of a sequence classifier's head, which files of a language model do not hold."""
-    return [name for name in ModelView(model).tensors if not name.startswith(f"{model.base_model_prefix}.")]
-
-
 @torch.no_grad()
 def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
-    """Initialise the allocated tensors `names` of the head with the values that `from_pretrained` would draw first.
+    """Give the allocated tensors `names` of a classifier's head their `first_head`. No communication."""
+    here = ModelView(model).tensors
+    for name, values in first_head(model, names, seed).items():
+        if not is_on_other_stage(here[name]):
+            local_tensor(here[name]).copy_(part_of(here[name], values))
 
-    They are drawn as after `torch.manual_seed(seed)`. No communication.
+
+def first_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Return whole tensors `names` of a classifier's head as `from_pretrained` would draw them first, in float32, after
+    `torch.manual_seed(seed)`.
     """
+    view = ModelView(model)
+    values: dict[str, Tensor] = {}
     for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        head = model.get_submodule(module)
+        head = view.full.get_submodule(module)
         assert isinstance(head, nn.Linear), f"{module} is no linear layer"
         new = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
         # The caller's random state must not change, nor influence the values: all ranks draw equal ones.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             init_weights(model, new)
-        for leaf, values in new.named_parameters():
-            whole = head.get_parameter(leaf)
-            local_tensor(whole).copy_(part_of(whole, values))
+        values |= {f"{module}.{leaf}": parameter.detach() for leaf, parameter in new.named_parameters()}
+    return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from expertmesh.anatomy import is_classifier
 from expertmesh.compat import declared, set_weight_conversions, weight_conversions
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import Leaf
@@ -107,18 +108,14 @@ class _Mismatches:
             )
 
 
-def plan_load(
-    view: ModelView, files: WeightFiles | FirstValues, new: Sequence[str] = (), *, complete: bool = True
-) -> LoadPlan:
+def plan_load(view: ModelView, files: WeightFiles | FirstValues, *, complete: bool = True) -> LoadPlan:
     """Plan the source of each tensor of a model, which may be on meta and may be sharded.
 
     Quantised weights are read as the values that their codes represent. Only the headers that `files` already has are
-    used.
+    used. The `new_head` of a classifier may be missing; `lm_head.*` of the files is then skipped.
 
     Args:
         files: Files, with the names that the family publishes; or first values, with those of its class.
-        new: Tensors that may be missing in the files, such as a new head that replaces the language model's (load.py);
-            `lm_head.*` of the files is then skipped.
         complete: If False, tensors that do not fit are not reported.
 
     Raises:
@@ -132,6 +129,7 @@ def plan_load(
     with view.published_classes():
         # Rules are found by the classes of modules, and one pipeline stage lacks some of these classes.
         conversions = [*get_model_conversion_mapping(view.full), *list_rules(view.full)]
+    new = new_head(view)
     planner = _LoadPlanner(view, published, new)
     inputs, ignored = planner.match(conversions)
     filled, failed = planner.assemble(inputs)
@@ -147,6 +145,20 @@ def plan_load(
     if complete:
         planner.mismatches.refuse(view.family, files.directory)
     return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()), published)
+
+
+def classifier_head(view: ModelView) -> list[str]:
+    """Return the tensors of a classifier's head; none of other models."""
+    prefix = f"{view.module.base_model_prefix}."
+    return [name for name in view.tensors if not name.startswith(prefix)] if is_classifier(view.full) else []
+
+
+def new_head(view: ModelView) -> list[str]:
+    """Return the tensors of a classifier's head, which the files of a language model lack; none of other models, nor
+    where the files are the classifier's by their config.
+    """
+    config: Any = view.module.config
+    return [] if view.family.__name__ in (config.architectures or ()) else classifier_head(view)
 
 
 def kept_plan(model: nn.Module, plan: LoadPlan) -> LoadPlan:

@@ -317,6 +317,13 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return found
 
 
+def labels_of(config: PreTrainedConfig) -> int | None:
+    """Return how many labels the files of a sequence classifier have; None if `config` names another class."""
+    known: Any = class_mapping(AutoModelForSequenceClassification)
+    named = type(config) in known and known[type(config)].__name__ in (config.architectures or ())
+    return config.num_labels if named else None
+
+
 def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
     """Return the automatic class that builds the model that the files hold, by `architectures`; else prefer text alone.
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.anatomy import Anatomy, is_inside
+from expertmesh.anatomy import Anatomy, head_of, is_inside
 from expertmesh.distributed.collectives import all_to_all
 from expertmesh.io.boxes import Box, extents, full_box, intersect, slices, volume
 from expertmesh.state.model_view import is_adapter
@@ -174,7 +174,7 @@ def matrices_of(model: nn.Module, anatomy: Anatomy) -> dict[str, int]:
     """
     experts = {f"{spec.name}.{leaf}": spec for spec in anatomy.experts for leaf in spec.parameters}
     stacks = {holder: spec.num_experts for spec in anatomy.experts for holder in spec.holders}
-    embeddings = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]  # of transformers
+    embeddings = model.get_input_embeddings(), head_of(model)  # type: ignore[operator]  # of transformers
     around = [module for module in embeddings if module is not None]
     vocabulary = [
         name for name, module in model.named_modules() if isinstance(module, nn.Embedding) or module in around

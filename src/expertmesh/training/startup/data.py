@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertmesh.anatomy import is_classifier
 from expertmesh.config import Config, InputError
 from expertmesh.data import (
     DataReport,
@@ -178,6 +179,13 @@ def stop_where_taught(model: PreTrainedModel, report: DataReport, tokenizer: Pre
         f"answers end with {named}, where the base's generation would go on (its eos_token_id is {before}); the "
         f"generation_config that is saved has eos_token_id {config.eos_token_id}"
     )
+
+
+def read_where_padded(checked: Checked, pad_token_id: int) -> None:
+    """Let a classifier take the run's padding for padding, which its config may not name; the saved config names it."""
+    if is_classifier(checked.model):
+        for config in (checked.model.config, checked.model_config):  # the latter for a frozen copy, which is calibrated
+            config.get_text_config().pad_token_id = pad_token_id
 
 
 def _today() -> datetime.date:

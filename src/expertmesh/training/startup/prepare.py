@@ -51,7 +51,7 @@ from expertmesh.training.resume import (
     find_start,
     find_weights,
 )
-from expertmesh.training.startup.data import RunData, read_data, stop_where_taught, with_images
+from expertmesh.training.startup.data import RunData, read_data, read_where_padded, stop_where_taught, with_images
 from expertmesh.training.startup.output_dir import (
     refuse_no_more_steps,
     restore,
@@ -120,6 +120,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
     for dataset in data.datasets:
         checked = with_images(config, checked, dataset)
     stop_where_taught(checked.model, data.reports[0], data.tokenizer)
+    read_where_padded(checked, data.pad_token_id)
     mesh = build_mesh(checked.layout, current_device())
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
     layout = BatchLayout(

@@ -191,7 +191,10 @@ def _merged_adapter(proof: Proof, adapter: Path, target: Path) -> Any:
         raise IntegrityError(
             f"expertmesh merge ended with {done.returncode}: {done.stderr.strip()[-500:]}", key="verify.merge-failed"
         )
-    return _plain_model(proof, target)
+    merged = _plain_model(proof, target)
+    if proof.setup.config.objective.facts.rewards:  # random data are padded otherwise than by the tokenizer
+        merged.config.pad_token_id = proof.setup.model_config.get_text_config().pad_token_id
+    return merged
 
 
 @contextmanager

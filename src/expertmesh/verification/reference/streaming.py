@@ -34,6 +34,7 @@ from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.first_values import FirstValues, open_weights
 from expertmesh.weights.lazy import read_values
+from expertmesh.weights.load import first_head
 from expertmesh.weights.mapping import LoadPlan, kept_plan, plan_load
 
 # Gets the name and the full gradient of a tensor. It is called once for each unit that holds the tensor.
@@ -97,11 +98,18 @@ class Weights:
         shapes = _shapes(self.adapters, name)
         if self.held is not None:
             return {leaf: self.held[leaf].detach().to(self.device, copy=True) for leaf in (name, *shapes)}
-        lazy, dtype = self.plan.tensors[name], self.state[name].dtype
-        value = read_values(lazy, self.files, dtype=dtype)
+        value = self._of_files(name)
+        dtype = value.dtype
         wide = torch.promote_types(dtype, torch.float32)
         adapters = {leaf: adapter_value(leaf, shape).to(self.device, wide) for leaf, shape in shapes.items()}
         return {name: value.to(self.device), **adapters}
+
+    def _of_files(self, name: str) -> Tensor:
+        """Return the tensor as the files have it, or the first value of a new head, which no file has."""
+        dtype = self.state[name].dtype
+        if name not in self.plan.tensors:
+            return first_head(self.model, [name], self.setup.config.train.seed)[name].to(dtype)
+        return read_values(self.plan.tensors[name], self.files, dtype=dtype)
 
     def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
         """Return the tensor, computed from its leaves under autograd."""

@@ -77,8 +77,17 @@ class PaddedSamples:
 
 
 def forward(model: Any, batch: PaddedSamples) -> tuple[Tensor, Tensor]:
-    """Return the logits `[B, S, V]`, and the cross entropy of each target, `[targets]` in fp32 or wider."""
+    """Return the logits `[B, S, V]`, and the cross entropy of each target, `[targets]` in fp32 or wider.
+
+    Of a reward model both are of rows: the reward at all positions, `[B, S, 1]`, and minus the reward, `[B]`.
+    """
     mask = None if bool(batch.real_BS.all()) else batch.real_BS.long()
+    if "ForSequenceClassification" in type(model).__name__:
+        pad = model.config.get_text_config().pad_token_id  # by which the class finds the last token
+        ids_BS = batch.ids_BS.masked_fill(~batch.real_BS, pad)
+        reward_B1: Tensor = model(input_ids=ids_BS, attention_mask=mask, use_cache=False).logits
+        wide_B = reward_B1.squeeze(1).to(torch.promote_types(reward_B1.dtype, torch.float32))
+        return reward_B1.unsqueeze(1).expand(-1, ids_BS.shape[1], -1), -wide_B
     inputs = {"input_ids": batch.ids_BS, "attention_mask": mask, **batch.of_images}
     logits: Tensor = model(**inputs, use_cache=False).logits
     labels, predicting = batch.labels_BS[:, 1:], batch.labels_BS[:, 1:] != IGNORE
@@ -92,10 +101,12 @@ def preference_loss(
     """Return the loss of an objective of pairs, summed over pairs, in fp64, as its paper has it.
 
     Args:
-        token_losses: The cross entropies, as `forward` returns them.
+        token_losses: What `forward` returns.
         batch: Rows 2p (chosen) and 2p + 1 (rejected) are pair p.
         reference_B: The log-probability of each row under the reference, for dpo.
     """
+    if objective.name == "reward":
+        return -F.logsigmoid(-token_losses[0::2].double() + token_losses[1::2].double()).sum()
     beta, total_B = objective.beta, row_log_probabilities(token_losses, batch)
     mean_B = total_B / (batch.labels_BS[:, 1:] != IGNORE).sum(dim=1)
     chosen, rejected = mean_B[0::2], mean_B[1::2]
