@@ -254,12 +254,12 @@ def test_of_two_that_need_the_same_tokens_one_makes_them(
     context, counter = multiprocessing.get_context("fork"), tmp_path / "made"
     encode, go_on = Encoder.encode, tmp_path / "go on"
 
-    def slow(self: Encoder, records: Any) -> Any:
+    def slow(self: Encoder, records: Any, *directory: Any) -> Any:
         with counter.open("a") as file:
             file.write(f"{len(records)}\n")
         while not go_on.exists():
             time.sleep(0.01)
-        return encode(self, records)
+        return encode(self, records, *directory)
 
     def let_go_on(seconds: float) -> None:
         """Of who waits for the other."""

@@ -132,6 +132,7 @@ TOGETHER: dict[str, list[str]] = {
     "offload": [f"{R4} precision.frozen=nf4 parallel.offload=experts"],
     "orpo": ["objective.name=orpo lora={r: 4, dropout: 0.1}"],
     "kto": [f"objective.name=kto {R4}"],
+    "reward": [f"objective.name=reward {R4}"],
     "distill": [f"objective={{name: distill, teacher: MODEL, kl: reverse}} {R4} precision.frozen=nf4"],
     "compiled": ["train.compile=true"],
     "by node": ["moe.dispatch=hierarchical parallel.ep_across_nodes=true", "train.deterministic=true"],
@@ -351,7 +352,7 @@ def _choices(section: type[Section], prefix: str = "") -> dict[str, set[Any]]:
 
 # Switches that are not about how ranks compute: of data and weights before, of results and reports after a step.
 NOT_OF_AXES = re.compile(
-    r"(save|log|schedule|eval|checkpoint|distributed)\..*|data\.(?!packing|stream).*|model\.(trust_|from_config).*"
+    r"(save|log|schedule|eval|checkpoint|distributed)\..*|data\.(?!packing|stream).*|model\.(trust_|from_config|vision).*"
 )
 # Named on the page under another key or value, or the opposite of what is there.
 OTHERWISE = {

@@ -93,25 +93,24 @@ class FullDisk:
     """Writing step 4's checkpoint, `rank` gets half of what it writes to a file `name` onto the disk, and no more."""
 
     rank: int
-    function: str
     name: str
     rows: dict[bool, int]
     """How many steps are reported before the error, asynchronous and synchronous."""
 
     @contextlib.contextmanager
     def on_this_rank(self) -> Iterator[None]:
-        original, full = getattr(os, self.function), []
+        original, full = os.pwrite, []
 
-        def write(descriptor: int, buffer: memoryview, *where: int) -> int:
+        def write(descriptor: int, buffer: memoryview, offset: int) -> int:
             path = os.readlink(f"/proc/self/fd/{descriptor}")
             if "step-00000004.tmp-" not in path or self.name not in path:
-                return int(original(descriptor, buffer, *where))
+                return int(original(descriptor, buffer, offset))
             if full:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
             full.append(path)
-            return int(original(descriptor, buffer[: len(buffer) // 2], *where))
+            return int(original(descriptor, buffer[: len(buffer) // 2], offset))
 
-        with mock.patch(f"os.{self.function}", write) if dist.get_rank() == self.rank else contextlib.nullcontext():
+        with mock.patch("os.pwrite", write) if dist.get_rank() == self.rank else contextlib.nullcontext():
             yield
 
     def train(self, config: Config) -> str:
@@ -134,10 +133,10 @@ def _refused(config: Config) -> str:
 
 
 FULL_DISKS = {
-    "state.json": FullDisk(0, "pwrite", "state.json", {True: 4, False: 4}),
-    "a shard": FullDisk(1, "write", "optimizer-00001", {True: 4, False: 4}),
-    "a rank's note": FullDisk(1, "pwrite", "part-00001.json", {True: 4, False: 4}),
-    "the manifest": FullDisk(0, "pwrite", "manifest.json", {True: 5, False: 4}),
+    "state.json": FullDisk(0, "state.json", {True: 4, False: 4}),
+    "a shard": FullDisk(1, "optimizer-00001", {True: 4, False: 4}),
+    "a rank's note": FullDisk(1, "part-00001.json", {True: 4, False: 4}),
+    "the manifest": FullDisk(0, "manifest.json", {True: 5, False: 4}),
 }
 
 
