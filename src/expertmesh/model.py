@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.adapters.plan import adapt, remember_formats
-from expertmesh.adapters.start import start
+from expertmesh.adapters.start import start_adapters
 from expertmesh.anatomy import describe
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
@@ -63,12 +63,12 @@ class ModelOptions:
         """Take the options from a training config."""
         model = config.model
         return cls(
-            config.trained_precision,
-            config.lora,
-            model.attention,
-            model.trust_remote_code,
-            model.name_or_path,
-            model.revision,
+            precision=config.trained_precision,
+            lora=config.lora,
+            attention=model.attention,
+            trust_remote_code=model.trust_remote_code,
+            name=model.name_or_path,
+            revision=model.revision,
             num_labels=1 if config.objective.facts.rewards else None,
             trains_vision=model.vision == "train",
         )
@@ -131,7 +131,7 @@ def parallelize(
     with raise_on_all_ranks("planning the shards"):
         plan = plan_model(model, mesh.layout, options)
     shard_model(model, plan, mesh)
-    start(model, seed)
+    start_adapters(model, seed)
     before.retire_parameters(model)
     return model
 
@@ -197,8 +197,8 @@ def load_model(
         ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, labels, True),
         ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile),
     )
-    load_weights(model, directory, mesh, audit, seed, from_config=from_config)
-    start(model, seed)
+    fill_and_audit(model, directory, mesh, audit, seed, from_config=from_config)
+    start_adapters(model, seed)
     return model
 
 
@@ -246,17 +246,17 @@ def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions
         trust_remote_code=options.trust_remote_code,
         num_labels=options.num_labels,
     )
-    keeps = directory if precision.frozen == "as_published" else None
+    published_from = directory if precision.frozen == "as_published" else None
     if lora is not None:
         base = options.name or config.name_or_path or None
-        adapt(model, lora, getattr(torch, precision.params), base, options.revision, keeps)
+        adapt(model, lora, getattr(torch, precision.params), base, options.revision, published_from)
     if lora is None and not options.trains_vision:
         for name in vision_parameters(model):
             model.get_parameter(name).requires_grad_(False)
     if options.frozen:
         model.requires_grad_(False)
-        if keeps is not None:
-            remember_formats(model, keeps)
+        if published_from is not None:
+            remember_formats(model, published_from)
     model.train(not options.frozen)
     return model
 
@@ -278,7 +278,7 @@ def plan_model(model: PreTrainedModel, layout: "Layout", options: ShardOptions) 
     return plan_shards(model, layout, options, kept_in_fp32=kept)
 
 
-def load_weights(
+def fill_and_audit(
     model: PreTrainedModel,
     directory: Path,
     mesh: "Mesh",

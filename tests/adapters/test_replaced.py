@@ -128,6 +128,19 @@ def _trained(directory: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logits(model), streamed
 
 
+def _first_logits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a model in fp64, without and with rows that train and have not trained yet."""
+    model = tiny_model("qwen3_moe").double().eval()
+    before = logits(model)
+    lora = em.LoraConfig(targets=("q_proj",), trainable_token_indices=(9, 5), r=2)
+    return before, logits(em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), lora=lora).eval())
+
+
+def test_rows_start_at_the_bases_values_in_fp64_too() -> None:
+    before, after = shared_ranks(_first_logits, 1)[0]
+    assert torch.equal(before, after)
+
+
 def test_what_trained_is_saved_as_peft_reads_it_merged_streamed_and_restored(tmp_path: Path) -> None:
     base_model("qwen3_moe").save_pretrained(tmp_path / "base")
     found, streamed = shared_ranks(_trained, 2, tmp_path)[0]
@@ -154,6 +167,12 @@ def test_what_trained_is_saved_as_peft_reads_it_merged_streamed_and_restored(tmp
         ({}, {"modules_to_save": ["norm"]}, "adapter.unsupported-option", "only the input embedding"),
         ({}, {"modules_to_save": ["nowhere"]}, "adapter.unsupported-option", "no module here has this name"),
         ({}, {"trainable_token_indices": [96]}, "adapter.unsupported-option", "has 96 rows"),
+        (
+            {},
+            {"modules_to_save": ["embed_tokens"], "trainable_token_indices": [9]},
+            "adapter.unsupported-option",
+            "modules_to_save trains all of it",
+        ),
         (
             {},
             {"targets": ["lm_head"], "modules_to_save": ["lm_head"]},

@@ -121,7 +121,7 @@ def _round(source: Path, target: Path, parallel: em.ParallelConfig, **options: A
 
 def _gather_everything(source: Path, target: Path) -> None:
     """As for a family whose files hold values computed from those in memory."""
-    with mock.patch.object(write, "is_gathered", return_value=True):
+    with mock.patch.object(write, "is_computed", return_value=True):
         _round(source, target, em.ParallelConfig(ep=2, pp=2))
 
 

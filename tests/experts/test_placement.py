@@ -171,7 +171,7 @@ def test_a_file_of_pairs_returns_what_was_written_and_is_refused_for_another_mod
     assert read_pairs(tmp_path, loads) == {}
     write_pairs(tmp_path, pairs)
     assert torch.equal(read_pairs(tmp_path, loads)[LAYER], pairs[LAYER])
-    for other in ({LAYER: [0] * 4}, {"model.layers.9.mlp.experts": [0] * 8}):
+    for other in ({LAYER: [0] * 4}, {"model.layers.9.mlp.experts": [0] * 8}, {}):
         with refused("placement.other-model"):
             read_pairs(tmp_path, other)
     write_pairs(tmp_path, {LAYER: pairs[LAYER].int()})

@@ -220,9 +220,23 @@ def _drop_tokens(found: dict[str, Any]) -> None:
     found["routes"][0] = found["routes"][0][2:]
 
 
+def _ragged(found: dict[str, Any]) -> None:
+    found["routes"][0] = [[[0, 1]], [[0]]]
+
+
+def _no_integers(found: dict[str, Any]) -> None:
+    found["routes"][0] = found["routes"][0].astype(bool)
+
+
 @pytest.mark.parametrize(
     ("change", "naming"),
-    [(_drop_routes, "returned no routes"), (_drop_row, "of 3 rows for 4"), (_drop_tokens, "for row 0 of ")],
+    [
+        (_drop_routes, "returned no routes"),
+        (_drop_row, "of 3 rows for 4"),
+        (_drop_tokens, "for row 0 of "),
+        (_ragged, "that are no tensors"),
+        (_no_integers, "torch.bool for row 0 of "),
+    ],
 )
 def test_a_rollout_without_fitting_routes_is_refused_on_all_ranks(change: Any, naming: str, tmp_path: Path) -> None:
     job = _job(tmp_path, max_steps=1)

@@ -165,9 +165,11 @@ def test_adapters_that_would_not_be_trained(targets: list[str], args: Any) -> No
         _make(args, lora=em.LoraConfig(targets=targets))
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], "lm_.*"])
-def test_an_adapter_to_go_on_from_that_would_not_be_trained(targets: Any, args: Any, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"target_modules": targets}))
+@pytest.mark.parametrize(
+    ("targets", "whole"), [(["q_proj", "lm_head"], None), ("lm_.*", None), (["q_proj"], ["lm_head"]), ("q", ["head"])]
+)
+def test_an_adapter_to_go_on_from_would_not_be_trained(targets: Any, whole: Any, args: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"target_modules": targets, "modules_to_save": whole}))
     with refused("trainer.lora-on-head", naming="lm_head"):
         _make(args, lora=em.LoraConfig(from_adapter=str(tmp_path)))
 

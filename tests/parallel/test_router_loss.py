@@ -239,9 +239,9 @@ def _no_share_on_one_rank(model: nn.Module, rank: int) -> None:
 
 
 def _fractions_of_the_first_micro_batch(model: nn.Module, rank: int) -> None:
-    count = router_losses.RouterLosses.count
-    first = lambda self, batches: (setattr(self, "_real", self._real[:1]), count(self, batches[:1]))  # noqa: E731
-    mock.patch.object(router_losses.RouterLosses, "count", first).start()
+    run_ahead = router_losses.RouterLosses.run_ahead
+    first = lambda self, batches: (setattr(self, "_real", self._real[:1]), run_ahead(self, batches[:1]))  # noqa: E731
+    mock.patch.object(router_losses.RouterLosses, "run_ahead", first).start()
 
 
 def _share_per_micro_batch(model: nn.Module, rank: int) -> None:

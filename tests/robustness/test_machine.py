@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import expertmesh.cli.main as command_line
 from expertmesh.cli.main import entry_point
@@ -17,6 +18,7 @@ from expertmesh.config import load_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import dump_config
 from expertmesh.data.encoding.sandbox import Sandbox
+from expertmesh.experts.placement import write_pairs
 from expertmesh.io.directory import io_errors, write_synced
 from expertmesh.training.lock import NAME, RunLock, holder
 from expertmesh.training.reporting import reporter
@@ -84,6 +86,13 @@ def test_a_run_whose_config_was_removed_is_known_by_its_checkpoints(tmp_path: Pa
     other = load_config(write(tmp_path), [f"output_dir={tmp_path / 'run'}", "train.seed=9"])
     with refused("run.other-configuration", naming="train.seed"):
         refuse_output_dir(other)
+
+
+def test_a_start_that_ended_after_its_calibration_may_start_again(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), [f"output_dir={tmp_path / 'run'}"])
+    (tmp_path / "run" / "prepared").mkdir(parents=True)
+    write_pairs(tmp_path / "run", {"model.layers.0.mlp.experts": torch.eye(4, dtype=torch.int64)})
+    refuse_output_dir(config)
 
 
 @pytest.mark.slow_cases(r"(?!b''$).*", why="an empty one stays")

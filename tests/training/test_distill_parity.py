@@ -22,7 +22,7 @@ from expertmesh.config import Config
 from expertmesh.data import IGNORE, BatchLayout, build_dataset
 from expertmesh.state.shards import local_tensor
 from expertmesh.step import loss as step_loss
-from expertmesh.step.forward_backward import minimise
+from expertmesh.step.forward_backward import run_step
 from expertmesh.step.loss import count_targets, head_logits
 from expertmesh.step.objectives import Distill
 from expertmesh.training import loop
@@ -155,7 +155,7 @@ def train_beside_a_teacher(config: Config, tamper: Callable[[], Any] | None = No
         teachers.append((teacher, [local_tensor(each).clone() for each in teacher.model.parameters()]))
 
     def in_chunks(*args: Any, **kwargs: Any) -> Any:
-        return minimise(*args, chunk_tokens=CHUNK, **kwargs)
+        return run_step(*args, chunk_tokens=CHUNK, **kwargs)
 
     def few_logits(model: Any, hidden_CH: Tensor, *output: Any) -> Tensor:
         assert len(hidden_CH) <= CHUNK
@@ -163,7 +163,7 @@ def train_beside_a_teacher(config: Config, tamper: Callable[[], Any] | None = No
 
     patched = (
         mock.patch.object(Teacher, "load", keeping),
-        mock.patch.object(loop, "minimise", in_chunks),
+        mock.patch.object(loop, "run_step", in_chunks),
         mock.patch.object(step_loss, "head_logits", few_logits),
     )
     with patched[0], patched[1], patched[2] if not config.data.eval else nullcontext():

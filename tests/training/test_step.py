@@ -33,7 +33,7 @@ def test_losses_of_a_stage_that_has_none_are_on_its_device() -> None:
         mock.patch.object(forward_backward, "pipeline_of", return_value=pipeline),
         mock.patch.object(forward_backward, "run_pipeline"),
     ):
-        losses = forward_backward.minimise(model, [batch], Dpo(beta=0.1, count=1))
+        losses = forward_backward.run_step(model, [batch], Dpo(beta=0.1, count=1))
     shares = (losses.loss, losses.aux_loss, losses.z_loss, losses.figures_F)
     assert {share.device.type for share in shares} == {"meta"}
 

@@ -181,7 +181,7 @@ def _load_and_save(target: Path, parallel: em.ParallelConfig) -> None:
 
 def _load_and_save_computed(target: Path, parallel: em.ParallelConfig) -> None:
     """As for a family whose files hold values computed from those in memory."""
-    with mock.patch.object(write, "is_gathered", return_value=True):
+    with mock.patch.object(write, "is_computed", return_value=True):
         _load_and_save(target, parallel)
 
 

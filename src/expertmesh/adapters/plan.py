@@ -446,6 +446,8 @@ def replaced_by(model: nn.Module, content: Mapping[str, Any], where: str) -> dic
             refuse_field(where, "trainable_token_indices", entry, "no embedding here has this name")
         for module in ends:
             count, *others = view.tensors[f"{module}.weight"].shape
+            if f"{module}.weight" in found:
+                refuse_field(where, "trainable_token_indices", entry, "modules_to_save trains all of it; leave one out")
             if not all(row < count for row in rows):
                 refuse_field(where, "trainable_token_indices", max(rows), f"{module} has {count:,} rows")
             key = f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"

@@ -39,9 +39,9 @@ from expertmesh.weights.save import saved_specs
 from expertmesh.weights.sidecars import Tokenizer, generation_files, write_tokenizer
 from expertmesh.weights.write import (
     StateReader,
-    computed,
+    compute_full,
     gather,
-    is_gathered,
+    is_computed,
     live_values,
     owned_values,
     write_directory,
@@ -130,14 +130,14 @@ def write_adapter(
     }
     layout = FilesLayout((lay_out_file(directory / WEIGHTS_FILE, shaped, {"format": "pt"}),), None)
 
-    def write_others(temporary: Path) -> None:
+    def write_small_files(temporary: Path) -> None:
         with io_errors(temporary, layout.size):
             for name, content in small.items():
                 write_synced(temporary / name, content)
             if tokenizer is not None:
                 write_tokenizer(tokenizer, temporary)
 
-    return layout, write_directory(directory, files, layout, write_others, values)
+    return layout, write_directory(directory, files, layout, write_small_files, values)
 
 
 def small_files(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, bytes]:
@@ -213,8 +213,8 @@ def iter_hf_weights(
         # The last byte reports values that do not fit: the all-reduce of the tensor also brings the error to all ranks.
         stored = torch.zeros(lazy.numel() * specs[name][0].itemsize + 1, dtype=torch.uint8, device=device)
         tensor = stored[:-1].view(specs[name][0]).view(shape)
-        if is_gathered(lazy):
-            fits = _copy(computed(lazy, {}, values), full_box(shape), tensor)
+        if is_computed(lazy):
+            fits = _copy(compute_full(lazy, {}, values), full_box(shape), tensor)
         else:
             # A list, not a generator: `all` must not stop before every part is copied.
             fits = all([_copy(part, box, tensor) for box, part in owned_values(lazy, values, _BLOCK_ELEMENTS)])
@@ -249,7 +249,7 @@ class _Values:
         Collectives: every rank calls it; those of `gather` for computed tensors, for A and B of adapted weights, and
         for new values of replaced ones.
         """
-        self._gathered = gather(lazy) if is_gathered(lazy) else {}
+        self._gathered = gather(lazy) if is_computed(lazy) else {}
         for leaf in lazy.leaves():
             if leaf.name in self._targets:
                 self._factors(leaf.name)

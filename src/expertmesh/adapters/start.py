@@ -47,7 +47,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def start(model: nn.Module, seed: int) -> None:
+def start_adapters(model: nn.Module, seed: int) -> None:
     """Give every adapter of `model` its first values: those of `seed`, or of the plan's PEFT directory.
 
     Does nothing for a model without adapters; those of a PeftModel have their values already. Also remembers the hash
@@ -110,7 +110,7 @@ def _start_from_base(model: nn.Module, weight: str, each: Replaced) -> None:
             assert box == of_base, (weight, box, of_base)  # of equal shapes, FSDP2 cuts both alike
             local.copy_(values)
         return
-    rows_nH = torch.zeros(each.shape)
+    rows_nH = torch.zeros(each.shape, dtype=torch.promote_types(base.dtype, torch.float32))
     for box, values in held_parts(base) if owns_copy(base) else ():
         for number, row in enumerate(each.rows):
             if box[0][0] <= row < box[0][1]:

@@ -3,6 +3,17 @@
 The trainer does not use `save_checkpoint`: it keeps a `CheckpointWriter`, so that a save can continue while it trains.
 Model, optimizer and random generators are restored in any layout: each rank reads only the parts that it holds now. No
 weights are sent between ranks. All ranks know that no file is damaged before anything is changed.
+
+A tensor from the shards of one layout to those of another:
+
+1. `take_part` (state.py) lists this rank's local tensors with their boxes of the full ones. Of several replicas one is
+   written (`owns_copy`); all of them are compared by a fingerprint.
+2. `write_part` (state.py) writes `model-RANK-of-RANKS.safetensors`, the same for the optimizer, and a summary.
+3. `publish` (write.py) runs on rank 0. It compares the fingerprints, joins the summaries to manifest.json (which says
+   how each tensor is cut, and which rank wrote each part), and renames the directory.
+4. `open_state` and `check_hashes` (read.py) check manifest, headers and hashes, before anything is changed.
+5. `held_parts` (state/shards.py) gives the boxes of this rank in the new layout. `SavedState.read_into` finds the saved
+   parts that share elements with a box, and `read_box` copies these elements alone.
 """
 
 from collections.abc import Mapping
@@ -43,7 +54,7 @@ from expertmesh.weights.sidecars import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """The checkpoint that was loaded."""
+    """The result of loading a checkpoint."""
 
     directory: Path
     """The checkpoint that was loaded."""
@@ -126,7 +137,10 @@ def load_checkpoint(
 def load_directory(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, directory: Path, *, weights: bool = True
 ) -> LoadedCheckpoint:
-    """Do the work of `load_checkpoint` for the checkpoint `directory`, the same on all ranks."""
+    """Do the work of `load_checkpoint` for the checkpoint `directory`, the same on all ranks.
+
+    Raises and collectives: as `load_checkpoint`, without the search.
+    """
     rank, ranks = rank_and_ranks()
     with ExitStack() as stack:
         with raise_on_all_ranks("opening the checkpoint"):

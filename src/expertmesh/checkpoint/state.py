@@ -253,13 +253,15 @@ class SharedBox(NamedTuple):
 
     box: Box
     writes: bool
-    copies: str | None
+    replica_sha256: str | None
     """A hash of the names and fingerprints of the parts that other ranks hold too."""
     order: tuple[int, ...] | None = None
     """The field of `HeldPart`."""
 
 
 class ListedTensor(NamedTuple):
+    """A tensor as the first rank of a stage lists it."""
+
     dtype: str
     """The name that safetensors uses."""
     shape: tuple[int, ...]
@@ -306,15 +308,15 @@ def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: 
             writes = owns_copy(tensor) and local.numel() > 0
             held.append(
                 HeldPart(
-                    kind,
-                    name,
-                    CODES[tensor.dtype],
-                    tuple(tensor.shape),
-                    sharding_of(tensor, stage),
-                    box,
-                    writes,
-                    fingerprint(local) if is_replicated(tensor) and local.numel() else None,
-                    expert_order(tensor),
+                    kind=kind,
+                    name=name,
+                    dtype=CODES[tensor.dtype],
+                    shape=tuple(tensor.shape),
+                    sharding=sharding_of(tensor, stage),
+                    box=box,
+                    writes=writes,
+                    fingerprint=fingerprint(local) if is_replicated(tensor) and local.numel() else None,
+                    order=expert_order(tensor),
                 )
             )
             if writes:

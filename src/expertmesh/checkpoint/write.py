@@ -373,7 +373,7 @@ def _create(step: int, target: Path, temporary: Path, needed: int, files: Mappin
 
 
 @dataclass(slots=True)
-class _Copies:
+class _Holders:
     """The ranks that hold one box of all tensors with one sharding."""
 
     first: int
@@ -396,7 +396,7 @@ class _Joined:
     """By rank."""
     tensors: dict[tuple[str, str], ListedTensor] = field(default_factory=dict)
     """By kind and name."""
-    copies: dict[str, dict[Box, _Copies]] = field(default_factory=dict)
+    holders: dict[str, dict[Box, _Holders]] = field(default_factory=dict)
     """By sharding."""
     leader: tuple[int, str] = (0, "")
     """The first rank of the current pipeline stage, and the hash of its listing."""
@@ -424,11 +424,11 @@ class _Joined:
                 key="model.replicas-differ",
             )
         for sharding, shared in summary.boxes.items():
-            copies = self.copies.setdefault(sharding, {})
+            holders = self.holders.setdefault(sharding, {})
             if not volume(shared.box):
                 continue
-            first = copies.setdefault(shared.box, _Copies(rank, shared))
-            if shared.copies != first.shared.copies:
+            first = holders.setdefault(shared.box, _Holders(rank, shared))
+            if shared.replica_sha256 != first.shared.replica_sha256:
                 one, other = (read_fingerprints(self.directory, each) for each in (first.first, rank))
                 names = (name for (_, name), (_, _, cut) in self.tensors.items() if cut == sharding)
                 name = next(name for name in names if one.get(name) != other.get(name))
@@ -479,7 +479,7 @@ def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
     entries: dict[str, dict[str, TensorEntry]] = {kind: {} for kind in KINDS}
     for (kind, name), (dtype, shape, sharding) in joined.tensors.items():
         if sharding not in numbers:
-            tiling = _tiling(name, shape, joined.copies[sharding])
+            tiling = _tiling(name, shape, joined.holders[sharding])
             numbers[sharding], _ = tilings.setdefault(tiling.model_dump_json(), (len(tilings), tiling))
         entries[kind][name] = TensorEntry(dtype=dtype, shape=list(shape), tiling=numbers[sharding])
     return Manifest(
@@ -502,14 +502,14 @@ def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
     )
 
 
-def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Copies]) -> Tiling:
+def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Holders]) -> Tiling:
     """Return the tiling of a tensor. Raises `IntegrityError` if its parts have holes, overlap, or differ in copies."""
-    counts = {copies.count for copies in boxes.values()} or {1}
-    writers = {box: copies.writers[0] for box, copies in boxes.items() if copies.writers}
+    counts = {held.count for held in boxes.values()} or {1}
+    writers = {box: held.writers[0] for box, held in boxes.items() if held.writers}
     try:
-        if len(counts) > 1 or any(len(copies.writers) > 1 for copies in boxes.values()):
+        if len(counts) > 1 or any(len(held.writers) > 1 for held in boxes.values()):
             raise ValueError("its parts are not held, or not written, by equally many ranks")
-        orders = {copies.shared.order for copies in boxes.values()}
+        orders = {held.shared.order for held in boxes.values()}
         return Tiling.of(shape, writers, counts.pop(), next(iter(orders), None))
     except ValueError as error:
         raise IntegrityError(

@@ -33,8 +33,6 @@ class Step:
     without a collective.
     """
 
-    epoch: int
-    step_in_epoch: int
     rows: int
     """Rows, for preferences pairs."""
     tokens: int
@@ -215,8 +213,6 @@ class TrainingBatches:
                 others = self._layout.mismatched(self._dataset, [samples], reference)
                 mismatched = tuple(EvaluationBatches(others, self._layout))
             yield Step(
-                epoch=epoch,
-                step_in_epoch=step,
                 rows=len(part),
                 tokens=int(self._dataset.lengths[samples].sum()),
                 target_tokens=int(self._dataset.target_counts[samples].sum()),

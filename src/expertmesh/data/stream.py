@@ -333,8 +333,6 @@ class StreamBatches:
         packed = Rows(np.arange(len(dataset)), np.concatenate(([0], ends)))
         passes = min(cursor.passes for cursor in position.cursors)
         return Step(
-            epoch=passes,
-            step_in_epoch=number,
             rows=len(rows),
             tokens=dataset.tokens,
             target_tokens=dataset.target_tokens,

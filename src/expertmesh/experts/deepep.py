@@ -128,7 +128,7 @@ class LibraryDispatcher:
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """Send rows and pairs with the library.
 
-        Collectives: its dispatch in forward, with its count exchange and one wait for the host; its combine in
+        Collectives: its dispatch in forward, with its count exchange and one wait for the device; its combine in
         backward, of rows and weights. A second run dispatches by the first one's handle and has its weights.
         """
         received: list[torch.Tensor] = []

@@ -426,7 +426,7 @@ class HierarchicalDispatcher:
         return AllToAllDispatcher(self.num_experts // self.across.size(), self.inside, self.triton)
 
     def _exchange_counts(self, index_TK: torch.Tensor, rows_N: torch.Tensor) -> tuple[Splits, Counts]:
-        """Return the rows sent across, and the counts of the dispatch inside. Two all-to-alls; waits for the host once.
+        """Return the rows sent across, and the counts of the dispatch inside. Two all-to-alls; the host waits once.
 
         A sender also announces how many of its rows each rank of the other node will get, and how many pairs each
         expert: their sums over senders are what a rank will send inside, so that nobody waits twice.

@@ -2,8 +2,10 @@
 
 One forward of `ExpertLayer`, from the router's choice to the block's next line:
 
-    1   count     Count the tokens of each expert (training, first run only). Translate expert ids to slots, where
-                  experts are placed or copied.
+    0   enter     transformers calls `experts(...)`, in whose place install.py runs `forward_counted`: it counts the
+                  tokens of each expert (training, first run only), and runs `forward` or takes the result that
+                  selective checkpointing has of the first run.
+    1   slots     Translate expert ids to slots, where experts are placed or copied.
     2a  dispatch  Send each token once to each rank that holds any of its experts. A shared expert may compute while
                   the rows are in flight.
     2b  experts   Compute this rank's experts on the rows received; sum the weighted pairs of each row.
@@ -17,7 +19,8 @@ Copied experts are frozen: their weights are fetched once from the ranks that ow
 forward exchanges those of copied experts, and its backward sends the gradients of the copies to the owners, which sum
 them. Files, checkpoints and hashes contain no copies.
 
-    T tokens here, K top-k, H hidden, R rows and P pairs received, E experts, L experts of this rank
+    T tokens here, K top-k, H hidden, R rows and P pairs received, E experts, L experts of this rank; a trailing 1 is a
+    dim of size 1
     of copies: L own experts of a rank, C copies beside them, S = L + C slots, X experts that this rank sends,
     F numbers of an expert, M most ranks that hold an expert
 """
@@ -65,7 +68,7 @@ class ExpertLayer:
     dtype: torch.dtype
     """The dtype in which the experts compute."""
     expert_L: torch.Tensor
-    """The experts that this rank holds, copies behind its own: their numbers in the model, int64."""
+    """The numbers in the model of the experts that this rank holds, `[L]` int64; `[S]` with copies behind its own."""
     slot_E: torch.Tensor | None = None
     """The slot of each expert among those of all EP ranks, int64; None if that is its number, or with copies."""
     copies: "Copies | None" = None
@@ -137,7 +140,7 @@ class ExpertLayer:
         Only rows that are not zero are sent: experts return zeros for zeros, with zero gradients (small_copies.py
         checks it).
 
-        Collectives: as `forward`. Waits for the host once more, to learn the number of these rows.
+        Collectives: as `forward`. The host waits for the device once more, for the number of these rows.
         """
         # `nonzero` waits for the device: only there is the number of rows known.
         place_P = rows_NH.detach().count_nonzero(-1).nonzero().squeeze(1)
@@ -309,13 +312,13 @@ class Copies:
         most = max(map(len, slots_of_expert))
         sent_X = torch.tensor([expert for experts in sent for expert in experts], dtype=torch.int64, device=device)
         return cls(
-            group,
-            sent_X,
-            segments_of(sent_X, per_rank),
-            [len(experts) for experts in sent],
-            [owners.count(owner) for owner in range(group.size())],
-            torch.tensor([[*each, *[0] * (most - len(each))] for each in slots_of_expert], device=device),
-            torch.tensor([len(each) for each in slots_of_expert], device=device),
+            group=group,
+            sent_X=sent_X,
+            by_owner=segments_of(sent_X, per_rank),
+            send=[len(experts) for experts in sent],
+            receive=[owners.count(owner) for owner in range(group.size())],
+            slot_EM=torch.tensor([[*each, *[0] * (most - len(each))] for each in slots_of_expert], device=device),
+            turns_E=torch.tensor([len(each) for each in slots_of_expert], device=device),
         )
 
     def slots(self, index_TK: torch.Tensor) -> torch.Tensor:

@@ -426,7 +426,7 @@ def read_pairs(run: str | Path, loads: Mapping[str, Sequence[int]]) -> dict[str,
     try:
         with open_weight_files(run, PAIRS_FILE) as files:
             for name, tensor in files.tensors.items():
-                if tensor.dtype != torch.int64 or tensor.shape != (len(loads.get(name, ())),) * 2:
+                if name not in loads or tensor.dtype != torch.int64 or tensor.shape != (len(loads.get(name, ())),) * 2:
                     raise InputError(
                         f"{path}: {shortened(name)} is {tensor.dtype} {list(tensor.shape)}, and the layer has "
                         f"{len(loads.get(name, ()))} experts; delete the file",

@@ -380,11 +380,16 @@ def refuse_replay(replays: bool, args: Any, given: Mapping[str, Any], of_trl: st
 def _adapts_head(lora: LoraConfig) -> bool:
     """Return whether its names select lm_head; `refuse_adapted_head` finds a head of another name on the model."""
     if lora.from_adapter is None:
-        return any(fnmatch.fnmatchcase("lm_head", name) for name in (*lora.targets, *lora.modules_to_save))
-    try:
-        targets = json.loads(Path(lora.from_adapter, "adapter_config.json").read_text())["target_modules"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # em.load_model says what is wrong with it
+        whole = lora.modules_to_save
+        targets: Any = "|".join(fnmatch.translate(name) for name in lora.targets)
+    else:
+        try:
+            content = json.loads(Path(lora.from_adapter, "adapter_config.json").read_text())
+            targets, whole = content["target_modules"], content.get("modules_to_save") or ()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False  # em.load_model says what is wrong with it
+    if any("lm_head".endswith(name) for name in whole):  # as PEFT chooses them
+        return True
     return bool(re.fullmatch(targets, "lm_head")) if isinstance(targets, str) else "lm_head" in (targets or ())
 
 

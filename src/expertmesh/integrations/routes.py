@@ -37,7 +37,7 @@ class Rollout:
 
     routes: list[torch.Tensor]
     """Routes of each row, int32 `[tokens of prompt and completion, L, K]` on the CPU, unpadded; -1 where unknown."""
-    logprobs: Sequence[Sequence[float | None]]
+    logprobs: Sequence[Sequence[float | None]] | None
     """Log-probabilities with which the tokens of each row's completion were sampled; None where unknown."""
 
 
@@ -126,7 +126,7 @@ class RouteReplay:
         route_BSLK = placed(routes, mask_BS, completion).to(fresh_BSLK.device).sort(-1).values
         known_BSL = (route_BSLK >= 0).all(-1) & mask_BS.bool()[..., None]
         changed_BSL = (fresh_BSLK != route_BSLK).any(-1) & known_BSL
-        sampled_BC = _padded(self.rollout.logprobs, completion).to(free_BC)
+        sampled_BC = _padded(self.rollout.logprobs, len(mask_BC), completion).to(free_BC)
         sampled_mask_BC = mask_BC.bool() & ~sampled_BC.isnan()
         counts = (
             (changed_BSL.any(-1), known_BSL.any(-1)),
@@ -237,13 +237,16 @@ def _brought(routes: Any, prompt_ids: Tokens, completion_ids: Tokens) -> list[to
     Collectives: every rank calls it; one all-gather of a sentence on the default group.
     """
     lengths = [len(prompt) + len(ids) for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
-    rows = [] if routes is None else [torch.as_tensor(row) for row in routes]
-    problem = "returned no routes" if routes is None else None
-    if routes is not None and len(rows) != len(lengths):
+    rows, problem = list[torch.Tensor](), "returned no routes" if routes is None else None
+    try:
+        rows = [torch.as_tensor(row) for row in (() if routes is None else routes)]
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem = f"returned routes that are no tensors ({error})"
+    if problem is None and len(rows) != len(lengths):
         problem = f"returned routes of {len(rows)} rows for {len(lengths)} completions"
     for number, (row, length) in enumerate(zip(rows, lengths, strict=False)):
         # An engine does not run the last token, with which it ends.
-        if row.dim() != 3 or len(row) not in (length - 1, length) or row.is_floating_point():
+        if row.dim() != 3 or len(row) not in (length - 1, length) or row.dtype == torch.bool or row.is_floating_point():
             problem = f"returned routes {tuple(row.shape)} {row.dtype} for row {number} of {length} tokens"
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
@@ -261,6 +264,8 @@ def _lengthened(routes: torch.Tensor, length: int) -> torch.Tensor:
     return F.pad(routes, (0, 0, 0, 0, 0, length - len(routes)), value=-1)
 
 
-def _padded(logprobs: Sequence[Sequence[float | None]], length: int) -> torch.Tensor:
-    rows = [[float("nan") if value is None else value for value in row] for row in logprobs]
-    return torch.tensor([row + [float("nan")] * (length - len(row)) for row in rows])
+def _padded(logprobs: Sequence[Sequence[float | None]] | None, rows: int, length: int) -> torch.Tensor:
+    if logprobs is None:
+        return torch.full((rows, length), float("nan"))
+    known = [[float("nan") if value is None else value for value in row] for row in logprobs]
+    return torch.tensor([row + [float("nan")] * (length - len(row)) for row in known])

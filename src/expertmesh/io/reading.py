@@ -34,6 +34,8 @@ MAX_ROW_BYTES = 64 * MiB
 # A list of rows is one JSON value and is read at once. JSON lines have no such limit, because they are read row by row.
 MAX_LIST_BYTES = 2048 * MiB
 MAX_METRICS_BYTES = 16384 * MiB
+# Counts of pairs of experts: 134 MB of 64 layers of 512.
+MAX_PAIRS_BYTES = 512 * MiB
 # The deepest honest values are JSON schemas of tools in rows of data, about ten levels.
 MAX_DEPTH = 100
 _SHOWN = 200

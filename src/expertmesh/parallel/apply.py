@@ -79,12 +79,13 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     weights are sent.
     """
     assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
-    # A model on meta has no values to compare.
+    # 1. A model on meta has no values to compare.
     if not any(parameter.is_meta for parameter in model.parameters()):
         _check_equal_on_every_rank(model)
     local = _Local() if plan.cut is None else _Local(plan.cut.absent(mesh.coordinate("pp")), plan.cut.starts)
     _shard(model, plan, mesh, local)
     blocks = list(filter(local.has, plan.anatomy.blocks))
+    # 7.
     recompute_blocks(model, plan.options.activation_checkpointing, blocks, plan.checkpointed, plan.adapters)
     if plan.options.compile:
         # A compiler may be absent on one node only; then all ranks must raise, or the others hang.
@@ -124,10 +125,10 @@ def _check_equal_on_every_rank(model: nn.Module) -> None:
 
 
 def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None:
-    """Do the steps 2 to 6."""
+    """Do steps 2 to 6 of this module's docstring."""
     anatomy, compute = plan.anatomy, plan.dtypes[1]
-    # The view makes its meta copy at the first use, and modules of FSDP2 cannot be copied. With pp the copy answers for
-    # the other stages, so the same routers are frozen there.
+    # 2. Routers are frozen on the meta copy too, which with pp stands for the stages of other ranks. It is made at its
+    # first use: here, since modules of FSDP2 cannot be copied.
     meta_model = plan.view.meta
     for each in (model,) if plan.cut is None else (model, meta_model):
         for name in plan.frozen:
@@ -135,14 +136,16 @@ def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None
     if plan.cut is not None:
         anatomy = cut(model, plan, plan.cut, local.absent, mesh)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
+    # 3.
     layers = ExpertsPlan(plan.dispatch, plan.compute, plan.kernels, plan.shared_beside, plan.placement)
     install(model, anatomy, mesh, layers, compute)
     _replace_parameters(model, plan, mesh, local)
-    # Before split_parts, whose mixins go in front of BySamples and check for it.
+    # 4. Packed samples come before split_parts, whose mixins go in front of BySamples and check for it.
     separate_samples(model, plan.anatomy, mesh.device, compute)
     split_parts(model, tensor.parts, context.gathered, mesh)
     buffers, routers = (list(filter(local.has, names)) for names in (plan.cast_buffers, plan.wide_routers))
     cast_in_forward(model, buffers, routers, compute)
+    # 5.
     _shard_groups(model, plan, mesh, local)
     model.register_forward_hook(_reshard_without_backward)
     _prefetch(model, anatomy, [part.name for part in tensor.parts if part.is_split], local.starts)
@@ -150,6 +153,7 @@ def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None
     if mesh.layout.efsdp == 1:
         _link_copies(model, anatomy, local.starts)
     attach(model, mesh=mesh, shard_plan=plan, frozen_formats=plan.packed)
+    # 6.
     split_blocks(model, plan.anatomy, mesh, context.gathers)
     split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
     install_routes(model, plan.anatomy, local.has)
@@ -254,7 +258,7 @@ def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str], st
         modules = [model.get_submodule(name) for name in (block, *inside)]
         units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])
     # By default FSDP2 gathers in backward what ran before a unit in forward. By layer that may be the root, for another
-    # micro-batch, and the head would be gathered again in every layer. Units beside blocks gather themselves alone.
+    # micro-batch, and the head would be gathered again in every layer. By default let every unit prefetch only itself.
     for module in model.modules():
         if isinstance(module, FSDPModule) and module is not model:
             module.set_modules_to_backward_prefetch([module])

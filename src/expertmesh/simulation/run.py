@@ -38,7 +38,7 @@ from expertmesh.planning.traffic import Transfer
 from expertmesh.state.packed import stored
 from expertmesh.state.patching import replaced
 from expertmesh.step import loss, pipeline_schedule
-from expertmesh.step.forward_backward import minimise
+from expertmesh.step.forward_backward import run_step
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.step.objective import CrossEntropy
 from expertmesh.weights.meta_model import materialize
@@ -71,7 +71,7 @@ def counted_steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> 
     batches = [micro] * batch.accumulation
 
     def step() -> None:
-        minimise(model, batches, CrossEntropy(batch.rows * (length - 1)), order=batch.order)
+        run_step(model, batches, CrossEntropy(batch.rows * (length - 1)), order=batch.order)
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

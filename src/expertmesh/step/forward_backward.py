@@ -87,7 +87,7 @@ def forward_backward(
     order = _order_of(accumulate, round, keep_inputs)
     refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in micro_batches])
     refuse_labels(model, micro_batches)
-    return minimise(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens, order)
+    return run_step(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +120,22 @@ def _order_of(accumulate: str, round: int | None, keep_inputs: str) -> Order:
     raise InputError(f"forward_backward: {wrong}", key="config.wrong-value")
 
 
-def minimise(
+def run_step(
     model: nn.Module,
     micro_batches: Sequence[Batch],
     objective: Objective,
     chunk_tokens: int = 1024,
     order: Order = Order(),
 ) -> StepLosses:
-    """Do what `forward_backward` does, for any objective."""
+    """Run forward and backward of one optimizer step for any objective, by layer, through stages, or batch by batch.
+
+    Called by the trainer, the verification and `forward_backward`, which describes the arguments.
+
+    Returns:
+        This rank's shares of the losses; the gradients are added to those of the parameters.
+
+    Collectives: as `forward_backward`.
+    """
     if not micro_batches:
         raise InputError(
             "forward_backward: a step needs a micro-batch; give each rank as many as the others",
@@ -239,7 +247,7 @@ def _by_layer(
     router_loss = RouterLosses(model, micro_batches, layers.count)
     # With one round its own forward gives the step's fractions before its backward needs them.
     if router_loss.balance.aux_loss_coef and len(rounds) > 1:
-        router_loss.count(micro_batches)
+        router_loss.run_ahead(micro_batches)
     with router_loss.collecting():
         has_losses = active_router_losses(model) is not None
         for batches in rounds:
@@ -249,7 +257,7 @@ def _by_layer(
             with layers_held(model, layers):
                 run.forward()
                 if has_losses and len(rounds) == 1:
-                    router_loss.learn([run.router_logits(number) for number in range(len(batches))])
+                    router_loss.set_fractions([run.router_logits(number) for number in range(len(batches))])
                 run.backward(term, all_reduce=batches is rounds[-1])
     return sums.with_router_losses(router_loss)
 

@@ -255,7 +255,7 @@ def causal_lm_loss(
         chunk_tokens: How many target tokens get logits at a time.
 
     Returns:
-        A 0-dim fp32 tensor (fp64 in fp64). Waits for the host once, to find the targets.
+        A 0-dim fp32 tensor (fp64 in fp64). The host waits for the device once, for the number of targets.
 
     Raises:
         InputError: Labels do not fit the model; of a model with a vision tower, only some ranks give images

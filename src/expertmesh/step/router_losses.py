@@ -45,9 +45,9 @@ def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator[
     """
     losses = RouterLosses(model, micro_batches)
     if losses.balance.aux_loss_coef and (len(micro_batches) > 1 or pipeline_of(model) is not None):
-        losses.count(micro_batches)
+        losses.run_ahead(micro_batches)
     elif losses.balance.has_losses and pipeline_of(model) is not None:
-        losses.count([])
+        losses.run_ahead([])
     with losses.collecting():
         yield losses
 
@@ -60,7 +60,11 @@ class RouterLosses:
     """
 
     def __init__(self, model: nn.Module, micro_batches: Sequence[Batch], layers: int | None = None) -> None:
-        """Take the logits of each micro-batch at once, by pipeline stage, or in `layers` parts one after the other."""
+        """Take this rank's micro-batches.
+
+        Args:
+            layers: By layer, the number of parts in which the logits of each micro-batch are given.
+        """
         self.model = model
         self.balance = attached_balance(model)
         self.aux_loss = self.z_loss = nothing_on_device_of(micro_batches)
@@ -89,8 +93,8 @@ class RouterLosses:
         share, self._share = self._share, None
         return share
 
-    def count(self, micro_batches: Sequence[Batch]) -> None:
-        """Learn the step's fractions from forwards without gradients.
+    def run_ahead(self, micro_batches: Sequence[Batch]) -> None:
+        """Run each micro-batch forward once without gradients, for the step's fractions of tokens per expert.
 
         Collectives: those of the forwards, and one all-reduce.
         """
@@ -111,8 +115,11 @@ class RouterLosses:
                 run_pipeline(self.model, self._pipeline, micro_batches, add, router_logits=True)
         self._step = self._join(pairs_E)
 
-    def learn(self, logits: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Learn the step's fractions from the router logits `[T, E]` of all layers, for each micro-batch of the step.
+    def set_fractions(self, logits: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Set the step's fractions of tokens per expert.
+
+        Args:
+            logits: Router logits `[T, E]` of all layers, for each micro-batch of the step.
 
         Collectives: one all-reduce.
         """
@@ -200,7 +207,7 @@ class RouterLosses:
 
 
 def nothing_on_device_of(micro_batches: Sequence[Batch]) -> torch.Tensor:
-    """Return a 0-dim fp32 zero on the device of `batches`, where a sum over micro-batches starts.
+    """Return a 0-dim fp64 zero on the device of `micro_batches`, where a sum over micro-batches starts.
 
     Ranks whose pipeline stages add nothing have it on the same kind of device, so that all ranks can reduce it
     together.

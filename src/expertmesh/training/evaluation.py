@@ -58,14 +58,14 @@ class Evaluation:
         return replace(metrics, samples=self._samples(model)) if self.config.eval.samples else metrics
 
     def _figures(self, model: nn.Module, batches: EvaluationBatches) -> EvalMetrics:
-        """Compute the objective over a whole set. Collectives: those of `measured`, and one all-reduce."""
+        """Compute the objective over a whole set. Collectives: those of `with_kl_of_step`, and one all-reduce."""
         objective = self.objective.evaluated(rows=batches.rows, target_tokens=batches.target_tokens)
         totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
         mismatched = in_groups(batches.mismatched(), self.mesh, "") if self.objective.config.judged else ()
-        objective = self.objective.measured(model, objective, mismatched, batches.desirable, self.mesh)
+        objective = self.objective.with_kl_of_step(model, objective, mismatched, batches.desirable, self.mesh)
         with evaluating(model):
             for group in in_groups(batches, self.mesh, "evaluating"):
-                compared, rows = self.objective.beside(model, group, objective)
+                compared, rows = self.objective.with_comparison(model, group, objective)
                 for term in evaluate_terms(model, rows, compared):
                     totals += torch.cat([term.loss.double().view(1), term.figures_F])
         dist.all_reduce(totals)

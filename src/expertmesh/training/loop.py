@@ -27,7 +27,7 @@ from expertmesh.distributed.mesh import Mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.experts.placement import LOAD_FILE
 from expertmesh.io.terminal import plural
-from expertmesh.step.forward_backward import Order, minimise
+from expertmesh.step.forward_backward import Order, run_step
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.evaluation import Evaluation
@@ -47,20 +47,35 @@ class TrainingLoop:
     """Everything that a run needs after its setup. `run` trains from `counters.step` to the end."""
 
     config: Config
+    """The resolved configuration."""
     mesh: Mesh
+    """The layout of ranks."""
     model: nn.Module
+    """The sharded model."""
     objective: RunObjective
+    """The loss, with the reference or the teacher that it needs."""
     order: Order
+    """The order of micro-batches and layers."""
     optimizer: torch.optim.Optimizer
+    """The optimizer of this rank's shards."""
     schedule: torch.optim.lr_scheduler.LRScheduler
+    """The learning rate; a skipped step moves it too."""
     train_batches: TrainingBatches | StreamBatches
+    """The optimizer steps of this data rank."""
     evaluation: Evaluation
+    """Held-out rows; without any it does nothing."""
     total_steps: int
+    """The number of the run's last step."""
     reporter: Reporter
+    """The sinks of metrics."""
     expert_load: ExpertLoad
+    """Tokens per expert since the last report."""
     checkpoints: RunCheckpoints
+    """Saves and uploads, and when they are due."""
     control: Control
+    """Requests to stop, and the progress for the launcher."""
     counters: Counters
+    """Step and timers; part of every checkpoint."""
 
     def run(self) -> None:
         """Train up to `total_steps` optimizer steps.
@@ -77,6 +92,7 @@ class TrainingLoop:
         profile = profiling(self.control.profile, Path(self.config.output_dir, "profile"), self.mesh.rank)
         with self.control.accepting_stop(), profile as end_step:
             self.control.progress.at(first, "reading data")
+            # A run that stopped early trains no further step when it is started again.
             steps: Iterator[Step] = iter(())
             if not selection.ends():
                 left = self.total_steps - self.counters.step
@@ -86,6 +102,7 @@ class TrainingLoop:
                 self.counters.step, self.counters.skipped_in_a_row = number, guard.in_a_row
                 self.counters.tokens += step.tokens
                 self.counters.stream = step.position
+                # The first step has a longer timeout.
                 if number == first:
                     set_timeout(self.mesh, self.config.distributed.timeout_seconds)
                 if number == 1 and self.mesh.rank == 0:
@@ -93,11 +110,12 @@ class TrainingLoop:
                         self.model.config, result.facts.loss, step.target_tokens
                     ):
                         (log.warning if line.startswith("warning") else log.info)(line)
+                # Publish a checkpoint that all ranks have written; never waits.
                 self.checkpoints.settle(result.facts.statuses)
                 if result.skipped or number % self.config.log.every_steps == 0 or number == self.total_steps:
                     self._report(number, step, result, clock)
                 every = self.config.train.eval_every_steps
-                last = number == self.total_steps
+                last, saves_last = number == self.total_steps, self.config.checkpoint.every_steps is not None
                 best = False
                 if self.evaluation.sets and (last or (every and number % every == 0)):
                     self.control.progress.at(number, "evaluating")
@@ -109,7 +127,7 @@ class TrainingLoop:
                     clock.skip(time.monotonic() - paused)
                 end_step()
                 last = last or selection.ends()
-                self._checkpoint(number, result.facts, clock, wanted=best or (last and self.checkpoints.saves_last()))
+                self._checkpoint(number, result.facts, clock, wanted=best or (last and saves_last))
                 if last:
                     break
                 self.control.progress.at(number + 1, "reading data")
@@ -177,14 +195,16 @@ class TrainingLoop:
         A skipped step uses up its place in the schedule.
         """
         self.control.progress.at(number, "forward and backward")
-        # 1. The objective, over the whole step's rows and targets: their numbers are known without a collective.
+        # 1. The objective. It divides by numbers of the whole step, which every rank knows without a collective.
         batches = [on_device(batch, self.mesh.device) for batch in step.micro_batches]
-        objective = self.objective.over(rows=step.rows, target_tokens=step.target_tokens)
+        objective = self.objective.of_step(rows=step.rows, target_tokens=step.target_tokens)
+        # For kto: forwards of the mismatched rows without gradients, and one all-reduce of a number.
         mismatched = [on_device(batch, self.mesh.device) for batch in step.mismatched]
-        objective = self.objective.measured(self.model, objective, [mismatched], step.desirable, self.mesh)
-        objective, rows = self.objective.beside(self.model, batches, objective)
+        objective = self.objective.with_kl_of_step(self.model, objective, [mismatched], step.desirable, self.mesh)
+        # With a reference or a teacher: one more forward of each micro-batch, without gradients.
+        objective, rows = self.objective.with_comparison(self.model, batches, objective)
         # 2. Forward and backward of all micro-batches; gradients are reduced over the ranks.
-        losses = minimise(self.model, rows, objective, order=self.order)
+        losses = run_step(self.model, rows, objective, order=self.order)
         self.control.progress.at(number, "update")
         # 3. One norm over all shards; gradients are clipped even in a step that is skipped below.
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
@@ -215,7 +235,7 @@ class _Clock:
     """Seconds since the run began and since the last report, over all its interruptions."""
 
     def __init__(self, counters: Counters, every: int) -> None:
-        # Of a resumed run; the row of a skipped step in between is not known.
+        # A resumed run counts steps from its last regular report; one for a skipped step since is not recorded.
         self._step = counters.step - (counters.step % every if counters.tokens else 0)
         self._began = time.monotonic() - counters.elapsed_seconds
         self._reported = time.monotonic() - counters.seconds

@@ -3,7 +3,7 @@ the first step, or a teacher.
 
 With new adapters the reference is the base with adapters off, run beside each step. Otherwise its log-probabilities
 are computed once, of all rows, before the first step, and every checkpoint has them: the weights to compute them again
-may be absent or changed when the run goes on, and a run that goes on has to minimise the same as before. A teacher is
+may be absent or changed when the run goes on, and a run that goes on has to run_step the same as before. A teacher is
 a second model, frozen, in the layout of the first, which runs beside each step too. So does the model itself for kto,
 on mismatched rows. Nothing here takes an optimizer step.
 """
@@ -34,7 +34,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.terminal import tracked
-from expertmesh.model import ModelOptions, build_model, load_weights, plan_model
+from expertmesh.model import ModelOptions, build_model, fill_and_audit, plan_model
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.sequence import Batch
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan
@@ -112,8 +112,8 @@ class Teacher:
         shard_model(self.model, self.plan, mesh)
 
     def load(self, mesh: "Mesh", audit: AuditMode) -> None:
-        """Read the weights. Collectives: every rank calls it; those of `load_weights`."""
-        load_weights(self.model, self.directory, mesh, audit)
+        """Read the weights. Collectives: every rank calls it; those of `fill_and_audit`."""
+        fill_and_audit(self.model, self.directory, mesh, audit)
 
 
 def _refuse_other_vocabulary(teacher: PreTrainedConfig, student: PreTrainedConfig) -> None:
@@ -168,18 +168,18 @@ class RunObjective:
         reference = "the base with adapters off" if self.adapters_off else "its log-probabilities before the first step"
         return f"{said}; reference: {reference}"
 
-    def over(self, *, rows: int, target_tokens: int) -> Objective:
+    def of_step(self, *, rows: int, target_tokens: int) -> Objective:
         """Return the objective of a step (or an evaluation) with that many rows and targets."""
         return objective_of(self.config, rows=rows, target_tokens=target_tokens)
 
     def evaluated(self, *, rows: int, target_tokens: int) -> Objective:
-        """Return `over` without gradients, with the figures of an evaluation."""
+        """Return `of_step` without gradients, with the figures of an evaluation."""
         return objective_of(self.config, rows=rows, target_tokens=target_tokens, evaluated=True)
 
-    def beside(
+    def with_comparison(
         self, model: nn.Module, batches: Sequence[Batch], objective: Objective
     ) -> tuple[Objective, Sequence[Batch]]:
-        """Run what runs beside a step or an evaluation of `batches`, and return the objective and the batches with it.
+        """Run the reference or the teacher on `batches`, and return the objective and the batches with what it gives.
 
         Every rank calls it: a forward if each step runs the reference or a teacher, else nothing.
         """
@@ -193,7 +193,7 @@ class RunObjective:
             for batch, row_B in zip(batches, self._of_reference(model, batches), strict=True)
         ]
 
-    def measured(
+    def with_kl_of_step(
         self, model: nn.Module, objective: Objective, mismatched: Iterable[Sequence[Batch]], desirable: int, mesh: Mesh
     ) -> Objective:
         """Return the objective of a step, or of an evaluation, with what kto estimates by all its mismatched rows.
@@ -209,7 +209,7 @@ class RunObjective:
         ratios = []
         for batches in mismatched:
             values = by_row(model, batches, LogProbabilities())
-            _, compared = self.beside(model, batches, objective)
+            _, compared = self.with_comparison(model, batches, objective)
             for batch, value_B in zip(compared, values, strict=True):
                 if value_B is not None and _counts(mesh):
                     ratios.append((value_B - reference_of("kto", batch)) * batch["real_tokens"].any(dim=1))

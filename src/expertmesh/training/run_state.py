@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from expertmesh.adapters.save import save_adapter
-from expertmesh.adapters.start import start as start_adapters
+from expertmesh.adapters.start import start_adapters
 from expertmesh.checkpoint.directory import CHECKPOINTS, clean, step_name
 from expertmesh.checkpoint.interface import load_directory
 from expertmesh.checkpoint.small_files import STATE_FILE, sidecar_files, state_bytes
@@ -32,7 +32,7 @@ from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.directory import replace_synced
 from expertmesh.io.terminal import first_line, gib, plural
-from expertmesh.model import load_weights
+from expertmesh.model import fill_and_audit
 from expertmesh.training.objective import reference_file
 from expertmesh.training.optimizers.build import build_optimizer, build_schedule
 from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, report_resumed, saved_lines
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from expertmesh.training.control import Control
 
 log = logging.getLogger(__name__)
-# When `every_minutes: auto` saves for the first time in a start, to know what a save costs.
+# Seconds until the first save of a start under `every_minutes: auto`; the cost of that save then sets the interval.
 FIRST_SECONDS = 300.0
-# Of the time that ranks wait for each other, what an upload before a stop may take.
+# The time of an upload before a stop, as a share of distributed.timeout_seconds.
 _SHARE_OF_TIMEOUT = 0.8
-# From which change of the interval on it is said.
+# Report a new interval between saves if it differs by at least this share.
 _WORTH_A_LINE = 0.2
 CARD = "README.md"
-# Of the configuration, what decides what was trained; paths are left to `_name`.
+# The configuration keys that the model card lists; `_name` adds paths.
 _RECIPE = (
     "objective", "optim", "schedule", "lora", "precision.params", "precision.compute", "precision.frozen",
     "data.max_length", "data.packing", "data.loss_on", "train.global_batch_size", "train.num_epochs", "train.max_steps",
@@ -67,8 +67,11 @@ class RunState:
     """The state beside the model, which is filled in place."""
 
     optimizer: Optimizer
+    """The optimizer, with the state of the checkpoint if there is one."""
     schedule: LRScheduler
+    """The learning rate of the next step."""
     counters: Counters
+    """Step and timers."""
 
 
 def load_state(run: Prepared, control: "Control") -> RunState:
@@ -82,7 +85,7 @@ def load_state(run: Prepared, control: "Control") -> RunState:
     if (run.start is None and run.weights is None) or config.lora is not None:
         drawn, seed = run.checked.weights_seed is not None, config.train.seed
         say(control, "drawing weights" if drawn else "loading weights")
-        loaded, audited = load_weights(
+        loaded, audited = fill_and_audit(
             run.model, run.checked.directory, run.mesh, control.audit, seed, from_config=drawn
         )
         if is_main and audited is None:
@@ -217,10 +220,6 @@ class RunCheckpoints:
         """Return whether to save after `step` by the rules; `overdue` is rank 0's."""
         every = self.run.config.checkpoint.every_steps
         return (overdue or (every is not None and step % every == 0)) and step != self.saved_step
-
-    def saves_last(self) -> bool:
-        """Return whether to save after the last step."""
-        return self.run.config.checkpoint.every_steps is not None
 
     def settle(self, ranks: Sequence[int]) -> None:
         """Publish what all ranks have written by now; `ranks` as in `CheckpointWriter.settle`."""

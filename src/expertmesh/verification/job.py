@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.start import start as start_adapters
+from expertmesh.adapters.start import start_adapters
 from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.data import Step
 from expertmesh.distributed.mesh import Mesh, init_mesh, set_timeout
@@ -29,7 +29,7 @@ from expertmesh.parallel.checkpointing import checkpointing_mode
 from expertmesh.parallel.sequence import Batch
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import held_boxes, held_parts, local_tensor, owns_copy
-from expertmesh.step.forward_backward import Order, minimise
+from expertmesh.step.forward_backward import Order, run_step
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.step.objectives import Distill
 from expertmesh.training.objective import RunObjective, Teacher
@@ -108,11 +108,11 @@ class ProvenJob:
         objective = self.setup.steps[0].objective(step)
         batches: Sequence[Batch] = step.micro_batches
         run = RunObjective(self.setup.steps[0].minimised)
-        objective = run.measured(self.model, objective, [step.mismatched], step.desirable, self.mesh)
+        objective = run.with_kl_of_step(self.model, objective, [step.mismatched], step.desirable, self.mesh)
         if self.teacher is not None:
             assert isinstance(objective, Distill)
             objective, batches = objective.beside(self.teacher.model, batches)
-        losses = minimise(self.model, batches, objective, order=order or self.setup.order)
+        losses = run_step(self.model, batches, objective, order=order or self.setup.order)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

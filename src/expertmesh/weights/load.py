@@ -318,9 +318,7 @@ def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
 
 
 def first_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """Return whole tensors `names` of a classifier's head as `from_pretrained` would draw them first, in float32, after
-    `torch.manual_seed(seed)`.
-    """
+    """Return the first values of a classifier's head, full and in float32, as drawn after `torch.manual_seed(seed)`."""
     view = ModelView(model)
     values: dict[str, Tensor] = {}
     for module in dict.fromkeys(name.rpartition(".")[0] for name in names):

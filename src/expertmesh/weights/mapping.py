@@ -154,9 +154,7 @@ def classifier_head(view: ModelView) -> list[str]:
 
 
 def new_head(view: ModelView) -> list[str]:
-    """Return the tensors of a classifier's head, which the files of a language model lack; none of other models, nor
-    where the files are the classifier's by their config.
-    """
+    """Return the tensors of a classifier's head if the files may lack it: their config names another class."""
     config: Any = view.module.config
     return [] if view.family.__name__ in (config.architectures or ()) else classifier_head(view)
 

@@ -37,7 +37,7 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import UnmappedTensors, still_readable, summarize_unmapped
 from expertmesh.weights.mapping import plan_save
 from expertmesh.weights.meta_model import kept_in_fp32
-from expertmesh.weights.quantised.encode import PACKED, Rounded, plan_packing, write_packed
+from expertmesh.weights.quantised.encode import PACKED, RoundingError, plan_packing, write_packed
 from expertmesh.weights.sidecars import Tokenizer, write_sidecars
 from expertmesh.weights.write import StateReader, live_values, write_directory
 
@@ -72,7 +72,7 @@ class SaveReport:
     """Tensors that the model does not have, copied from the files that it was loaded from."""
     dropped: tuple[UnmappedTensors, ...]
     """Tensors that could not be copied, because those files are absent or have changed."""
-    rounded: tuple[Rounded, ...] = ()
+    rounded: tuple[RoundingError, ...] = ()
     """The rounding error of quantised formats."""
     unread: tuple[str, ...] = ()
     """Sentences about what inference engines cannot read of an adapter."""
@@ -135,7 +135,7 @@ def save_values(
         unmapped = [tensor for tensor in view.attached.source.unmapped if tensor.name not in lazies]
     # All ranks must decide the same: a file that one rank cannot read would give that rank another layout.
     readable = not sum_over_ranks(torch.tensor([not still_readable([*unmapped, *packing.sources])]).long()).any()
-    copied = [*unmapped, *packing.copied]
+    copied = [*unmapped, *packing.copied]  # lost, and reported, if the old files are gone
     summary = summarize_unmapped(unmapped if readable else copied, lazies)
     plain = {name: lazy for name, lazy in lazies.items() if name not in packing.packed}
     with raise_on_all_ranks("planning what to save"):
@@ -146,9 +146,9 @@ def save_values(
         elements[cast] += math.prod(shape) if cast.is_floating_point else 0
     main_dtype = elements.most_common(1)[0][0]
     specs |= {part.name: (part.dtype, part.shape) for part in packing.parts}
-    rounded: list[Rounded] = []
+    rounded: list[RoundingError] = []
 
-    def write_rest(files: OpenFiles) -> None:
+    def write_codes(files: OpenFiles) -> None:
         rounded.extend(write_packed(packing, files, values, from_source=readable and bool(packing.sources)))
 
     layout = lay_out(directory, specs, max_shard_bytes, view.full.num_parameters())
@@ -159,7 +159,7 @@ def save_values(
         lambda temporary: write_sidecars(view, temporary, layout, tokenizer, main_dtype, packing.settings),
         values,
         copied if readable else (),
-        write_rest if packing.packed else None,
+        write_codes if packing.packed else None,
     )
     return SaveReport(
         directory=directory,

@@ -41,18 +41,18 @@ def write_directory(
     directory: Path,
     lazies: Mapping[str, LazyTensor],
     layout: FilesLayout,
-    write_others: Callable[[Path], None],
+    write_small_files: Callable[[Path], None],
     values: StateReader,
-    kept: Sequence[FileTensor] = (),
-    write_more: Callable[[OpenFiles], None] | None = None,
+    copied: Sequence[FileTensor] = (),
+    write_codes: Callable[[OpenFiles], None] | None = None,
 ) -> int:
-    """Write tensors, and the files of `write_others`, into a directory that appears when it is complete.
+    """Write tensors, and the files of `write_small_files`, into a directory that appears when it is complete.
 
     Args:
         layout: The files in `directory`.
-        write_others: Called on rank 0 only, after the weights, with the temporary directory.
-        kept: Tensors to copy from their files.
-        write_more: Called on every rank; writes the remaining tensors of the layout.
+        write_small_files: Called on rank 0 only, after the weights, with the temporary directory.
+        copied: Tensors to copy from their files.
+        write_codes: Called on every rank; writes the remaining tensors of the layout.
 
     Returns:
         The bytes that this rank wrote.
@@ -77,15 +77,15 @@ def write_directory(
         files = OpenFiles(layout)
         with raise_on_all_ranks("writing weights"), files.synced():
             for name, lazy in tracked(lazies.items(), len(lazies), "writing weights", "tensors"):
-                for box, part in owned_values(lazy, values, _BLOCK_ELEMENTS) if not is_gathered(lazy) else ():
+                for box, part in owned_values(lazy, values, _BLOCK_ELEMENTS) if not is_computed(lazy) else ():
                     files.write(name, box, part)
-            _copy_own(kept, files)
+            _copy_own(copied, files)
         _write_gathered(lazies, files, values)
-        if write_more is not None:
-            write_more(files)
+        if write_codes is not None:
+            write_codes(files)
         with raise_on_all_ranks("writing config and tokenizer"):
             if is_first:
-                write_others(temporary)
+                write_small_files(temporary)
         with raise_on_all_ranks("publishing the directory"):
             if is_first:
                 with io_errors(directory, layout.size):
@@ -111,7 +111,7 @@ def owned_values(lazy: LazyTensor, values: StateReader, max_elements: int) -> It
             yield box, part.arrange(values(part.leaf, part.source))
 
 
-def is_gathered(lazy: LazyTensor) -> bool:
+def is_computed(lazy: LazyTensor) -> bool:
     """Return whether the tensor's values are computed from others rather than only moved."""
     return not all(isinstance(piece.leaf, StateTensor) for piece in lazy.pieces)
 
@@ -128,7 +128,7 @@ def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
     owned = [sum(volume(piece.dest) for piece in _owned_pieces(lazy)) for lazy in lazies.values()]
     counts = sum_over_ranks(torch.tensor(owned, dtype=torch.int64))
     for (name, lazy), count in zip(lazies.items(), counts.tolist(), strict=True):
-        if not is_gathered(lazy) and count != lazy.numel():
+        if not is_computed(lazy) and count != lazy.numel():
             raise IntegrityError(
                 f"cannot save {name}: all ranks together own {count} of its {lazy.numel()} elements; "
                 "the model is not sharded over all ranks as its DTensors say",
@@ -136,10 +136,10 @@ def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
             )
 
 
-def _copy_own(kept: Sequence[FileTensor], files: OpenFiles) -> None:
+def _copy_own(copied: Sequence[FileTensor], files: OpenFiles) -> None:
     """Copy this rank's share of the tensors that the model does not have; ranks take turns by tensor. No collective."""
     rank, ranks = rank_and_ranks()
-    for source in kept[rank::ranks]:
+    for source in copied[rank::ranks]:
         with WeightFiles(source.path.parent, {source.name: source}) as sources:
             for part in blocks(full_box(source.shape), _COPIED_ELEMENTS):
                 values = torch.empty(extents(part), dtype=source.dtype)
@@ -159,16 +159,16 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: 
     all-reduce.
     """
     for name, lazy in lazies.items():
-        if not is_gathered(lazy):
+        if not is_computed(lazy):
             continue
         # Every rank gathers, although only rank 0 writes: a skipped collective would hang the others.
         gathered = gather(lazy)
         with raise_on_all_ranks(f"writing {name}"), files.synced():
             if rank_and_ranks()[0] == 0:
-                files.write(name, full_box(lazy.shape), computed(lazy, gathered, values))
+                files.write(name, full_box(lazy.shape), compute_full(lazy, gathered, values))
 
 
-def computed(lazy: LazyTensor, gathered: Mapping[str, Tensor], values: StateReader) -> Tensor:
+def compute_full(lazy: LazyTensor, gathered: Mapping[str, Tensor], values: StateReader) -> Tensor:
     """Return a full tensor that a conversion computes, from the inputs in `gathered`, others from `values`."""
 
     def fetch(leaf: StateTensor, box: Box, out: Tensor) -> None:
@@ -183,9 +183,9 @@ def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
     Collectives: every rank calls it. One reduction of the tensor's bytes to `rank`, or the collectives of `gather`.
     """
     here, several = rank_and_ranks()[0], dist.is_initialized()
-    if is_gathered(lazy):
+    if is_computed(lazy):
         gathered = gather(lazy)
-        return computed(lazy, gathered, values) if here == rank else None
+        return compute_full(lazy, gathered, values) if here == rank else None
     size = lazy.numel() * lazy.dtype.itemsize
     stored = torch.zeros(size, dtype=torch.uint8, device=collective_device() if several else "cpu")
     tensor = stored.view(lazy.dtype).view(tuple(lazy.shape))

@@ -20,9 +20,9 @@ from expertmesh.config import Config, TrainConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import config_from
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
-from expertmesh.experts.placement import LOAD_FILE
+from expertmesh.experts.placement import LOAD_FILE, PAIRS_FILE
 from expertmesh.io.directory import io_errors, nearest, rename_synced, replace_synced
-from expertmesh.io.reading import MAX_METRICS_BYTES, MAX_SMALL_BYTES, read_file
+from expertmesh.io.reading import MAX_METRICS_BYTES, MAX_PAIRS_BYTES, MAX_SMALL_BYTES, read_file
 from expertmesh.io.storage import Storage
 from expertmesh.training.resume import config_differences, find_start, find_weights, flat, ways_on
 
@@ -33,10 +33,13 @@ MODEL, ADAPTER = "model", "adapter"
 _LISTED = 4
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
 # `verify` and `prepare` write before there is a run.
-_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json|prepared|stacks\.txt")
+_LEFT_BY_A_START = re.compile(
+    r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json|prepared|stacks\.txt|expert_pairs\.safetensors(\.tmp)?"
+)
 # What a run that goes on elsewhere needs beside a checkpoint, or its reader wants to see.
 RECORDS = {
     **dict.fromkeys(("config.yaml", "run.json", "data.json", "trackers.json", LOAD_FILE), MAX_SMALL_BYTES),
+    PAIRS_FILE: MAX_PAIRS_BYTES,
     "metrics.jsonl": MAX_METRICS_BYTES,
 }
 

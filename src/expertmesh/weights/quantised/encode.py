@@ -65,7 +65,7 @@ _E4M3_ROUNDED = 464.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded:
+class RoundingError:
     """The rounding error that a format adds to the tensors whose names differ only in numbers."""
 
     pattern: str
@@ -193,7 +193,9 @@ def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: s
     return Packing(packed, settings_of(form, skipped, stacks=stacks))
 
 
-def write_packed(packing: Packing, files: OpenFiles, values: StateReader, *, from_source: bool) -> tuple[Rounded, ...]:
+def write_packed(
+    packing: Packing, files: OpenFiles, values: StateReader, *, from_source: bool
+) -> tuple[RoundingError, ...]:
     """Encode and write the packed tensors, each on one rank, in turns.
 
     Args:
@@ -232,14 +234,14 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _joined(found: Mapping[str, Rounding], names: list[str]) -> tuple[Rounded, ...]:
+def _joined(found: Mapping[str, Rounding], names: list[str]) -> tuple[RoundingError, ...]:
     """Combine the rounding errors of all ranks. One all-reduce."""
     numbers = torch.tensor(
         [[each.error, each.size, each.kept, each.blocks] for each in found.values()], dtype=torch.float64
     ).reshape(-1, 4)
     tensors = [_pattern(name) for name in names]
     return tuple(
-        Rounded(pattern, tensors.count(pattern), (error / size) ** 0.5 if size else 0.0, kept / max(blocks, 1))
+        RoundingError(pattern, tensors.count(pattern), (error / size) ** 0.5 if size else 0.0, kept / max(blocks, 1))
         for pattern, (error, size, kept, blocks) in zip(found, sum_over_ranks(numbers).tolist(), strict=True)
     )
 
