@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.adapters.plan import adapt, remember_formats
 from expertmesh.adapters.start import start_adapters
-from expertmesh.anatomy import describe
+from expertmesh.anatomy import describe, head_of
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
@@ -266,7 +266,7 @@ def vision_parameters(model: PreTrainedModel) -> list[str]:
     config: Any = model.config
     if config.get_text_config() is config:
         return []
-    head: Any = model.get_output_embeddings()
+    head = head_of(model)
     parts = [decoder_of(model, describe(model)), *([] if head is None else [head])]
     text = {id(parameter) for part in parts for parameter in part.parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in text]

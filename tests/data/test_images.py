@@ -1,16 +1,21 @@
 """Rows with images: the tokens and pixels of the family's own processor, no image as a target, and named refusals."""
 
 import base64
+import contextlib
+import io
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.config import load_config
+from expertmesh.config import IntegrityError, load_config
 from expertmesh.data import IGNORE, BatchLayout, DataReport, Preparation, Recipe, TokenizedDataset, load_tokenizer
 from expertmesh.data.build import build
 from expertmesh.data.images import Images, from_blob
@@ -177,7 +182,7 @@ def test_a_row_is_cut_behind_its_images_and_never_inside_one(inputs: Path) -> No
         ({"type": "image", "image": "https://example.org/a.png"}, "is a URL"),
         ({"type": "image", "url": "https://example.org/a.png"}, "is a URL"),
         ({"type": "image", "image": "data:image/png;base64,AAAA"}, "is a URL"),
-        ({"type": "image", "image": "missing.png"}, "missing.png, which cannot be read"),
+        ({"type": "image", "image": "missing.png"}, "missing.png', which cannot be read"),
         ({"type": "image", "image": "rows.jsonl"}, "image 1 of the row is damaged"),
         ({"type": "image"}, "1 image parts without a file"),
         ({"type": "image", "image": 3}, "is a number"),
@@ -210,3 +215,77 @@ def test_a_template_that_writes_no_images_is_refused_by_name(inputs: Path) -> No
     recipe.tokenizer.chat_template = str(recipe.tokenizer.chat_template).replace(recipe.images.placeholder, "")
     with refused("data.malformed-row", naming="the row has 1 images, and its text"):
         build(recipe)
+
+
+class _Padding:
+    """A processor that pads images to the largest of a call, as that of Pixtral does: a token for 8 x 8 pixels."""
+
+    def __init__(self, image_token: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.image_token, self._tokenizer = image_token, tokenizer
+
+    def __call__(self, text: list[str], images: Sequence[Any] = (), **_: Any) -> dict[str, torch.Tensor]:
+        first, *rest = text[0].split(self.image_token) if images else text
+        counts = [-(-image.width // 8) * -(-image.height // 8) for image in images]
+        whole = first + "".join(self.image_token * n + part for n, part in zip(counts, rest, strict=True))
+        found = {"input_ids": torch.tensor([self._tokenizer(whole, add_special_tokens=False).input_ids])}
+        if images:
+            width, height = (max(getattr(image, side) for image in images) for side in ("width", "height"))
+            found["pixel_values"] = torch.stack(
+                [F.pad(torch.tensor(np.array(i)), (0, 0, 0, width - i.width, 0, height - i.height)) for i in images]
+            )
+        return found
+
+
+@pytest.mark.parametrize("names", [["0.png"], ["0.png", "3.jpg"]])
+def test_a_processor_that_pads_to_the_largest_image_is_refused_by_name(inputs: Path, names: list[str]) -> None:
+    """Though the first row may have a single image."""
+    row = row_of([f"pictures/{name}" for name in names], "What is it?", "A module.")
+    recipe = _recipe(inputs, _write(inputs / "one.jsonl", row))
+    assert recipe.images is not None
+    recipe.images.processor = _Padding(recipe.images.placeholder, recipe.tokenizer)
+    with refused("model.no-image-processor", naming="_Padding makes other tensors"):
+        build(recipe)
+
+
+def _with_damaged_exif() -> bytes:
+    from PIL import Image
+
+    exif, stream = Image.Exif(), io.BytesIO()
+    exif[0x0112], exif[0x0100] = 6, 8  # the orientation, and the width before it
+    damaged = bytearray(exif.tobytes())
+    damaged[19] = 2  # says that the width is text
+    Image.new("RGB", (8, 8)).save(stream, "JPEG", exif=bytes(damaged))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("image", "naming"),
+    [
+        ({"bytes": [137, 80]}, "bytes that are a list"),
+        ({"bytes": 5}, "bytes that are a number"),
+        ("a\u0000b", "null"),
+        ("a\ud800", "unpaired surrogate"),
+        ({"bytes": base64.b64encode(_with_damaged_exif()).decode()}, "is damaged"),
+        ("pipe", "neither a file nor a link"),
+        ("/dev/zero", "neither a file nor a link"),
+        ("huge.png", "at most 67,108,864 bytes"),
+    ],
+)
+def test_hostile_images_are_skipped_or_refused_by_name(inputs: Path, image: Any, naming: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(inputs / "pipe")
+    with (inputs / "huge.png").open("wb") as file:
+        file.truncate(1 << 27)
+    rows = [row_of([each], "What is it?", "A module.") for each in (image, "pictures/0.png")]
+    data = _write(inputs / "hostile.jsonl", *rows)
+    assert len(build(_recipe(inputs, data, "data.on_error=skip"))[0]) == 1
+    with refused("data.malformed-row", naming=naming):
+        build(_recipe(inputs, data))
+
+
+@pytest.mark.parametrize(
+    "header", [b"[{", b"{}", b'[{"sha256": 1}]', b"[\xff]", b'[{"sha256": "", "path": "a", "size": "big"}]']
+)
+def test_damaged_descriptions_of_images_are_refused_by_name(header: bytes) -> None:
+    with refused("data.damaged-preparation", IntegrityError, naming="remove the prepared data"):
+        from_blob(header + b"\nrest")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 import expertmesh as em
-from expertmesh.config import Config, load_config
+from expertmesh.config import Config, IntegrityError, load_config
 from expertmesh.data import BatchLayout, Recipe, TokenizedDataset, load_tokenizer
 from expertmesh.data.build import build
 from expertmesh.data.images import Images
@@ -28,7 +28,7 @@ from expertmesh.training.run import train
 from expertmesh.weights.meta_model import read_model_config
 from tests.support.errors import refused_on_ranks
 from tests.support.images import FAMILIES, SIZES, write_picture, write_rows, write_vision_model
-from tests.support.ranks import RankFailed, shared_ranks
+from tests.support.ranks import shared_ranks
 from tests.support.reference import whole, worst
 
 GLOBAL_BATCH, STEPS = 4, 2
@@ -205,12 +205,30 @@ def test_what_cannot_be_done_with_images_is_refused_by_name(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_picture_that_changed_since_it_was_tokenized_stops_the_run(inputs: Path, tmp_path: Path) -> None:
+def test_a_picture_that_changed_since_it_was_tokenized_stops_all_ranks(inputs: Path, tmp_path: Path) -> None:
+    """With the error of the one whose row has it: its peers would wait for it in a collective."""
     shutil.copytree(inputs, tmp_path / "copy")
-    config = _config(tmp_path / "copy", tmp_path / "run", "parallel.ep=1", "train.max_steps=1")
-    shared_ranks(train, 1, config)
+    config = _config(tmp_path / "copy", tmp_path / "run", "train.max_steps=1")
+    shared_ranks(train, 2, config)
     write_picture(tmp_path / "copy" / "pictures" / "0.png", SIZES[0], seed=99)
     again = config.model_copy(update={"output_dir": str(tmp_path / "again")})
     prepared = again.data.model_copy(update={"prepared_path": str(tmp_path / "run" / "prepared")})
-    with pytest.raises(RankFailed, match=r"0\.png has changed since the data was prepared"):
-        shared_ranks(train, 1, again.model_copy(update={"data": prepared}))
+    found = shared_ranks(_error_of, 2, again.model_copy(update={"data": prepared}))
+    assert [key for key, _ in found] == ["data.changed-image"] * 2
+    assert all("0.png has changed since the data was prepared" in text for _, text in found)
+
+
+def _error_of(config: Config) -> tuple[str, str]:
+    with pytest.raises(IntegrityError) as caught:
+        train(config)
+    return caught.value.key, str(caught.value)
+
+
+def test_a_tower_is_not_trained_on_text_alone(inputs: Path, tmp_path: Path) -> None:
+    """Neither with images of evaluation alone."""
+    (tmp_path / "text.jsonl").write_text((inputs / "rows.jsonl").read_text().splitlines()[2] + "\n")
+    given = [f"data.train=[{tmp_path / 'text.jsonl'}]", f"data.eval=[{inputs / 'rows.jsonl'}]", "model.vision=train"]
+    config = _config(inputs, tmp_path / "run", *given)
+    with refused_on_ranks("config.combination", naming="no row of data.train has an image"):
+        shared_ranks(train, 2, config)
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -55,7 +55,7 @@ from expertmesh.io.terminal import counted, plural, printable
 from expertmesh.launcher.launch import has_room_for, job_size
 from expertmesh.planning.forecast import forecast
 from expertmesh.training.reporting.start import pieces_of
-from expertmesh.training.startup.data import held_by_another, stop_where_taught, with_images
+from expertmesh.training.startup.data import held_by_another, refuse_idle_tower, stop_where_taught, with_images
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import read_model_config
@@ -113,6 +113,7 @@ def _print_all(console: Console, config: Config, samples: int, found: Checked | 
     if isinstance(found, Checked):
         stop_where_taught(found.model, report, tokenizer)
     if isinstance(found, Checked):
+        refuse_idle_tower(config, dataset)
         with_images(config, found, dataset)
     mixture = None if config.data.stream else Mixture.of(config.data.train, report, dataset.samples_per_row)
     for index in range(min(samples * dataset.samples_per_row, len(dataset))):

@@ -595,15 +595,19 @@ def _image(part: Mapping[str, Any], where: str) -> ImageSource | None:
 
 def _image_source(value: Any, what: str) -> ImageSource:
     if isinstance(value, Mapping):  # as the package datasets keeps images
-        value = (value.get("bytes") and ImageSource(content=value["bytes"])) or value.get("path")
-    if isinstance(value, ImageSource | bytes):
-        return ImageSource(content=value) if isinstance(value, bytes) else value
+        if content := value.get("bytes"):
+            if not isinstance(content, bytes | str):
+                raise MalformedRow(f"{what} has bytes that are {_kind(content)}, not bytes nor base64 in a string")
+            return ImageSource(content=content)
+        value = value.get("path")
+    if isinstance(value, bytes):
+        return ImageSource(content=value)
     if not isinstance(value, str):
         raise MalformedRow(f"{what} is {_kind(value)}, not a path nor an object with 'bytes'")
     if _URL.match(value):
         reason = f"{what} is a URL ({shortened(value)}), which is never read"
         raise MalformedRow(reason, mend="write the path of a file")
-    return ImageSource(path=value)
+    return ImageSource(path=_text(value, what))
 
 
 def _matched(

@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import io
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter, ValidationError
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError
 from expertmesh.data.formats import ImageSource, MalformedRow
 from expertmesh.io.reading import MAX_ROW_BYTES, read_file
 
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Keys of text that the loader makes itself.
 _OF_ROWS = ("input_ids", "attention_mask")
-_BLANK_SIDE = 32
+_BLANK_SIZE = (32, 32)
+# Another shape, of more tiles or patches in any family.
+_OTHER_SIZE = (640, 448)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,9 @@ class Picture:
     """Position of its first token in the sample."""
     tokens: int = 0
     """Its tokens, with those that the processor writes around its patches."""
+
+
+_DESCRIBED = TypeAdapter(list[Picture])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +157,10 @@ class Images:
         self.refuse_token(np.delete(ids, places))
         joined = np.concatenate([*parts, ids[before:]])
         if not self._proven:
-            self._prove(text, joined, contents, made)
+            two = [_grey(size) for size in (_BLANK_SIZE, _OTHER_SIZE)]
+            self._prove(self.placeholder * len(two), None, two)
+            self._prove(text, joined, contents)
+            self._proven = True
         return joined, np.concatenate([*origins, np.arange(before, len(ids))]), to_blob(pictures, contents)
 
     def refuse_token(self, ids: npt.NDArray[np.int32]) -> None:
@@ -173,11 +183,7 @@ class Images:
     @cached_property
     def blank(self) -> _Processed:
         """A small grey image, for a micro-batch without any while another rank has some."""
-        from PIL import Image
-
-        stream = io.BytesIO()
-        Image.new("RGB", (_BLANK_SIDE, _BLANK_SIDE), (128, 128, 128)).save(stream, "PNG")
-        return self.process(stream.getvalue())
+        return self.process(_grey(_BLANK_SIZE))
 
     def add_to(
         self, batch: "Batch", dataset: "TokenizedDataset", rows: Sequence["Row"], pad_token_id: int, *, needed: bool
@@ -212,8 +218,8 @@ class Images:
                 if key not in _OF_ROWS:
                     batch.setdefault(key, torch.zeros_like(batch["input_ids"]))
                     batch[key][row, start : start + len(value)] = value
-        for key in found[0][2].of_images if found else ():
-            batch[key] = torch.cat([made.of_images[key] for _, _, made in found])
+        if found:
+            batch.update(self._joined([made for _, _, made in found]))
 
     def _make_room(self, batch: "Batch", start: int, pad_token_id: int) -> int:
         """Write the blank's tokens behind `start` tokens of the first row; return where they begin."""
@@ -235,25 +241,40 @@ class Images:
         given = {} if images is None else {"images": list(images)}
         return dict(self.processor(text=[text], **given, add_special_tokens=False, return_tensors="pt"))
 
-    def _prove(
-        self, text: str, ids: npt.NDArray[np.int32], contents: Sequence[bytes], made: Sequence[_Processed]
-    ) -> None:
-        """Compare a row with what the processor makes of all of it at once, for the first row with images.
+    def _prove(self, text: str, ids: npt.NDArray[np.int32] | None, contents: Sequence[bytes]) -> None:
+        """Compare what the processor makes of images together with what it makes of each.
+
+        Args:
+            ids: What the tokens have to be; None for those of the images alone.
 
         Raises:
             InputError: They differ: this processor does not treat images one by one.
         """
-        whole = self._called(text, [_opened(content) for content in contents])
-        joined = {key: torch.cat([each.of_images[key] for each in made]) for key in made[0].of_images}
-        same = whole.keys() - self._keys_of_tokens == joined.keys()
-        same = same and np.array_equal(whole["input_ids"][0].numpy(), ids)
-        if not same or not all(torch.equal(whole[key], value) for key, value in joined.items()):
-            raise InputError(
-                f"{type(self.processor).__name__} makes other tensors of the images of a row together than of each by "
-                "itself, which is not supported; train on text with this model",
-                key="model.no-image-processor",
-            )
-        self._proven = True
+        made = [self.process(content) for content in contents]
+        joined = self._joined(made)
+        ids = np.concatenate([each.ids_N for each in made]) if ids is None else ids
+        try:
+            whole = self._called(text, [_opened(content) for content in contents])
+        except ValueError as error:  # tensors of several sizes cannot become one
+            raise self._unsupported() from error
+        if whole.keys() - self._keys_of_tokens != joined.keys() or not np.array_equal(whole["input_ids"][0], ids):
+            raise self._unsupported()
+        if not all(torch.equal(whole[key], value) for key, value in joined.items()):
+            raise self._unsupported()
+
+    def _joined(self, made: Sequence[_Processed]) -> dict[str, torch.Tensor]:
+        """Return the tensors of images along dim 0. Raises `InputError` if those of two images do not fit together."""
+        shapes = [{key: value.shape[1:] for key, value in each.of_images.items()} for each in made]
+        if any(shape != shapes[0] for shape in shapes):
+            raise self._unsupported()
+        return {key: torch.cat([each.of_images[key] for each in made]) for key in shapes[0]}
+
+    def _unsupported(self) -> InputError:
+        return InputError(
+            f"{type(self.processor).__name__} makes other tensors of images together than of each by itself, which is "
+            "not supported; train on text with this model",
+            key="model.no-image-processor",
+        )
 
 
 def to_blob(pictures: Sequence[Picture], contents: Sequence[bytes]) -> bytes:
@@ -263,11 +284,21 @@ def to_blob(pictures: Sequence[Picture], contents: Sequence[bytes]) -> bytes:
 
 
 def from_blob(blob: bytes) -> list[tuple[Picture, bytes | None]]:
-    """Return what `to_blob` was given, None for the content of a picture with a path; nothing for an empty blob."""
+    """Return what `to_blob` was given, None for the content of a picture with a path; nothing for an empty blob.
+
+    Raises:
+        IntegrityError: Its line of JSON is damaged.
+    """
     header, _, rest = blob.partition(b"\n")
     found: list[tuple[Picture, bytes | None]] = []
-    for each in json.loads(header) if header else ():
-        picture = Picture(**each)
+    try:
+        pictures = _DESCRIBED.validate_json(header, strict=True) if blob else []
+    except ValidationError as error:
+        raise IntegrityError(
+            "the images of a row are damaged in the prepared data; remove the prepared data, and it is made anew",
+            key="data.damaged-preparation",
+        ) from error
+    for picture in pictures:
         held = None if picture.path is not None else rest[: picture.size]
         rest = rest[len(held or b"") :]
         found.append((picture, held))
@@ -303,8 +334,9 @@ def read_source(source: ImageSource, base: Path | None) -> bytes:
     path = (base or Path()) / source.path
     try:
         return read_file(path, MAX_ROW_BYTES)
-    except OSError as error:
-        raise MalformedRow(f"is {path}, which cannot be read ({error.strerror or error})") from None
+    except (OSError, ValueError, ExpertmeshError) as error:  # the last for pipes, devices and what is too large
+        reason = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
+        raise MalformedRow(f"is {str(path)!r}, which cannot be read ({reason})") from None
 
 
 def _unchanged(picture: Picture, content: bytes | None, where: str) -> bytes:
@@ -332,9 +364,23 @@ def _opened(content: bytes) -> Any:
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             return load_image(image)
-    except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except (
+        *(ArithmeticError, EOFError, LookupError, OSError, SyntaxError, TypeError, ValueError),
+        *(struct.error, Image.DecompressionBombError),
+    ) as error:  # what Pillow's readers raise
         reason = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"
         raise MalformedRow(f"is damaged, too large or none of {', '.join(_FORMATS)}{reason}") from None
+
+
+def _grey(size: tuple[int, int]) -> bytes:
+    """Return the file of a grey image, (width, height) pixels."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise _missing("pillow") from error
+    stream = io.BytesIO()
+    Image.new("RGB", size, (128, 128, 128)).save(stream, "PNG")
+    return stream.getvalue()
 
 
 def _load(config: PreTrainedConfig, directory: Path, trust: bool, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -6,7 +6,8 @@ the number of ranks. All ranks derive the same plan from the same data set: noth
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,8 @@ class BatchLayout:
     """Tokens of a row."""
     images: Images | None = None
     """Pixels of the images of rows; None where no row has any."""
+    guard: Callable[[str], AbstractContextManager[object]] = nullcontext
+    """`raise_on_all_ranks`, where one rank's files of images may fail while its peers wait for the rank."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.data_rank < self.data_ranks
@@ -91,32 +94,36 @@ class BatchLayout:
         """Yield this rank's micro-batches of `rows`, which are numbered from `first_number`.
 
         Ranks that run out of rows repeat the first one with every label -100: its loss and its gradients are exactly
-        zero, and the rank still takes part in every collective of its peers.
+        zero, and the rank still takes part in every collective of its peers. Collectives: those of `guard` for each.
         """
-        assemble = packed_batch if self.packing else padded_batch
-        mine = list(range(self.data_rank, len(rows), self.data_ranks))
         for start in range(0, -(-len(rows) // self.data_ranks), self.micro_batch_size):
-            part = mine[start : start + self.micro_batch_size]
-            chosen = [rows[place] for place in part or [0]]
-            sequences = chosen if self.packing else list(np.concatenate(chosen).reshape(-1, 1))
-            batch = assemble(dataset, sequences, self.pad_token_id)
-            if not part:
-                batch["labels"].fill_(IGNORE)
-            numbers, each = np.array(part or [0]) + first_number, len(sequences) // len(chosen)
-            batch["row_numbers"] = torch.from_numpy((numbers[:, None] * each + np.arange(each)).reshape(-1))
-            # Padding is on the right, packed or not; a rank without rows of its own has no real token.
-            lengths = torch.tensor([int(dataset.lengths[row].sum()) if part else 0 for row in sequences])
-            batch["real_tokens"] = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
-            if self.images is not None:
-                # The rows of all ranks in this micro-batch: those without any of their own have the first.
-                of_all = rows[start * self.data_ranks : (start + self.micro_batch_size) * self.data_ranks]
-                of_all = [*of_all, *rows[:1]] if len(of_all) < self.data_ranks else of_all
-                needed = bool(dataset.images_of[np.concatenate(of_all)].any())
-                self.images.add_to(batch, dataset, sequences, self.pad_token_id, needed=needed)
-            for key in ("reference", "desirable"):
-                if (of_samples := getattr(dataset, key)) is not None:
-                    batch[key] = torch.from_numpy(of_samples[np.concatenate(sequences)])
+            with self.guard("assembling a micro-batch"):
+                batch = self._micro_batch(dataset, rows, start, first_number)
             yield batch
+
+    def _micro_batch(self, dataset: TokenizedDataset, rows: Sequence[Row], start: int, first_number: int) -> Batch:
+        """Return the micro-batch of this rank's rows from the `start`-th on."""
+        part = range(self.data_rank, len(rows), self.data_ranks)[start : start + self.micro_batch_size]
+        chosen = [rows[place] for place in part or [0]]
+        sequences = chosen if self.packing else list(np.concatenate(chosen).reshape(-1, 1))
+        batch = (packed_batch if self.packing else padded_batch)(dataset, sequences, self.pad_token_id)
+        if not part:
+            batch["labels"].fill_(IGNORE)
+        numbers, each = np.array(part or [0]) + first_number, len(sequences) // len(chosen)
+        batch["row_numbers"] = torch.from_numpy((numbers[:, None] * each + np.arange(each)).reshape(-1))
+        # Padding is on the right, packed or not; a rank without rows of its own has no real token.
+        lengths = torch.tensor([int(dataset.lengths[row].sum()) if part else 0 for row in sequences])
+        batch["real_tokens"] = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
+        if self.images is not None:
+            # The rows of all ranks in this micro-batch: those without any of their own have the first.
+            of_all = rows[start * self.data_ranks : (start + self.micro_batch_size) * self.data_ranks]
+            of_all = [*of_all, *rows[:1]] if len(of_all) < self.data_ranks else of_all
+            needed = bool(dataset.images_of[np.concatenate(of_all)].any())
+            self.images.add_to(batch, dataset, sequences, self.pad_token_id, needed=needed)
+        for key in ("reference", "desirable"):
+            if (of_samples := getattr(dataset, key)) is not None:
+                batch[key] = torch.from_numpy(of_samples[np.concatenate(sequences)])
+        return batch
 
     def mismatched(
         self, dataset: TokenizedDataset, steps: Sequence[Row], reference: npt.NDArray[np.float64] | None = None

@@ -160,6 +160,15 @@ def with_images(config: Config, checked: Checked, dataset: TokenizedDataset) -> 
     return checked.in_order((Order(), "rows have images"))
 
 
+def refuse_idle_tower(config: Config, training: TokenizedDataset) -> None:
+    """Raise `InputError` if a tower is to be trained, and no row of the training data has an image."""
+    if config.model.vision == "train" and not training.has_images:
+        raise InputError(
+            "model.vision is train, and no row of data.train has an image that would train the tower; remove it",
+            key="config.combination",
+        )
+
+
 def stop_where_taught(model: PreTrainedModel, report: DataReport, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let `model` stop at every token that ends trained answers.
 

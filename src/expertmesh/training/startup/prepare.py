@@ -13,6 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,14 @@ from expertmesh.training.resume import (
     find_start,
     find_weights,
 )
-from expertmesh.training.startup.data import RunData, read_data, read_where_padded, stop_where_taught, with_images
+from expertmesh.training.startup.data import (
+    RunData,
+    read_data,
+    read_where_padded,
+    refuse_idle_tower,
+    stop_where_taught,
+    with_images,
+)
 from expertmesh.training.startup.output_dir import (
     refuse_no_more_steps,
     restore,
@@ -117,6 +125,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
             found = start, find_weights(config), date_of(start)
     start, weights, date = from_rank_0(found)
     data = read_data(config, checked, date, partial(say, control))
+    refuse_idle_tower(config, data.training)
     for dataset in data.datasets:
         checked = with_images(config, checked, dataset)
     stop_where_taught(checked.model, data.reports[0], data.tokenizer)
@@ -131,6 +140,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
         pad_token_id=data.pad_token_id,
         max_length=config.data.max_length,
         images=data.images,
+        guard=nullcontext if data.images is None else raise_on_all_ranks,
     )
     batches, total_steps = _batches(config, layout, data)
     evaluation = {name: EvaluationBatches(dataset, layout) for name, dataset in data.evaluation.items()}
