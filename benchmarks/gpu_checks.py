@@ -59,7 +59,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def of_environment(run: Run) -> Iterator[Row]:
     """Versions and device; everything imports."""
-    for module in ("cli.main", "export.convert", "training.run", "verification.run"):
+    for module in ("cli.main", "export.merge", "training.run", "verification.run"):
         try:
             importlib.import_module(f"expertmesh.{module}")
             yield {"case": f"import {module}", "ok": True}

@@ -2,14 +2,16 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from expertmesh.distributed.environment import Rank
-from expertmesh.launcher.hangs import Answer, RankSnapshot, hang_error, judge, read_stack, timed_out
+from expertmesh.launcher.hangs import Answer, Liveness, RankSnapshot, hang_error, judge, read_stack, timed_out
 from expertmesh.launcher.rank_files import RankFailure, root_cause
-from expertmesh.training.control import RankStatus, StopState
+from expertmesh.training.control import Progress, RankStatus, StopState
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from tests.cli.jobs import CONFIG
 
@@ -175,3 +177,20 @@ def test_the_verdict_of_all_ranks_is_reported_before_what_followed() -> None:
     first = RankFailure(0, 1, "RuntimeError: Connection closed by peer", "Traceback", 1)
     found = root_cause([first, verdict], {0: 1, 1: 5}, {0: HERE, 1: HERE})
     assert (str(found), found.key) == ("rank 3 hung at step 7", "rank.hung")
+
+
+def test_a_rank_that_lost_a_peer_ends_by_the_verdict_of_the_one_that_timed_out(tmp_path: Path) -> None:
+    """gloo closes the connections of a rank whose collective timed out, and others may see that first."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lost, late = RuntimeError("Connection closed by peer [10.0.0.1]"), RuntimeError("Timed out waiting 5ms")
+    ranks = [
+        Liveness(Rank("torchrun", rank, 2, rank, 2, "127.0.0.1", store.port), Progress(), "1", tmp_path / "s", print)
+        for rank in range(2)
+    ]
+    assert ranks[1].verdict_on(lost) is None  # nobody timed out: its own error is told
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ranks[1].verdict_on, lost)
+        verdict, other = ranks[0].verdict_on(late), waiting.result()
+    assert verdict is not None
+    assert "rank 0, 1 did not answer within 5 s" in str(verdict)  # their threads were not started
+    assert (str(other), other and other.key) == (str(verdict), verdict.key)

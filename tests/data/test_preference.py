@@ -141,7 +141,7 @@ def test_rows_of_another_objective_are_refused(tmp_path: Path) -> None:
         build(tmp_path, [{"text": "running"}])
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
     config = DataConfig(train=[DataSource(path=str(path))])
-    with refused("data.other-objective", naming="which only objective.name dpo, simpo or orpo trains on"):
+    with refused("data.other-objective", naming="which only objective.name dpo, simpo, orpo or reward trains on"):
         build_dataset(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY)
     mixed = write(tmp_path / "b.jsonl", [{"text": "t", "chosen": "a", "rejected": "b"}])
     config = DataConfig(train=[DataSource(path=str(mixed), columns={"rejected": None})])

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ SILENT_SECONDS = 5.0
 _TIMEOUT = re.compile(
     r"Timed out waiting \d+ms|Application timeout|collective operation timeout|wait timeout after|waiting for clients"
 )
+# gloo, of a peer that has ended, or has closed its connections because its own collective timed out.
+_PEER_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 # Where the Python stack ends of a rank that waits for its peers.
 _COLLECTIVES = (
     "/torch/distributed/",
@@ -54,6 +57,8 @@ STACKS_FILE = "stacks.txt"
 # How long ranks get to answer, and to connect for it; how long they get to end by themselves afterwards.
 ANSWER_SECONDS = 5.0
 LEAVE_SECONDS = 5.0
+# How soon the rank that timed out asks the others, after those connected to it have seen it close.
+_CALLED_SECONDS = 1.0
 _CALLED, _VERDICT = "called", "verdict"
 _EVER_SECONDS = 365 * 86400.0
 _NAMED = 8
@@ -234,17 +239,37 @@ class Liveness:
         threading.Thread(target=self._listen, args=(timeout_seconds,), name="liveness", daemon=True).start()
 
     def verdict_on(self, error: BaseException) -> DistributedFailure | None:
-        """Return what all ranks end by, if `error` shows that this rank, which failed, has waited in vain."""
-        if not timed_out(RankFailure.of(self.place.rank, error)):
+        """Return what all ranks end by, if `error` shows that this rank, which failed, has waited in vain.
+
+        Or that it lost a peer which has.
+        """
+        failure = RankFailure.of(self.place.rank, error)
+        waited = timed_out(failure)
+        if not waited and not _PEER_LOST.search(failure.message):
             return None
         self._failed = True
         message = f"{type(error).__name__}: {error}".splitlines()[0]
-        found: list[DistributedFailure] = []
+        found: list[DistributedFailure | None] = []
+        ask = partial(self._call, message) if waited else self._verdict_of_others
         # A store behind a network that is lost may not even time out.
-        thread = threading.Thread(target=lambda: found.append(self._call(message)), name="asking", daemon=True)
+        thread = threading.Thread(target=lambda: found.append(ask()), name="asking", daemon=True)
         thread.start()
         thread.join(3 * ANSWER_SECONDS)
-        return found[0] if found else self._unreachable(message)
+        if found or not waited:
+            return found[0] if found else None
+        return self._unreachable(message)
+
+    def _verdict_of_others(self) -> DistributedFailure | None:
+        """Return the verdict of a rank that has timed out, or None if none asks."""
+        from torch.distributed import DistError
+
+        try:
+            store = self._connect(ANSWER_SECONDS)
+            store.wait(_CALLED, _CALLED_SECONDS)
+            sentence, key = store.wait(_VERDICT, 2 * ANSWER_SECONDS)
+        except DistError:
+            return None
+        return DistributedFailure(sentence, key=key)
 
     def _call(self, message: str) -> DistributedFailure:
         from torch.distributed import DistError
