@@ -2,8 +2,8 @@
 
 Prints every place that is over one, and exits with 1. Private names of torch, transformers and datasets are used in
 compat.py alone, `unittest.mock` nowhere; tests import no private name of another file of tests. The docstring of a
-function begins with one of `VERBS`, that of a property may be a noun phrase, that of a field is one. Docstrings and
-comments name files that exist.
+function begins with one of `VERBS`, that of a property may be a noun phrase, that of a class or a field is one.
+Docstrings and comments name files that exist.
 
 Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
 the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
@@ -151,8 +151,12 @@ def _first_word(path: Path, node: Function) -> Iterator[str]:
 
 
 def _first_words_of_fields(path: Path, tree: ast.Module) -> Iterator[str]:
-    """Say where a docstring under a field begins with a question, not with a noun phrase or "True if"."""
+    """Say where the docstring of a class or a field begins with a question, not with a noun phrase or "True if"."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            word = (ast.get_docstring(node) or "").partition(" ")[0]
+            if word in NO_FIRST_WORDS:
+                yield f"{path}:{node.lineno}: the docstring of {node.name} begins with {word}; begin with a noun"
         body = node.body if isinstance(node, ast.Module | ast.ClassDef) else []
         for field, prose in itertools.pairwise(body):
             if isinstance(field, ast.Assign | ast.AnnAssign) and isinstance(prose, ast.Expr):

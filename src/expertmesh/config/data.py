@@ -180,7 +180,7 @@ class DataConfig(Section):
 
 
 class EvalConfig(Section):
-    """What an evaluation does beside its figures."""
+    """Answers that the model gives at evaluations."""
 
     section: ClassVar[str] = "eval"
 
@@ -201,7 +201,7 @@ class EvalConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """When evaluations show that training no longer helps."""
+    """The end of a run whose evaluations no longer improve."""
 
     section: ClassVar[str] = "train.early_stop"
 

@@ -38,7 +38,7 @@ class InputError(ExpertmeshError):
 
 
 class MissingHereError(InputError):
-    """What this machine lacks; the same configuration may be right on another."""
+    """Something that this machine lacks; the same configuration may be right on another."""
 
 
 class IntegrityError(ExpertmeshError):

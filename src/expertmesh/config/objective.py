@@ -52,7 +52,7 @@ _OF_RESPONSES = {facts.format for facts in OBJECTIVES.values() if facts.format i
 
 
 class ObjectiveConfig(Section):
-    """What an optimizer step minimises."""
+    """The loss that an optimizer step minimises."""
 
     section: ClassVar[str] = "objective"
 

@@ -87,7 +87,7 @@ class SaveConfig(Section):
 
 
 class LogConfig(Section):
-    """What is reported, and how often."""
+    """Reports and their intervals."""
 
     section: ClassVar[str] = "log"
 
@@ -110,7 +110,7 @@ class LogConfig(Section):
 
 
 class DistributedConfig(Section):
-    """How long ranks wait for each other."""
+    """Time limits of ranks that wait for each other."""
 
     section: ClassVar[str] = "distributed"
 

@@ -322,7 +322,7 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How ranks are laid out. World size = pp × replicate × fsdp × cp × tp; efsdp = fsdp × cp × tp / ep."""
+    """The layout of ranks. World size = pp × replicate × fsdp × cp × tp; efsdp = fsdp × cp × tp / ep."""
 
     section: ClassVar[str] = "parallel"
 

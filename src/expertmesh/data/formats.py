@@ -67,7 +67,7 @@ Messages = tuple[Mapping[str, Any], ...]
 
 
 class MalformedRow(Exception):
-    """Why one row cannot be used, and how to `mend` it; becomes an `InputError` with its place, or a counted skip."""
+    """A row that cannot be used, and how to `mend` it; becomes an `InputError` with its place, or a counted skip."""
 
     def __init__(self, reason: str, mend: str = "correct the row") -> None:
         super().__init__(reason)
@@ -76,7 +76,7 @@ class MalformedRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """Where an image is: at a path, or in the row."""
+    """The place of an image: a path, or bytes in the row."""
 
     path: str | None = None
     """Path of its file, relative to that of the row."""

@@ -63,7 +63,7 @@ _DESCRIBED = TypeAdapter(list[Picture])
 
 @dataclass(frozen=True, slots=True)
 class _Processed:
-    """What the processor makes of one image alone."""
+    """The tensors that the processor makes of one image alone."""
 
     ids_N: npt.NDArray[np.int64]
     """Its tokens."""

@@ -37,7 +37,7 @@ Exchanged = TypeVar("Exchanged")
 
 @dataclass(slots=True)
 class _Record:
-    """What the first run leaves for the second; each list is in the order of the calls."""
+    """The results of the first run that the second takes; each list is in the order of the calls."""
 
     topk: list[torch.Tensor] = field(default_factory=list)
     """The choices of each `topk`."""

@@ -40,7 +40,7 @@ _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How one model's routing is balanced."""
+    """The router balance of one model."""
 
     aux_loss_coef: float = 0.0
     """The factor of the load-balancing loss; 0.0 for none."""

@@ -44,7 +44,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlpSpec:
-    """How one family's experts compute, for any sizes."""
+    """The arithmetic of one family's experts, for any sizes."""
 
     activation: Callable[[torch.Tensor], torch.Tensor]
     """Maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code."""

@@ -332,7 +332,7 @@ def convert(
 
 
 class Deltas:
-    """What an adapter adds to the weights of its base, or replaces, read from the adapter's opened `files`.
+    """The changes that an adapter makes to the weights of its base, read from its opened `files`.
 
     Raises:
         IntegrityError: The files do not hold exactly what `plan` wants.

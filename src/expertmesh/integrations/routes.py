@@ -33,7 +33,7 @@ Tokens = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What is known of a rank's rollouts beside their tokens."""
+    """Routes and log-probabilities of a rank's rollouts."""
 
     routes: list[torch.Tensor]
     """Routes of each row, int32 `[tokens of prompt and completion, L, K]` on the CPU, unpadded; -1 where unknown."""

@@ -239,10 +239,7 @@ class Liveness:
         threading.Thread(target=self._listen, args=(timeout_seconds,), name="liveness", daemon=True).start()
 
     def verdict_on(self, error: BaseException) -> DistributedFailure | None:
-        """Return what all ranks end by, if `error` shows that this rank, which failed, has waited in vain.
-
-        Or that it lost a peer which has.
-        """
+        """Return the error that ends all ranks, if `error` shows that this rank timed out or lost a peer that did."""
         failure = RankFailure.of(self.place.rank, error)
         waited = timed_out(failure)
         if not waited and not _PEER_LOST.search(failure.message):

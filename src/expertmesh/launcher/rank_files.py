@@ -38,7 +38,7 @@ TRACEBACK_FOLLOWS = "; the last lines of its traceback:"
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How one rank ended."""
+    """The end of one rank."""
 
     rank: int
     """The rank that failed."""

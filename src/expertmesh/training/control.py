@@ -41,7 +41,7 @@ ONE_REQUEST_SECONDS = 0.5
 
 
 class StopState(IntEnum):
-    """What a rank does with a request to stop."""
+    """The state of a rank that decides how it takes a request to stop."""
 
     NOT_ACCEPTING = 0
     """Not in the training loop: only ending the process stops it."""
@@ -147,7 +147,7 @@ class Progress:
 
 
 class StopReason(IntEnum):
-    """Why a run has to stop. An integer, so that an all-gather can carry it; the largest of all ranks decides."""
+    """The reason why a run has to stop: an integer, which an all-gather can carry; the largest of all ranks decides."""
 
     NONE = 0
     MAX_TIME = 1

@@ -34,7 +34,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a run evaluates."""
+    """The evaluations of a run."""
 
     config: Config
     objective: RunObjective

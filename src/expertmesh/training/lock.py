@@ -39,7 +39,7 @@ _MAX_TIME = 1e11  # what `time.localtime` still knows
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a lock, as its file has it. `started` is in seconds since the epoch."""
+    """The holder of a lock, as its file has it. `started` is in seconds since the epoch."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 

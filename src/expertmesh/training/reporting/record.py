@@ -54,7 +54,7 @@ class MoeLayer(_Strict):
 
 
 class DataCounts(_Strict):
-    """What became of the rows of a data set."""
+    """The rows of a data set, by what became of them."""
 
     rows: int = _Count
     samples: int = _Count
@@ -65,7 +65,7 @@ class DataCounts(_Strict):
 
 
 class Share(_Strict):
-    """What each of several equal ranks holds."""
+    """The share of the model that each of several equal ranks holds."""
 
     ranks: int = Field(ge=1)
     """Number of ranks."""
