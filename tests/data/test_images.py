@@ -90,13 +90,15 @@ def test_all_tokens_as_targets_leave_out_those_of_images(inputs: Path) -> None:
         assert ((sample.labels[1:] == IGNORE) == (sample.input_ids[1:] == pad)).all()
 
 
-@pytest.mark.parametrize("form", ["path", "column", "base64", "bytes in Parquet", "absolute"])
-def test_an_image_may_be_named_or_held_by_its_row(inputs: Path, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", ["path", "column", "base64", "bytes in Parquet", "absolute", "relative"])
+def test_an_image_may_be_named_or_held_by_its_row(
+    inputs: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = (inputs / "pictures" / "1.jpg").read_bytes()
     row = row_of(["pictures/1.jpg"], "What is it?", "A module.")
     part, data = row["messages"][0]["content"][0], inputs / f"one-{form.split()[0]}.jsonl"
     del part["image"]
-    if form == "path":
+    if form in ("path", "relative"):
         part["path"] = "pictures/1.jpg"
     elif form == "absolute":
         part["image"], data = str(inputs / "pictures" / "1.jpg"), tmp_path / "one.jsonl"
@@ -114,7 +116,10 @@ def test_an_image_may_be_named_or_held_by_its_row(inputs: Path, tmp_path: Path, 
     else:
         _write(data, row)
     plain = _write(inputs / "plain.jsonl", row_of(["pictures/1.jpg"], "What is it?", "A module."))
+    monkeypatch.chdir(inputs)
+    data = Path(data.name) if form == "relative" else data
     found, expected = (_built(_recipe(inputs, path)) for path in (data, plain))
+    monkeypatch.chdir(tmp_path)  # what was prepared in one directory is read from any
     assert found[0].sha256() == expected[0].sha256()
     one, other = (
         next(BatchLayout(1, 0, 1, False, 0, 128, images).micro_batches(dataset, [np.array([0])]))

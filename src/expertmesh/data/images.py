@@ -149,7 +149,7 @@ class Images:
         for place, source, content, image in zip(places.tolist(), sources, contents, made, strict=True):
             parts += [ids[before:place], image.ids_N.astype(np.int32)]
             origins += [np.arange(before, place), np.full(len(image.ids_N), -1)]
-            path = None if source.path is None else str((base or Path()) / source.path)
+            path = None if source.path is None else str(((base or Path()) / source.path).absolute())
             start = sum(map(len, parts)) - len(image.ids_N)
             digest = hashlib.sha256(content).hexdigest()
             pictures.append(Picture(digest, path, len(content), start, len(image.ids_N)))
