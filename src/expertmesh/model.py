@@ -23,7 +23,8 @@ from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
 from expertmesh.state.other_code import BeforeSharding, refuse_sharded
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
-from expertmesh.weights.load import LoadReport, fill, start_head
+from expertmesh.weights.first_values import start_head
+from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
 

@@ -113,7 +113,7 @@ def test_a_linear_layers_adapter_drops_its_input_in_training_alone() -> None:
     torch.nn.init.normal_(linear.lora_B)
     state = adapter_state(root)
     assert state is not None
-    state.number_T = torch.arange(3)
+    state.token_number_T = torch.arange(3)
     x = torch.randn(1, 3, 6)
     kept = keep_mask(Dropout(0.5, salt_of(0, "linear"), torch.arange(3)), 6, torch.float32)
     for dropped, mode in ((x * kept, True), (x, False)):

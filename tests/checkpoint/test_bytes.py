@@ -55,7 +55,7 @@ def _bytes_read(directory: Path, parallel: em.ParallelConfig) -> tuple[int, int]
     job = Job(tiny_model("qwen3_moe", seed=9), parallel)
     read_bytes = 0
 
-    def counted(state: read.SavedState, targets: Any) -> None:
+    def counted(state: read.OpenCheckpoint, targets: Any) -> None:
         nonlocal read_bytes
         original(state, targets)
         read_bytes = state.files.bytes_read

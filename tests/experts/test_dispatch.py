@@ -177,8 +177,8 @@ class _RowForEachPair:
         token_P, tokens = metadata
         return rows_RH.new_zeros(tokens, rows_RH.shape[1]).index_add(0, token_P, rows_RH)
 
-    def numbers(self, number_T: torch.Tensor, metadata: tuple[torch.Tensor, int]) -> torch.Tensor:
-        return number_T[metadata[0]]
+    def send_token_numbers(self, token_number_T: torch.Tensor, metadata: tuple[torch.Tensor, int]) -> torch.Tensor:
+        return token_number_T[metadata[0]]
 
 
 def test_a_dispatcher_written_from_the_protocol_alone_gives_the_same() -> None:
@@ -227,7 +227,7 @@ def _between_nodes(kind: Callable[..., Dispatcher], experts: int, top_k: int) ->
         traffic = patched.enter_context(_Traffic())
         results = _through_wide(dispatcher, hidden, index, weight, rank * experts // group.size())
     rows, _, _, metadata = dispatcher.dispatch(hidden + number[:, None], index, weight)
-    numbers = dispatcher.numbers(number, metadata)
+    numbers = dispatcher.send_token_numbers(number, metadata)
     fits = bool(((rows - numbers[:, None]).abs() < 10).all()) and len(numbers) == len(rows)
     others = [
         {each for each in row if each // NODE != rank // NODE} for row in (index * group.size() // experts).tolist()

@@ -88,14 +88,14 @@ def _through(dispatcher: Dispatcher, index: torch.Tensor, dtype: torch.dtype) ->
     rows, weight_P, pairs, metadata = dispatcher.dispatch(hidden, index, weight)
     scale_P = weight_P * (pairs.expert_P() + rank * EXPERTS // dist.get_world_size() + 1)
     out_PH = rows[pairs.row_P].float() * scale_P.unsqueeze(1).float()
-    number_R = dispatcher.numbers(torch.arange(tokens) + (rank << 40) + 1, metadata)
+    token_number_R = dispatcher.send_token_numbers(torch.arange(tokens) + (rank << 40) + 1, metadata)
     summed = torch.zeros(len(rows), HIDDEN).index_add(
-        0, pairs.row_P, out_PH * (number_R % 7).float()[pairs.row_P, None]
+        0, pairs.row_P, out_PH * (token_number_R % 7).float()[pairs.row_P, None]
     )
     out = dispatcher.combine(summed.to(dtype), metadata)
     weighting = torch.arange(out.numel(), dtype=torch.float32).view_as(out) / 10
     gradients = torch.autograd.grad((out.float() * weighting).sum(), [hidden, weight])
-    ends = pairs.expert_end_L.to(torch.float32), number_R.sort().values.double()
+    ends = pairs.expert_end_L.to(torch.float32), token_number_R.sort().values.double()
     return [out.detach(), *gradients, *ends]
 
 

@@ -76,8 +76,8 @@ def ask_adapted(config: PreTrainedConfig) -> None:
 
 
 def ask_compute(model: PreTrainedModel, anatomy: Anatomy, kept: Callable[[str], bool]) -> None:
-    casts = plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
-    with_wide_routers(meta_copy(model), anatomy, torch.bfloat16, casts)
+    policy = plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
+    with_wide_routers(meta_copy(model), anatomy, torch.bfloat16, policy)
 
 
 def ask_eager(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
 import expertmesh as em
-from expertmesh.weights.load import start_head
+from expertmesh.weights.first_values import start_head
 from tests.integrations.support import ONE_LAYER, Job, Result, accumulating, compare, sharded, stock
 from tests.integrations.test_dpo import pairs
 from tests.support.models import tiny_config, tiny_model

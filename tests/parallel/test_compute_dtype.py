@@ -84,12 +84,12 @@ def test_a_product_of_two_dtypes_is_seen_without_values() -> None:
     """JetMoE's attention hands on what its router's dtype makes of it; on meta that may be multiplied all the same."""
     model = build_meta_model(tiny_config("JetMoeForCausalLM", "jetmoe"), torch.float32)
     anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
-    casts = plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
+    policy = plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
     with mock.patch.object(known_families, "_table", return_value={}):
-        wide = with_wide_routers(meta_copy(model), anatomy, torch.bfloat16, casts)
-        assert wide == casts
+        wide = with_wide_routers(meta_copy(model), anatomy, torch.bfloat16, policy)
+        assert wide == policy
         mixtral = build_meta_model(tiny_config("MixtralForCausalLM", "mixtral"), torch.float32)
-        wide = with_wide_routers(meta_copy(mixtral), describe(mixtral), torch.bfloat16, casts)
+        wide = with_wide_routers(meta_copy(mixtral), describe(mixtral), torch.bfloat16, policy)
     assert wide.routers == tuple(f"model.layers.{layer}.mlp.gate" for layer in (0, 1))
 
 

@@ -56,9 +56,9 @@ class AllGatherDispatcher:
         own: torch.Tensor = _ReduceScatter.apply(rows_RH, self.group)
         return own[: metadata[0]]
 
-    def numbers(self, number_T: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
+    def send_token_numbers(self, token_number_T: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
         """Issue one more all-gather, of 8 bytes a row."""
-        return all_gather(_padded(number_T.unsqueeze(1), metadata[1]), self.group).squeeze(1)
+        return all_gather(_padded(token_number_T.unsqueeze(1), metadata[1]), self.group).squeeze(1)
 
 
 def _padded(tensor: torch.Tensor, rows: int, value: int = 0) -> torch.Tensor:

@@ -17,7 +17,7 @@ import expertmesh as em
 from expertmesh.checkpoint.state import model_state, optimizer_state
 from expertmesh.config import LoraConfig, OptimConfig
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import is_on_other_stage, part_of
+from expertmesh.state.shards import cut_local, is_on_other_stage
 from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_model
 from tests.support.reference import joined_stages, whole
@@ -76,7 +76,7 @@ def sharded_steps(
         for name, parameter in ModelView(model).parameters.items():
             if parameter.requires_grad:
                 gradient = given_gradient(name, last, parameter)
-                local = part_of(parameter, gradient).clone()
+                local = cut_local(parameter, gradient).clone()
                 parameter.grad = _like(parameter, local)
         optimizer.step()
     if save is not None:

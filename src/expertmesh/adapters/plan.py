@@ -524,7 +524,7 @@ def _take_row_numbers(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> An
 def _forget_row_numbers(model: nn.Module, args: Any, output: Any) -> None:
     """Forget the numbers after a forward, so that the next one without numbers raises instead of using equal masks."""
     if (state := adapter_state(model)) is not None:
-        state.number_T = None
+        state.token_number_T = None
 
 
 @contextmanager

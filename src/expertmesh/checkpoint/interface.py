@@ -12,8 +12,8 @@ A tensor from the shards of one layout to those of another:
 3. `publish` (write.py) runs on rank 0. It compares the fingerprints, joins the summaries to manifest.json (which says
    how each tensor is cut, and which rank wrote each part), and renames the directory.
 4. `open_state` and `check_hashes` (read.py) check manifest, headers and hashes, before anything is changed.
-5. `held_parts` (state/shards.py) gives the boxes of this rank in the new layout. `SavedState.read_into` finds the saved
-   parts that share elements with a box, and `read_box` copies these elements alone.
+5. `held_parts` (state/shards.py) gives the boxes of this rank in the new layout. `OpenCheckpoint.read_into` finds the
+   saved parts that share elements with a box, and `read_box` copies these elements alone.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.start import read_adapter
 from expertmesh.checkpoint.directory import clean, locate
-from expertmesh.checkpoint.read import SavedState, check_fits, check_hashes, open_state
+from expertmesh.checkpoint.read import OpenCheckpoint, check_fits, check_hashes, open_state
 from expertmesh.checkpoint.small_files import (
     STATE_FILE,
     check_adapter_base,
@@ -167,7 +167,7 @@ def load_directory(
 
 @torch.no_grad()
 def restore(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, state: SavedState, *, weights: bool = True
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, state: OpenCheckpoint, *, weights: bool = True
 ) -> None:
     """Fill a sharded model, its optimizer and torch's generators from an opened checkpoint that fits.
 
@@ -201,7 +201,7 @@ def restore(
             set_rng_state(states, mesh_of(model).device)
 
 
-def read_state(state: SavedState, targets: Mapping[str, Tensor]) -> None:
+def read_state(state: OpenCheckpoint, targets: Mapping[str, Tensor]) -> None:
     """Fill the local parts of `targets` (DTensors or plain tensors, by saved name). No collective."""
     for name, tensor in targets.items():
         for box, held in held_parts(tensor):

@@ -59,7 +59,7 @@ class Headers:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
+class OpenCheckpoint:
     """An opened checkpoint, which reads any box of a global tensor from the parts that hold it."""
 
     directory: Path
@@ -101,7 +101,7 @@ class SavedState:
 
 
 @contextmanager
-def open_state(directory: Path, *, rank: int = 0, ranks: int = 1) -> Iterator[SavedState]:
+def open_state(directory: Path, *, rank: int = 0, ranks: int = 1) -> Iterator[OpenCheckpoint]:
     """Read the manifest, and size and header of every `ranks`-th file, starting at number `rank`; no values.
 
     Other headers are read when a part in their file is requested: with many ranks, one of them and those that need it
@@ -115,10 +115,10 @@ def open_state(directory: Path, *, rank: int = 0, ranks: int = 1) -> Iterator[Sa
     headers = Headers(directory, manifest)
     headers.check([file.name for file in manifest.files[rank::ranks] if is_tensor_file(file.name)])
     with WeightFiles(directory, {}) as files:
-        yield SavedState(directory, manifest, headers, files)
+        yield OpenCheckpoint(directory, manifest, headers, files)
 
 
-def check_hashes(state: SavedState, *, rank: int = 0, ranks: int = 1, optimizer: bool = True) -> None:
+def check_hashes(state: OpenCheckpoint, *, rank: int = 0, ranks: int = 1, optimizer: bool = True) -> None:
     """Compare every `ranks`-th file, starting at number `rank`, with its hash.
 
     Args:
@@ -139,7 +139,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
+def check_fits(state: OpenCheckpoint, targets: Mapping[str, Tensor]) -> None:
     """Check that the checkpoint's model has the names, shapes and dtypes of `targets`.
 
     Raises:

@@ -111,11 +111,11 @@ def block_contexts(
     have run in between. The second run has the packed samples and the routes of the first as well.
     """
     record = _Record()
-    number_T = None if adapters is None else adapters.number_T
+    token_number_T = None if adapters is None else adapters.token_number_T
     # By the second run they are those of another micro-batch.
     micro_batch = [(variable, variable.get()) for variable in (packed_samples, routing)]
     first, second = (_BlockRun(record, recomputes=again, selective=selective) for again in (False, True))
-    return _during(first, micro_batch), _during(second, micro_batch, adapters, number_T)
+    return _during(first, micro_batch), _during(second, micro_batch, adapters, token_number_T)
 
 
 def is_recomputing() -> bool:
@@ -240,12 +240,12 @@ def _during(
     run: _BlockRun,
     micro_batch: Sequence[tuple[ContextVar[Any], Any]],  # each variable has a type of its own
     adapters: AdapterState | None = None,
-    number_T: torch.Tensor | None = None,
+    token_number_T: torch.Tensor | None = None,
 ) -> Iterator[None]:
     """Let `run` answer the calls inside the block, with the context variables and token numbers of `micro_batch`."""
     tokens = [(variable, variable.set(value)) for variable, value in [(_block_run, run), *micro_batch]]
     try:
-        with nullcontext() if adapters is None else replaced(adapters, number_T=number_T), run:
+        with nullcontext() if adapters is None else replaced(adapters, token_number_T=token_number_T), run:
             yield
     finally:
         for variable, token in tokens:

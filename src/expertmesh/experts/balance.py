@@ -33,7 +33,7 @@ from expertmesh.experts.layer import layer_of
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.pairs import count_pairs
 from expertmesh.state.model_view import is_adapter, mesh_of, sharded, stage_names
-from expertmesh.state.shards import local_tensor, part_of
+from expertmesh.state.shards import cut_local, local_tensor
 
 _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores for the choice alone, in every family
 
@@ -128,7 +128,7 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
         bias = attrgetter(name)(model)
         step = (balance.bias_update_rate * direction_E).to(bias.dtype).view(bias.shape)
         # A buffer, or this rank's part of a parameter that FSDP2 has sharded.
-        local_tensor(bias).add_(part_of(bias, step))
+        local_tensor(bias).add_(cut_local(bias, step))
 
 
 def _aux_loss_coef(model: nn.Module, moe: MoeConfig) -> tuple[float, str]:

@@ -95,7 +95,7 @@ class Library(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Route:
+class _LibraryPlan:
     """The routing of one dispatch, for combine, backward and recomputation."""
 
     handle: Any
@@ -132,28 +132,28 @@ class LibraryDispatcher:
         backward, of rows and weights. A second run dispatches by the first one's handle and has its weights.
         """
         received: list[torch.Tensor] = []
-        route = exchanged_once(partial(self._first, hidden_TH, index_TK, weight_TK, received))
-        rows_RH, weight_P = _Dispatch.apply(hidden_TH, weight_TK, route, self.library, received)
-        row_P = route.place_P.long() // route.top_k
-        pairs = LocalPairs(row_P, route.expert_end_L, segments_of(row_P, route.rows))
-        return rows_RH, weight_P, pairs, route.handle
+        plan = exchanged_once(partial(self._first, hidden_TH, index_TK, weight_TK, received))
+        rows_RH, weight_P = _Dispatch.apply(hidden_TH, weight_TK, plan, self.library, received)
+        row_P = plan.place_P.long() // plan.top_k
+        pairs = LocalPairs(row_P, plan.expert_end_L, segments_of(row_P, plan.rows))
+        return rows_RH, weight_P, pairs, plan.handle
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Return and sum the rows. Collectives: the library's combine in forward, its dispatch in backward."""
         out_TH: torch.Tensor = _Combine.apply(rows_RH, metadata, self.library)
         return out_TH
 
-    def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
+    def send_token_numbers(self, token_number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Send one number for each row: its bits in a row of bf16. Collectives: one dispatch of 512 bytes a row."""
-        wide_T = number_T.new_zeros(len(number_T), NUMBER_COLUMNS * 2 // number_T.itemsize)
+        wide_T = token_number_T.new_zeros(len(token_number_T), NUMBER_COLUMNS * 2 // token_number_T.itemsize)
         # The library sends rows of bf16 alone: an int64 is sent as the bits of four of them.
-        wide_T[:, 0] = number_T
+        wide_T[:, 0] = token_number_T
         wide_R = self.library.there(wide_T.view(torch.bfloat16), metadata)
-        return wide_R.view(number_T.dtype)[:, 0].contiguous()
+        return wide_R.view(token_number_T.dtype)[:, 0].contiguous()
 
     def _first(
         self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, received: list[torch.Tensor]
-    ) -> _Route:
+    ) -> _LibraryPlan:
         """Exchange counts, weights and rows; append the rows to `received`."""
         with torch.no_grad():
             first = self.library.first(
@@ -168,7 +168,7 @@ class LibraryDispatcher:
             end_L = count_pairs(index, experts_here + 1)[:-1].cumsum(0).to(torch.int32)
             received.append(first.rows_RH)
             rows, top_k = len(first.rows_RH), index_TK.shape[1]
-            return _Route(first.handle, top_k, rows, place_P.to(torch.int32), weight_P, end_L)
+            return _LibraryPlan(first.handle, top_k, rows, place_P.to(torch.int32), weight_P, end_L)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -181,15 +181,15 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any,
         hidden_TH: torch.Tensor,
         weight_TK: torch.Tensor,
-        route: _Route,
+        plan: _LibraryPlan,
         library: Library,
         received: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(route.place_P)
-        ctx.handle, ctx.library = route.handle, library
-        ctx.shape, ctx.dtype = (route.rows, route.top_k), weight_TK.dtype
-        rows_RH = received.pop() if received else library.there(hidden_TH.contiguous(), route.handle)
-        return rows_RH, route.weight_P.to(weight_TK.dtype, copy=True)
+        ctx.save_for_backward(plan.place_P)
+        ctx.handle, ctx.library = plan.handle, library
+        ctx.shape, ctx.dtype = (plan.rows, plan.top_k), weight_TK.dtype
+        rows_RH = received.pop() if received else library.there(hidden_TH.contiguous(), plan.handle)
+        return rows_RH, plan.weight_P.to(weight_TK.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

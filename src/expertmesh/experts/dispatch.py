@@ -64,8 +64,8 @@ class Dispatcher(Protocol):
         """Return `out_TH`: for each token the sum of its rows from all ranks."""
         ...
 
-    def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Return `number_R`: the entry of `number_T` (int64) for each row's token, for dropout. Collective as well."""
+    def send_token_numbers(self, token_number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """Return `token_number_R`: for each row its token's entry of `token_number_T` (int64). Collective as well."""
         ...
 
 
@@ -91,12 +91,12 @@ class LocalDispatcher:
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
         return rows_RH
 
-    def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
-        return number_T
+    def send_token_numbers(self, token_number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
+        return token_number_T
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class DispatchPlan:
     """The splits and indices of one all-to-all dispatch; combine and backward use them again.
 
     Rows are sent ordered by rank, then token; pairs ordered by expert (so by rank too).
@@ -129,7 +129,7 @@ class AllToAllDispatcher:
     group: dist.ProcessGroup
     """The EP group."""
     triton: bool = False
-    """True if Triton's kernels sort the routes and sum the rows."""
+    """True if Triton's kernels sort the pairs and sum the rows."""
 
     def dispatch(
         self,
@@ -146,27 +146,27 @@ class AllToAllDispatcher:
         Collectives: three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The
         second run of a checkpointed block has the counts already, and so may the caller.
         """
-        route = self._route(index_TK, counts)
+        plan = self._plan(index_TK, counts)
         in_flight = None if meanwhile is None else _InFlight()
-        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self, in_flight)
+        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, plan, self, in_flight)
         if meanwhile is not None:
             meanwhile()
-            rows_RH, weight_P = _Receive.apply(rows_RH, weight_P, route, self, in_flight)
+            rows_RH, weight_P = _Receive.apply(rows_RH, weight_P, plan, self, in_flight)
         by_row = segments_of(row_P, rows_RH.shape[0])
-        return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
+        return rows_RH, weight_P, LocalPairs(row_P, plan.expert_end_L, by_row), plan
 
-    def combine(self, rows_RH: torch.Tensor, metadata: Route) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, metadata: DispatchPlan) -> torch.Tensor:
         """Return and sum the rows. Collectives: one all-to-all in forward, one in backward."""
         out_TH: torch.Tensor = SumRows.apply(rows_RH, metadata, self)
         return out_TH
 
-    def numbers(self, number_T: torch.Tensor, metadata: Route) -> torch.Tensor:
+    def send_token_numbers(self, token_number_T: torch.Tensor, metadata: DispatchPlan) -> torch.Tensor:
         """Send one number for each row. Collectives: one all-to-all of 8 bytes a row."""
-        splits, number_Q = metadata.splits, number_T.index_select(0, metadata.token_Q)
-        number_R, _ = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group)
-        return number_R
+        splits, token_number_Q = metadata.splits, token_number_T.index_select(0, metadata.token_Q)
+        token_number_R, _ = all_to_all(token_number_Q, splits.rows_sent, splits.rows_received, self.group)
+        return token_number_R
 
-    def _route(self, index_TK: torch.Tensor, counts: Counts | None) -> Route:
+    def _plan(self, index_TK: torch.Tensor, counts: Counts | None) -> DispatchPlan:
         """Plan one dispatch.
 
         Issues the count exchange and the layer's one host synchronisation, unless `counts` are given or activation
@@ -195,7 +195,7 @@ class AllToAllDispatcher:
         token_Q = token_S.new_empty(sum(splits.rows_sent)).scatter_(0, row_S, token_S)
         received_P, source_P = order_received(received[:, 1:], sum(splits.pairs_received))
         block_start_D = received[:, 0].cumsum(0) - received[:, 0]
-        return Route(
+        return DispatchPlan(
             token_Q=token_Q,
             rows_of_token=segments_of(token_Q, tokens),
             pair_S=pair_S,
@@ -237,26 +237,26 @@ class _AllToAllDispatch(torch.autograd.Function):
         ctx: Any,
         hidden_TH: torch.Tensor,
         weight_TK: torch.Tensor,
-        route: Route,
+        plan: DispatchPlan,
         by: AllToAllDispatcher,
         in_flight: _InFlight | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Save index tensors like any other: as attributes of ctx they would outlive a checkpointed block's first run.
-        ctx.save_for_backward(route.received_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
-        ctx.splits, ctx.by, ctx.weights = route.splits, by, (weight_TK.shape, weight_TK.dtype)
+        ctx.save_for_backward(plan.received_P, plan.pair_S, plan.rows_of_token.item_P, plan.rows_of_token.start_R1)
+        ctx.splits, ctx.by, ctx.weights = plan.splits, by, (weight_TK.shape, weight_TK.dtype)
         ctx.in_flight = in_flight
-        splits, group = route.splits, by.group
+        splits, group = plan.splits, by.group
         # Send the pairs in one message, weight bits beside row numbers, and before the rows: NCCL sends one message
         # after the other, so the pairs are sorted while the rows are in flight.
-        weight_S = exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
+        weight_S = exact(weight_TK.reshape(-1).index_select(0, plan.pair_S))
         bits = torch.int64 if weight_S.dtype == torch.float64 else torch.int32
-        pair_S2 = torch.stack([route.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
+        pair_S2 = torch.stack([plan.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
         pair_P2, pairs_work = all_to_all(pair_S2, splits.pairs_sent, splits.pairs_received, group, wait=False)
-        rows_QH = hidden_TH.index_select(0, route.token_Q)
+        rows_QH = hidden_TH.index_select(0, plan.token_Q)
         rows_RH, rows_work = all_to_all(rows_QH, splits.rows_sent, splits.rows_received, group, wait=False)
         wait(pairs_work)
-        pair_P2 = pair_P2.index_select(0, route.received_P)
-        row_P = pair_P2[:, 0].long() + route.block_start_P
+        pair_P2 = pair_P2.index_select(0, plan.received_P)
+        row_P = pair_P2[:, 0].long() + plan.block_start_P
         weight_P = pair_P2[:, 1].contiguous().view(weight_S.dtype).to(weight_TK.dtype)
         ctx.mark_non_differentiable(row_P)
         if in_flight is None:
@@ -309,12 +309,12 @@ class _Receive(torch.autograd.Function):
         ctx: Any,
         rows_RH: torch.Tensor,
         weight_P: torch.Tensor,
-        route: Route,
+        plan: DispatchPlan,
         by: AllToAllDispatcher,
         in_flight: _InFlight,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(route.received_P)
-        ctx.splits, ctx.group, ctx.in_flight = route.splits, by.group, in_flight
+        ctx.save_for_backward(plan.received_P)
+        ctx.splits, ctx.group, ctx.in_flight = plan.splits, by.group, in_flight
         wait(in_flight.rows)
         in_flight.rows = None
         # An autograd function that returns its inputs themselves would be no node between them and what reads them.
@@ -330,14 +330,16 @@ class _Receive(torch.autograd.Function):
 
 
 class SumRows(torch.autograd.Function):
-    """Return rows_RH to their tokens on `route`, over the group of `by`, and sum what each token receives: out_TH."""
+    """Return rows_RH to their tokens by `plan`, over the group of `by`, and sum what each token receives: out_TH."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RH: torch.Tensor, route: "Route | _Route", by: AllToAllDispatcher) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows_RH: torch.Tensor, plan: "DispatchPlan | NodePlan", by: AllToAllDispatcher
+    ) -> torch.Tensor:
         # Do not save through autograd: a checkpointed block would be recomputed up to here for this tensor alone.
-        ctx.token_Q, ctx.splits, ctx.group = route.token_Q, route.splits, by.group
-        rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, by.group)
-        return segment_sum(rows_QH, route.rows_of_token, by.triton)
+        ctx.token_Q, ctx.splits, ctx.group = plan.token_Q, plan.splits, by.group
+        rows_QH, _ = all_to_all(rows_RH, plan.splits.rows_received, plan.splits.rows_sent, by.group)
+        return segment_sum(rows_QH, plan.rows_of_token, by.triton)
 
     @staticmethod
     def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -354,7 +356,7 @@ def wait(work: dist.Work | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Route:
+class NodePlan:
     """The rows sent to nodes, ordered by node, then token."""
 
     token_Q: torch.Tensor
@@ -376,7 +378,7 @@ class HierarchicalDispatcher:
     inside: dist.ProcessGroup
     """The ranks of this node."""
     triton: bool = False
-    """True if Triton's kernels sort the routes and sum the rows."""
+    """True if Triton's kernels sort the pairs and sum the rows."""
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """Send rows and pairs.
@@ -395,29 +397,29 @@ class HierarchicalDispatcher:
         place = torch.where(used == 1, used.cumsum(0) - 1, rows)
         cell_Q = used.new_empty(rows + 1).scatter_(0, place, torch.arange(len(used), device=used.device))[:rows]
         token_Q, node_Q1 = cell_Q % max(tokens, 1), (cell_Q // max(tokens, 1)).unsqueeze(1)
-        route = _Route(token_Q, segments_of(token_Q, tokens), splits)
+        plan = NodePlan(token_Q, segments_of(token_Q, tokens), splits)
 
         index_QK = index_TK.index_select(0, token_Q) - node_Q1 * here
         # Experts of other nodes become `here`, a padded routing entry inside the node. int32 halves the bytes.
         index_QK = torch.where((index_QK >= 0) & (index_QK < here), index_QK, here).to(torch.int32)
         index_RK, _ = all_to_all(index_QK, splits.rows_sent, splits.rows_received, self.across)
-        weight_RK = _SendRows.apply(exact(weight_TK), route, self._across()).to(weight_TK.dtype)
-        rows_RH = _SendRows.apply(hidden_TH, route, self._across())
+        weight_RK = _SendRows.apply(exact(weight_TK), plan, self._across()).to(weight_TK.dtype)
+        rows_RH = _SendRows.apply(hidden_TH, plan, self._across())
         inside = self._inside().dispatch(rows_RH, index_RK.long(), weight_RK, inside_counts)
-        return (*inside[:3], (route, inside[3]))
+        return (*inside[:3], (plan, inside[3]))
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Return and sum the rows. Collectives: two all-to-alls in forward, inside and across, and two in backward."""
-        route, inside = metadata
-        out_TH: torch.Tensor = SumRows.apply(self._inside().combine(rows_RH, inside), route, self._across())
+        plan, inside = metadata
+        out_TH: torch.Tensor = SumRows.apply(self._inside().combine(rows_RH, inside), plan, self._across())
         return out_TH
 
-    def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
+    def send_token_numbers(self, token_number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Send one number for each row. Collectives: two all-to-alls of 8 bytes a row."""
-        route, inside = metadata
-        number_Q = number_T.index_select(0, route.token_Q)
-        number_R, _ = all_to_all(number_Q, route.splits.rows_sent, route.splits.rows_received, self.across)
-        return self._inside().numbers(number_R, inside)
+        plan, inside = metadata
+        token_number_Q = token_number_T.index_select(0, plan.token_Q)
+        token_number_R, _ = all_to_all(token_number_Q, plan.splits.rows_sent, plan.splits.rows_received, self.across)
+        return self._inside().send_token_numbers(token_number_R, inside)
 
     def _across(self) -> AllToAllDispatcher:
         return AllToAllDispatcher(self.across.size(), self.across, self.triton)
@@ -454,11 +456,11 @@ class _SendRows(torch.autograd.Function):
     """Send each token's values to its nodes, values_TX -> values_RX: the opposite direction of `SumRows`."""
 
     @staticmethod
-    def forward(ctx: Any, values_TX: torch.Tensor, route: _Route, by: AllToAllDispatcher) -> torch.Tensor:
-        ctx.save_for_backward(route.rows_of_token.item_P, route.rows_of_token.start_R1)
-        ctx.splits, ctx.by = route.splits, by
-        values_QX = values_TX.index_select(0, route.token_Q)
-        values_RX, _ = all_to_all(values_QX, route.splits.rows_sent, route.splits.rows_received, by.group)
+    def forward(ctx: Any, values_TX: torch.Tensor, plan: NodePlan, by: AllToAllDispatcher) -> torch.Tensor:
+        ctx.save_for_backward(plan.rows_of_token.item_P, plan.rows_of_token.start_R1)
+        ctx.splits, ctx.by = plan.splits, by
+        values_QX = values_TX.index_select(0, plan.token_Q)
+        values_RX, _ = all_to_all(values_QX, plan.splits.rows_sent, plan.splits.rows_received, by.group)
         return values_RX
 
     @staticmethod

@@ -157,8 +157,8 @@ class _ExpertMlp(torch.autograd.Function):
 
         # Behind the boundary, so that a checkpointed block's second run can end before the down projection.
         deferred.compute = compute
-        number_R = None if dropout is None else dropout.number_P
-        low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R)
+        token_number_R = None if dropout is None else dropout.token_number_P
+        low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, token_number_R)
         # Save index tensors too: attributes of ctx would outlive a checkpointed block's first run.
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
         ctx.mlp, ctx.scalings, ctx.expert_L, ctx.deferred = mlp, scalings, expert_L, deferred
@@ -169,9 +169,9 @@ class _ExpertMlp(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_out_RH = ctx.deferred.gradient()
         rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *others = ctx.saved_tensors
-        up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R, *indices = others
+        up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, token_number_R, *indices = others
         pairs, mlp, (up_scaling, down_scaling) = LocalPairs.of(*indices), ctx.mlp, ctx.scalings
-        dropout = None if number_R is None else Dropout(ctx.dropout[0], ctx.dropout[1], number_R)
+        dropout = None if token_number_R is None else Dropout(ctx.dropout[0], ctx.dropout[1], token_number_R)
         product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
         trains_rows, _, trains_up, trains_down, trains_up_bias, trains_down_bias = ctx.needs_input_grad[:6]
         grad_rows_RH = grad_up = grad_down = grad_up_bias = grad_down_bias = None
@@ -245,7 +245,7 @@ def normed_expert_mlp(
         place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
         one_per_row = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
         rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs, mlp.triton)
-        drop = dropout and replace(dropout, number_P=dropout.number_P.index_select(0, pairs.row_P))
+        drop = dropout and replace(dropout, token_number_P=dropout.token_number_P.index_select(0, pairs.row_P))
         out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), one_per_row, weights, mlp, adapters, drop)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
         # Compute in the wider dtype of the two, since the weights may be fp32, then cast back.
@@ -367,12 +367,10 @@ def _dropped(
     """Return `values` of pairs with their dropout; with `expert_L` each expert of a token has a mask of its own."""
     if dropout is None:
         return values
-    number_P = dropout.number_P.index_select(0, pairs.row_P)
-    salt = dropout.salt
+    number_P, salt = dropout.token_number_P.index_select(0, pairs.row_P), dropout.salt
     if expert_L is not None:
         # Below 2**16 experts, so that no two (token, expert) share a number.
-        number_P = (number_P << 16) + expert_L[pairs.expert_P()]
-        salt += 1
+        number_P, salt = (number_P << 16) + expert_L[pairs.expert_P()], salt + 1
     return values * keep_mask(Dropout(dropout.probability, salt, number_P), values.shape[1], values.dtype)
 
 

@@ -25,8 +25,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import deepep, triton_ops
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, HierarchicalDispatcher, LocalDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
-from expertmesh.experts.layer import Copies, ExpertLayer, SharedExpert, layer_of, sorted_forward
-from expertmesh.experts.micro_batch import real_tokens
+from expertmesh.experts.layer import Copies, ExpertLayer, SharedExpert, experts_forward, sorted_forward
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
 from expertmesh.experts.placement import Placement
 from expertmesh.io.boxes import inverse
@@ -75,7 +74,7 @@ def install(model: nn.Module, anatomy: Anatomy, mesh: Mesh, plan: ExpertsPlan, d
 
     Collectives: none, unless the dispatcher is that of a library, whose buffers all ranks open here.
     """
-    register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
+    register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, experts_forward)
     kernels, shared = plan.kernels, plan.shared
     dispatchers = open_dispatchers(plan.dispatch, anatomy.experts, mesh, kernels.triton, plan.placement.replicas)
     for spec in anatomy.experts:
@@ -89,11 +88,11 @@ def install(model: nn.Module, anatomy: Anatomy, mesh: Mesh, plan: ExpertsPlan, d
         if spec.call == "interface":
             set_experts(experts.config, IMPLEMENTATION)
         elif spec.call == "sorted":
-            replace_forward(experts, partial(sorted_forward, experts, spec, partial(_experts_forward, experts)))
+            replace_forward(experts, partial(sorted_forward, experts, spec, partial(experts_forward, experts)))
         elif spec.call == "dense":
             replace_forward(experts, partial(layer.forward_dense, experts))
         else:
-            replace_forward(experts, partial(_experts_forward, experts))
+            replace_forward(experts, partial(experts_forward, experts))
 
 
 def _places(
@@ -110,13 +109,6 @@ def _places(
     copied = placement.copies[spec.name]
     expert_L = torch.tensor([*order[first:last], *copied[rank]], device=device)
     return expert_L, None, Copies.of(order, copied, mesh.ep_group, device)
-
-
-def _experts_forward(
-    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    real_T = real_tokens(len(top_k_index))
-    return layer_of(experts).forward_counted(experts, hidden_states, top_k_index, top_k_weights, real_T)
 
 
 def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype, experts: int) -> str:

@@ -2,9 +2,9 @@
 
 One forward of `ExpertLayer`, from the router's choice to the block's next line:
 
-    0   enter     transformers calls `experts(...)`, in whose place install.py runs `forward_counted`: it counts the
-                  tokens of each expert (training, first run only), and runs `forward` or takes the result that
-                  selective checkpointing has of the first run.
+    0   enter     transformers calls `experts_forward` for `experts(...)`. `forward_counted` counts the tokens of each
+                  expert (training, first run only), and runs `forward` or takes the result that selective
+                  checkpointing has of the first run.
     1   slots     Translate expert ids to slots, where experts are placed or copied.
     2a  dispatch  Send each token once to each rank that holds any of its experts. A shared expert may compute while
                   the rows are in flight.
@@ -52,7 +52,15 @@ from expertmesh.io.boxes import inverse
 from expertmesh.state.model_view import module_state
 from expertmesh.state.packed import PackedTensor, stored
 from expertmesh.state.patching import replace_forward, set_at
-from expertmesh.state.shards import local_part, local_tensor, placed_like
+from expertmesh.state.shards import local_tensor, placed_like, to_local
+
+
+def experts_forward(
+    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute what transformers calls as `experts(...)`: step 0. Collectives: as `ExpertLayer.forward`."""
+    real_T = real_tokens(len(top_k_index))
+    return layer_of(experts).forward_counted(experts, hidden_states, top_k_index, top_k_weights, real_T)
 
 
 @dataclass(eq=False)
@@ -118,7 +126,8 @@ class ExpertLayer:
                 dropout = None if state is None else state.dropout_of(self.spec.name, len(hidden_TH))
                 if dropout is not None:
                     # One more exchange: a mask follows its token to whichever rank computes it.
-                    dropout = replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
+                    numbers_R = self.dispatcher.send_token_numbers(dropout.token_number_P, metadata)
+                    dropout = replace(dropout, token_number_P=numbers_R)
             with span("experts"):  # 2b
                 weights, adapters = self._weights(experts), self._adapters(experts)
                 if self.spec.post_norm:
@@ -181,7 +190,7 @@ class ExpertLayer:
         """Return this rank's experts in the layout of `mlp`."""
         if self.copies is not None:
             return ExpertWeights(*(self.copies.storages[name] for name in self.spec.parameters))
-        first, second, *others = (local_part(experts.get_parameter(name)) for name in self.spec.parameters)
+        first, second, *others = (to_local(experts.get_parameter(name)) for name in self.spec.parameters)
         if self.spec.flat_gate is not None:
             by_expert = (-1, self.spec.intermediate_size, self.spec.hidden_size)
             # Gate and up that are stored apart become one product; the copy lives for this call.
@@ -270,7 +279,7 @@ def _adapter(experts: nn.Module, name: str) -> Adapter | None:
     # Also while adapters are off: the base alone is the reference of DPO.
     if running_adapters_of(holder) is None or not hasattr(holder, f"{leaf}_lora_A"):
         return None
-    a_LrK, b_LNr = (local_part(holder.get_parameter(f"{leaf}_lora_{which}")) for which in "AB")
+    a_LrK, b_LNr = (to_local(holder.get_parameter(f"{leaf}_lora_{which}")) for which in "AB")
     return Adapter(a_LrK, b_LNr, module_state(holder).lora_scaling[leaf])
 
 

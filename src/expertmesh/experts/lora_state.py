@@ -30,7 +30,7 @@ class Dropout:
     """The probability that an element is dropped."""
     salt: int
     """A number for the seed and the adapted module."""
-    number_P: torch.Tensor
+    token_number_P: torch.Tensor
     """The token of the optimizer step of each row, int64, equal in every layout."""
 
 
@@ -42,7 +42,7 @@ class AdapterState:
     """The probability of `lora.dropout`."""
     seed: int = 0
     """The seed of the masks."""
-    number_T: torch.Tensor | None = None
+    token_number_T: torch.Tensor | None = None
     """Numbers of the tokens of the current micro-batch, int64: unique in a run, equal in every layout."""
     is_off: bool = False
     """True if the base computes alone."""
@@ -51,14 +51,14 @@ class AdapterState:
         """Return the dropout of one adapted module's input of `tokens` rows, or None if there is none."""
         if self.dropout == 0.0:
             return None
-        if self.number_T is None or self.number_T.numel() != tokens:
-            seen = "none" if self.number_T is None else str(self.number_T.numel())
+        if self.token_number_T is None or self.token_number_T.numel() != tokens:
+            seen = "none" if self.token_number_T is None else str(self.token_number_T.numel())
             raise InputError(
                 f"lora.dropout: {module} gets {tokens} rows, but {seen} are numbered; give the batch row_numbers (one "
                 "per sequence, never twice in a run), or set lora.dropout to 0",
                 key="data.row-numbers-mismatch",
             )
-        return Dropout(self.dropout, salt_of(self.seed, module), self.number_T)
+        return Dropout(self.dropout, salt_of(self.seed, module), self.token_number_T)
 
     def dropped(self, x: torch.Tensor, module: str, first_column: int = 0) -> torch.Tensor:
         """Return `x` `[..., in]` with its dropout. Where tp splits `in`, this rank's part starts at `first_column`."""
@@ -103,11 +103,11 @@ def number_rows(
     state = adapter_state(model)
     if state is None or state.dropout == 0.0:
         return
-    state.number_T = None
+    state.token_number_T = None
     if row_numbers_B is not None:
         positions = torch.arange(length, device=row_numbers_B.device)
         # 24 bits for positions: no two tokens of a run share a number, whatever the length of their rows.
-        state.number_T = cut((row_numbers_B[:, None] << 24) + positions).reshape(-1)
+        state.token_number_T = cut((row_numbers_B[:, None] << 24) + positions).reshape(-1)
 
 
 def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: int = 0) -> torch.Tensor:
@@ -115,16 +115,16 @@ def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: in
 
     The columns are those from `first_column` on.
     """
-    number_P = dropout.number_P
-    column_W = torch.arange(first_column, first_column + width, device=number_P.device)
-    keep_PW = torch.empty(number_P.shape[0], width, dtype=dtype, device=number_P.device)
+    token_number_P = dropout.token_number_P
+    column_W = torch.arange(first_column, first_column + width, device=token_number_P.device)
+    keep_PW = torch.empty(token_number_P.shape[0], width, dtype=dtype, device=token_number_P.device)
     # Of the 2**53 values that the upper bits take, as many are dropped as the probability says.
     threshold = int(dropout.probability * 2**53)
     scale = 1.0 / (1.0 - dropout.probability)
     # Some rows at a time: the int64 numbers are four times as large as the mask in bfloat16.
     rows = max(1, _BLOCK_ELEMENTS // max(1, width))
-    start_P = _mixed(number_P * _signed(_GOLDEN) + _signed(dropout.salt))
-    for first in range(0, number_P.shape[0], rows):
+    start_P = _mixed(token_number_P * _signed(_GOLDEN) + _signed(dropout.salt))
+    for first in range(0, token_number_P.shape[0], rows):
         bits = _mixed(start_P[first : first + rows, None] + column_W * _signed(_GOLDEN))
         keep_PW[first : first + rows] = (_shifted(bits, 11) >= threshold).to(dtype).mul_(scale)
     return keep_PW

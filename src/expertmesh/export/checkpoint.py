@@ -37,7 +37,7 @@ from expertmesh.adapters.peft_format import (
 from expertmesh.adapters.plan import AdapterPlan, adapt, plan_of
 from expertmesh.adapters.save import unread_by_engines, write_adapter
 from expertmesh.checkpoint.manifest import Manifest, unsafe_content
-from expertmesh.checkpoint.read import SavedState, check_fits, check_hashes, open_state
+from expertmesh.checkpoint.read import OpenCheckpoint, check_fits, check_hashes, open_state
 from expertmesh.checkpoint.small_files import ADAPTER, HUGGINGFACE, read_layout, read_save_dtype, read_small
 from expertmesh.checkpoint.state import model_state
 from expertmesh.config import LoraConfig
@@ -114,7 +114,7 @@ def export(
     return state.manifest, report
 
 
-def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def stored_model(state: OpenCheckpoint, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the checkpoint's model on meta, in its stored dtypes, to be saved in the layout of training's first files.
 
     A checkpoint of a LoRA run holds the adapters alone; files then have the family's published layout. Reads config and
@@ -144,12 +144,12 @@ def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTr
     return model
 
 
-def holds_adapters(state: SavedState) -> bool:
+def holds_adapters(state: OpenCheckpoint) -> bool:
     """Return whether the checkpoint holds the adapters of a LoRA run, without the model under them."""
     return f"{ADAPTER}/{CONFIG_FILE}" in state.manifest.by_name
 
 
-def sidecar_files(state: SavedState) -> dict[str, Path]:
+def sidecar_files(state: OpenCheckpoint) -> dict[str, Path]:
     """Return the files that belong beside the model's weights (config, tokenizer, template, code), by their path there.
 
     Raises:
@@ -229,7 +229,7 @@ def _refuse(model: PreTrainedModel, weight: str, key: str) -> NoReturn:
 
 @torch.no_grad()
 def _export_adapter(
-    state: SavedState,
+    state: OpenCheckpoint,
     model: PreTrainedModel,
     target: Path,
     values: StateReader,

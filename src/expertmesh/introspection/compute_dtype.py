@@ -32,10 +32,10 @@ from expertmesh.state.patching import exchanged, replace_forward
 class DtypePolicy:
     """The dtype policy of a model under a narrower compute dtype; all parameters not listed are cast."""
 
-    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    in_fp32: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The parameters that are fp32 when they are used, by the module whose call gathers them."""
     routers: tuple[str, ...] = ()
-    """The modules in `kept` that are routers whose inputs are cast to fp32."""
+    """The modules in `in_fp32` that are routers whose inputs are cast to fp32."""
     buffers: tuple[str, ...] = ()
     """The modules whose direct buffers are cast to the compute dtype while they run."""
 
@@ -108,13 +108,13 @@ def plan_compute(
     # Each run that fails names one module; widen its group or cast its buffers, and try again.
     while refused := _run(meta_model, anatomy, compute, policy):
         reader, module = refused.reader, refused.module
-        if reader and reader not in policy.kept and not _has_group(reader, anatomy):
+        if reader and reader not in policy.in_fp32 and not _has_group(reader, anatomy):
             for each in _in_equal_blocks(reader, _equal_blocks(meta_model, anatomy, policy)):
                 kept: dict[str, tuple[str, ...]] = {}
-                for name, leaves in policy.kept.items():  # those inside `each` are gathered by its call
+                for name, leaves in policy.in_fp32.items():  # those inside `each` are gathered by its call
                     holder = each if is_inside(name, each) else name
                     kept[holder] = (*kept.get(holder, ()), *leaves)
-                policy = replace(policy, kept=kept)
+                policy = replace(policy, in_fp32=kept)
         elif (
             reader is None
             and module
@@ -135,13 +135,13 @@ def plan_compute(
 
 def _equal_blocks(meta_model: nn.Module, anatomy: Anatomy, policy: DtypePolicy) -> list[list[str]]:
     """Group the names of blocks with equal settings and tensors of equal dtypes."""
-    kept = {leaf for leaves in policy.kept.values() for leaf in leaves}
+    in_fp32 = {leaf for leaves in policy.in_fp32.values() for leaf in leaves}
 
     def kind(name: str) -> Hashable:
         block = meta_model.get_submodule(name)
         tensors = [*block.named_parameters(), *block.named_buffers()]
-        dtypes = tuple((leaf, tensor.dtype, f"{name}.{leaf}" in kept) for leaf, tensor in tensors)
-        around = (*policy.kept, *policy.routers, *policy.buffers)
+        dtypes = tuple((leaf, tensor.dtype, f"{name}.{leaf}" in in_fp32) for leaf, tensor in tensors)
+        around = (*policy.in_fp32, *policy.routers, *policy.buffers)
         return settings(block), dtypes, tuple(each[len(name) :] for each in around if is_inside(each, name))
 
     return group_by_kind(meta_model, decoder_blocks(anatomy), kind)
@@ -166,12 +166,12 @@ def with_wide_routers(
         name
         for name in anatomy.routers
         if not _has_group(name, anatomy)
-        and not any(is_within(name, kept) or is_inside(kept, name) for kept in policy.kept)
+        and not any(is_within(name, other) or is_inside(other, name) for other in policy.in_fp32)
     ]
     own = {
         name: tuple(leaf for leaf, _ in meta_model.get_submodule(name).named_parameters(prefix=name)) for name in free
     }
-    wide = replace(policy, kept={**policy.kept, **own}, routers=tuple(free))
+    wide = replace(policy, in_fp32={**policy.in_fp32, **own}, routers=tuple(free))
     return wide if free and _is_proven(meta_model, anatomy, compute, wide) else policy
 
 
@@ -184,7 +184,7 @@ def _is_proven(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, po
     """Return whether a model runs with `policy`, from the table of known families or by a run on meta."""
     tensors = [*meta_model.named_parameters(), *meta_model.named_buffers()]
     dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
-    kinds = {re.sub(r"\.\d+", "", name) for name in policy.kept}
+    kinds = {re.sub(r"\.\d+", "", name) for name in policy.in_fp32}
     adapted = any(is_adapter(name) for name, _ in tensors)
     others = ["routers in fp32"] * bool(policy.routers)
     key = proof_key(meta_model, compute, sorted(dtypes), sorted(kinds), adapted, *others)
@@ -214,7 +214,7 @@ def _run(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, policy: 
         The failure; None if it runs, or if it fails in a single dtype too, so that nothing is known.
     """
     repeated = [name for group in _equal_blocks(meta_model, anatomy, policy) for name in group[1:]]
-    kept = {id(meta_model.get_parameter(leaf)): name for name, leaves in policy.kept.items() for leaf in leaves}
+    kept = {id(meta_model.get_parameter(leaf)): name for name, leaves in policy.in_fp32.items() for leaf in leaves}
     watch = _Watch(kept)
     cast: list[torch.Tensor] = [parameter for parameter in meta_model.parameters() if id(parameter) not in kept]
     cast += [buffer for name in policy.buffers for buffer in floating_buffers(meta_model, name).values()]

@@ -48,7 +48,7 @@ from expertmesh.state.model_view import attach, mark_expert_orders
 from expertmesh.state.other_code import guard
 from expertmesh.state.packed import HostCopies, PackedTensor
 from expertmesh.state.patching import set_at
-from expertmesh.state.shards import local_part, rows_of_experts
+from expertmesh.state.shards import rows_of_experts, to_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _check_equal_on_every_rank(model: nn.Module) -> None:
 
 def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None:
     """Do steps 2 to 6 of this module's docstring."""
-    anatomy, compute = plan.anatomy, plan.dtypes[1]
+    anatomy, compute = plan.anatomy, plan.dtypes.compute
     # 2. Routers are frozen on the meta copy too, which with pp stands for the stages of other ranks. It is made at its
     # first use: here, since modules of FSDP2 cannot be copied.
     meta_model = plan.view.meta
@@ -213,7 +213,7 @@ def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) 
             modules if len(modules) > 1 else modules[0],
             mesh=views[group.view],
             mp_policy=MixedPrecisionPolicy(
-                param_dtype=narrow if group.casts else torch.float32,
+                param_dtype=narrow if group.casts_parameters else torch.float32,
                 reduce_dtype=None if reduce == compute else reduce,
                 cast_forward_inputs=False,  # the model's code decides what runs in fp32, as in an unsharded model
             ),
@@ -231,12 +231,12 @@ def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) 
 
 def _of_other_groups(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.Parameter]:
     """Return the parameters in the modules of a group with another mesh or dtype policy than the group."""
-    uncast = {name for other in plan.groups if not other.casts for name in other.parameters}
+    uncast = {name for other in plan.groups if not other.casts_parameters for name in other.parameters}
     return {
         parameter
         for prefix in group.modules
         for name, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix)
-        if view_of(plan.splits.get(name)) != group.view or (name in uncast) is group.casts
+        if view_of(plan.splits.get(name)) != group.view or (name in uncast) is group.casts_parameters
     }
 
 
@@ -284,7 +284,7 @@ def _link_copies(model: nn.Module, anatomy: Anatomy, starts: Collection[str]) ->
         for spec in anatomy.experts:
             if is_inside(spec.name, block):
                 for role, leaf in (("up", spec.up), ("down", spec.down)):
-                    codes = local_part(model.get_submodule(spec.name).get_parameter(leaf))
+                    codes = to_local(model.get_submodule(spec.name).get_parameter(leaf))
                     if isinstance(codes, PackedTensor) and codes.host is not None:
                         if (previous := before.get(role)) is not None:
                             previous.following, codes.host.preceding = codes.host, previous

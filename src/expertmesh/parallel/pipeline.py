@@ -93,7 +93,7 @@ def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, absent: Sequence[str], mes
     Returns:
         The anatomy of this rank's stages.
     """
-    blocks, (_, dtype, _), uncast = cuts.blocks, plan.dtypes, plan.uncast
+    blocks, dtype, uncast = cuts.blocks, plan.dtypes.compute, plan.uncast
     local_stages = stages_of(mesh.layout, mesh.coordinate("pp"))
     pipeline = Pipeline(mesh, blocks, cuts.stages, local_stages, cuts.hidden, dtype)
     # Attach the adapter state too: no module of this stage may be adapted, and it must be found all the same.
@@ -208,7 +208,7 @@ def layers_of(model: nn.Module) -> Layers:
     if planned is not None:
         return planned
     plan, mesh = sharded(model).shard_plan, mesh_of(model)
-    layers_cut, compute = _cut_into_layers(plan, plan.layout.pp), plan.dtypes[1]
+    layers_cut, compute = _cut_into_layers(plan, plan.layout.pp), plan.dtypes.compute
     stages = layers_cut.stages
     pipeline = Pipeline(mesh, layers_cut.blocks, stages, tuple(range(len(stages))), layers_cut.hidden, compute)
     blocks = {number: model.get_submodule(name) for number, name in enumerate(layers_cut.blocks)}

@@ -224,10 +224,10 @@ def refuse_dtypes(
     # What adapters have frozen is in the compute dtype; of a model in memory it may be as wide as the masters.
     wide = not any(map(is_adapter, dtypes)) or set(dtypes.values()) == {master}
     _refuse_mixed_dtypes(dtypes, master, master if wide else compute, kept_in_fp32)
-    casts = DtypePolicy() if compute == master else plan_compute(view.meta, anatomy, compute, kept_in_fp32)
+    policy = DtypePolicy() if compute == master else plan_compute(view.meta, anatomy, compute, kept_in_fp32)
     if router_dtype == "compute" or compute.itemsize > 2:
-        return casts
-    return with_wide_routers(view.meta, anatomy, compute, casts)
+        return policy
+    return with_wide_routers(view.meta, anatomy, compute, policy)
 
 
 def _refuse_mixed_dtypes(

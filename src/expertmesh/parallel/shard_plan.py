@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -75,12 +75,23 @@ class Group:
     """Names of the modules; "" is the root."""
     view: View
     """The mesh that it is sharded over: `Mesh.dense_shard`, `Mesh.dense_tp_shard` or `Mesh.expert_shard`."""
-    casts: bool = True
+    casts_parameters: bool = True
     """True if its parameters are cast to the compute dtype, False if they are used in float32."""
     dims: Mapping[str, int] = field(default_factory=dict)
     """The dim that is sharded, by parameter; dim 0 for parameters that are not listed."""
     parameters: tuple[str, ...] = ()
     """Names of the parameters that it manages."""
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of a sharded model."""
+
+    master: torch.dtype
+    """The parameters that the optimizer updates."""
+    compute: torch.dtype
+    """Gathered parameters in forward and backward."""
+    reduce: torch.dtype
+    """Gradients while ranks sum them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,22 +194,22 @@ class ShardPlan:
         }
 
     @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """The dtypes (of master parameters, of compute, of gradient reduction)."""
+    def dtypes(self) -> Dtypes:
+        """The dtypes of the section `precision`."""
         precision = self.options.precision
-        return getattr(torch, precision.params), getattr(torch, precision.compute), getattr(torch, precision.reduce)
+        return Dtypes(*(getattr(torch, name) for name in (precision.params, precision.compute, precision.reduce)))
 
     @property
     def uncast(self) -> frozenset[str]:
         """The parameters that forward and backward use in float32 under a narrower compute dtype."""
-        return frozenset(name for group in self.groups if not group.casts for name in group.parameters)
+        return frozenset(name for group in self.groups if not group.casts_parameters for name in group.parameters)
 
     @property
     def resolved(self) -> dict[str, str]:
         """The resolved moe.dispatch, moe.compute, moe.kernels and moe.router_dtype, as printed."""
         layers = ", ".join(f"{name} ({count} layers)" for name, count in Counter(self.compute.values()).items())
         compute, routers = self.options.precision.compute, self.anatomy.routers
-        cast = [name for group in self.groups if group.casts for name in group.parameters]
+        cast = [name for group in self.groups if group.casts_parameters for name in group.parameters]
         router_dtype: str = compute
         if routers and self.uncast and not any(is_inside(name, *routers) for name in cast):
             router_dtype = "float32"
@@ -234,12 +245,12 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     tensor, context, cut = plan_axes(view, anatomy, layout, kept_in_fp32=kept_in_fp32, frozen=frozen)
     balance, placed = refuse_model(model, anatomy, moe), options.placement
     refuse_dispatch(moe, layout, anatomy, compute)
-    casts = refuse_dtypes(view, anatomy, precision, kept_in_fp32, moe.router_dtype)
+    policy = refuse_dtypes(view, anatomy, precision, kept_in_fp32, moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     adapters = adapter_state(model)
     if options.compile:
         refuse_compile(adapters, precision.frozen)
-    splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
+    splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, policy.in_fp32)
     # Under selective checkpointing a block's second run has the routed experts' result but not the shared expert's.
     overlaps = not options.compile and options.activation_checkpointing != "selective"
     gathered = [module for group in groups for module in group.modules]
@@ -260,8 +271,8 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         cut=cut,
         splits=splits,
         groups=groups,
-        cast_buffers=casts.buffers,
-        wide_routers=casts.routers,
+        cast_buffers=policy.buffers,
+        wide_routers=policy.routers,
         packed=plan_frozen(view, anatomy, layout, splits, expert_dims, precision.frozen),
         checkpointed=checkpointed,
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
@@ -364,15 +375,16 @@ def plan_groups(
     groups = list(_groups(model, anatomy, layout, tensor, expert_dims, tuple(uncast)))
     # Each parameter belongs to the innermost group with its view and dtype policy.
     in_fp32 = {name for names in uncast.values() for name in names}
-    places = {(each.view, each.casts, module): number for number, each in enumerate(groups) for module in each.modules}
+    kinds = [(group.view, group.casts_parameters) for group in groups]
+    places = {(kinds[number], module): number for number, group in enumerate(groups) for module in group.modules}
     members: list[list[str]] = [[] for _ in groups]
     # List a tied parameter under both of its names: a pipeline stage may hold only one of the two.
     for name, _ in model.named_parameters(remove_duplicate=False):
-        (view, casts), module = (view_of(splits.get(name)), name not in in_fp32), name
-        while module and (view, casts, module) not in places:
+        kind, module = (view_of(splits.get(name)), name not in in_fp32), name
+        while module and (kind, module) not in places:
             module = module.rpartition(".")[0]
-        if (view, casts, module) in places:
-            members[places[view, casts, module]].append(name)
+        if (kind, module) in places:
+            members[places[kind, module]].append(name)
     return splits, tuple(replace(each, parameters=tuple(names)) for each, names in zip(groups, members, strict=True))
 
 
@@ -415,17 +427,17 @@ def _groups(
         yield Group((names[embedding],), "dense")
     yield from (Group((part.name,), "dense_tp") for part in tensor.parts if part.is_split)
     # The loss calls the head while the root is gathered, so a head that is not cast makes the root's group one.
-    root_casts = head is None or names[head] not in uncast
-    others = [name for name in uncast if root_casts or name != names[head]]
+    casts_root = head is None or names[head] not in uncast
+    others = [name for name in uncast if casts_root or name != names[head]]
     for _, inside in itertools.groupby(
         others, key=lambda name: next((block for block in anatomy.blocks if is_inside(name, block)), name)
     ):
-        yield Group(tuple(inside), "dense", casts=False)
-    if not root_casts:
+        yield Group(tuple(inside), "dense", casts_parameters=False)
+    if not casts_root:
         grouped = (*anatomy.blocks, *uncast, names[embedding])
         others = [name for name, _ in model.named_parameters() if not is_inside(name, *grouped)]
         yield from (Group((module,), "dense") for module in dict.fromkeys(name.rpartition(".")[0] for name in others))
-    yield Group(("",), "dense", casts=root_casts)
+    yield Group(("",), "dense", casts_parameters=casts_root)
 
 
 def _expert_groups(spec: ExpertsSpec, layout: Layout, expert_dims: Mapping[str, int]) -> Iterator[Group]:

@@ -260,14 +260,14 @@ def _numbered(module: nn.Module, shape: torch.Size, axes: Sequence[_Axis]) -> It
     Collectives: with dropout, one gather over each axis; every rank of the group calls it.
     """
     state = adapter_state(module)
-    number = None if state is None or state.dropout == 0.0 else state.number_T
+    number = None if state is None or state.dropout == 0.0 else state.token_number_T
     if state is None or number is None or number.numel() != shape.numel():
         yield
         return
     number = number.view(shape)
     for axis in axes:
         number = gather(number, len(shape) - 1, axis.group)
-    with replaced(state, number_T=number.reshape(-1)):
+    with replaced(state, token_number_T=number.reshape(-1)):
         yield
 
 

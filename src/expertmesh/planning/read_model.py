@@ -73,7 +73,7 @@ def figures_of_plan(
     The plan's meta copy is run and left unchanged.
     """
     meta_model: Any = plan.view.meta
-    compute = plan.dtypes[1]
+    compute = plan.dtypes.compute
     fp32 = kept_in_fp32(meta_model, compute)
     state = meta_model.state_dict(keep_vars=True)
     with ExitStack() as stack:

@@ -6,9 +6,15 @@ every placement that FSDP2 and expert parallelism produce: `Replicate`, `Shard`,
 makes of a tensor already sharded on the same dim (experts: ep slice first, efsdp inside it).
 
 A DTensor knows ranges alone, and `moe.placement` may give a rank any experts. Then dim 0 of the DTensor is in the order
-of slots, and the tensor is marked with the expert of each slot. `held_parts` returns the part of a rank in the numbers
-of the model: several boxes, whose values lie one after the other along dim 0. Files, checkpoints, hashes and
-comparisons use these; whoever only counts elements, or computes with each expert alone, may use `stored_box`.
+of slots, and the tensor is marked with the expert of each slot. In the numbers of the model, which files, checkpoints,
+hashes and comparisons use, a rank then holds several boxes, whose values lie one after the other along dim 0:
+
+    held_boxes(tensor)       the boxes of the global tensor that this rank holds
+    held_parts(tensor)       the same boxes, each with a view of its values in memory
+    cut_local(tensor, full)  what the local tensor would hold if the global one were `full`
+    stored_box(tensor)       the single box in the order of slots, for code that counts elements
+    local_tensor(tensor)     the local storage, detached, to read and to write; empty on another stage
+    to_local(tensor)         the local tensor with its gradient, to compute with
 
 Tensors of a model that was split into pipeline stages are marked with their placement. Tensors of other stages are on
 meta: they have a name, a shape and a dtype, and this rank holds an empty part of them. Nothing here communicates except
@@ -74,9 +80,9 @@ def _parts(tensor: Tensor, box: Box) -> list[tuple[Box, Box]]:
     return list(moved_parts(box, tensor.shape[0], order))
 
 
-def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
-    """Return this rank's part of `whole`, which has the shape of the global `tensor`, as its local tensor holds it."""
-    parts = [whole[slices(box)] for box in held_boxes(tensor)]
+def cut_local(tensor: Tensor, full: Tensor) -> Tensor:
+    """Return this rank's part of `full`, which has the shape of the global `tensor`, as its local tensor holds it."""
+    parts = [full[slices(box)] for box in held_boxes(tensor)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -142,16 +148,16 @@ def owns_copy(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's own storage of `tensor`, detached: writing into it writes into the parameter.
+    """Return this rank's storage of `tensor`, detached: writing into it writes into the parameter.
 
     For a tensor on another pipeline stage, an empty tensor on the CPU.
     """
     if is_on_other_stage(tensor):
         return torch.empty([0] * tensor.dim(), dtype=tensor.dtype)
-    return local_part(tensor).detach()
+    return to_local(tensor).detach()
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, with its gradient; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

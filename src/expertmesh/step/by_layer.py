@@ -246,7 +246,7 @@ class Round:
         def record(block: int, call: BlockCall) -> None:
             self._calls[number].calls[block] = call
             # While the model's forward runs, which forgets the tokens' numbers at its end.
-            self._calls[number].token_numbers = None if self._adapters is None else self._adapters.number_T
+            self._calls[number].token_numbers = None if self._adapters is None else self._adapters.token_number_T
 
         with running(self._model, pipeline, layer, entering, behind_blocks=alone) as result, ExitStack() as stack:
             for block, placeholder in pipeline.idle.items():
@@ -263,10 +263,10 @@ class Round:
         recorded = self._calls[number]
         call = recorded.calls[number_of_block]
         if self._adapters is not None:
-            self._adapters.number_T = recorded.token_numbers
+            self._adapters.token_number_T = recorded.token_numbers
         output: Any = call.context.run(block, received, *call.args, **call.kwargs)
         if self._adapters is not None:
-            self._adapters.number_T = None
+            self._adapters.token_number_T = None
         hidden: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
         return hidden
 

@@ -20,7 +20,7 @@ from expertmesh.parallel.routes import refuse_routes
 from expertmesh.parallel.sequence import Batch, sequence_share
 from expertmesh.state.model_view import ModelView, mesh_of
 from expertmesh.state.other_code import refuse_media_on_some_ranks
-from expertmesh.state.shards import local_part, placement_of
+from expertmesh.state.shards import placement_of, to_local
 from expertmesh.step.base_model import model_inputs
 from expertmesh.step.by_layer import Round, layers_held
 from expertmesh.step.loss import loss_of_base, loss_of_batch, refuse_labels, refuse_no_targets
@@ -296,7 +296,7 @@ def _sum_with_other_stage(pipeline: Pipeline, parameter: nn.Parameter) -> None:
     layout, rank = pipeline.mesh.layout, pipeline.mesh.coordinate("pp")
     first, last = 0, (len(pipeline.stages) - 1) % layout.pp
     gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    local = local_part(gradient)
+    local = to_local(gradient)
     received = torch.empty_like(local)
     peer = dist.get_global_rank(pipeline.mesh.pp_group, last if rank == first else first)
     if local.numel():  # both stages shard the weight equally, so the peer skips an empty shard as well

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.compat import norms_of_all, scale_all_
 from expertmesh.state.model_view import ModelView, mesh_of
-from expertmesh.state.shards import is_tied_replica, local_part
+from expertmesh.state.shards import is_tied_replica, to_local
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
@@ -37,9 +37,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without backward leaves the root's parameters gathered, and without gradients
     parameters = ModelView(model).parameters.values()
-    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     # Count a weight that two pipeline stages share once.
-    counted = [local_part(p.grad) for p in parameters if p.grad is not None and not is_tied_replica(p)]
+    counted = [to_local(p.grad) for p in parameters if p.grad is not None and not is_tied_replica(p)]
     total = global_norm(counted, norm_type, model)
     if max_norm is not None and gradients:
         # The rule of torch.nn.utils.clip_grad_norm_, decided on the device: an `if` would wait for it.

@@ -40,7 +40,7 @@ from expertmesh.checkpoint.manifest import (
     tensor_problems,
     unsafe_content,
 )
-from expertmesh.checkpoint.read import Headers, SavedState, file_sha256, fingerprints_in, match_header
+from expertmesh.checkpoint.read import Headers, OpenCheckpoint, file_sha256, fingerprints_in, match_header
 from expertmesh.checkpoint.small_files import (
     ADAPTER,
     HUGGINGFACE,
@@ -61,8 +61,7 @@ from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView, is_adapter
 from expertmesh.training.optimizers.adamw import scale_shape
 from expertmesh.training.resume import read_counters
-from expertmesh.weights.audit import HashedSlice
-from expertmesh.weights.load import ExpertTensors, expert_tensors
+from expertmesh.weights.audit import ExpertTensors, HashedSlice, expert_tensors
 
 _BLOCK_BYTES = 1 << 24
 _BLOCK_ELEMENTS = 1 << 22  # of an expert
@@ -358,7 +357,7 @@ def verify(directory: Path) -> Verification:
         raise
     with WeightFiles(directory, {}) as files:
         check = check_files(directory, manifest, files)
-        state = SavedState(directory, manifest, Headers(directory, manifest), files)
+        state = OpenCheckpoint(directory, manifest, Headers(directory, manifest), files)
         experts, left_out, odd = _verified_experts(state, check)
     texts, slots, without = optimizer_problems(manifest)
     texts = [*small_file_problems(directory, manifest, check), *texts, *odd]
@@ -375,7 +374,9 @@ def verify(directory: Path) -> Verification:
     )
 
 
-def _verified_experts(state: SavedState, check: FileCheck) -> tuple[tuple[VerifiedExperts, ...], str | None, list[str]]:
+def _verified_experts(
+    state: OpenCheckpoint, check: FileCheck
+) -> tuple[tuple[VerifiedExperts, ...], str | None, list[str]]:
     """Return all experts, why they were left out (or None), and the problems of the model or the experts."""
     missing = needed_files(state.manifest) - state.manifest.by_name.keys()
     kinds = (f"{HUGGINGFACE}/", f"{ADAPTER}/", LAYOUT_FILE)
@@ -392,7 +393,7 @@ def _verified_experts(state: SavedState, check: FileCheck) -> tuple[tuple[Verifi
     return experts, None if experts else "none of them has an adapter", list(what_is_odd(experts))
 
 
-def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[VerifiedExperts]:
+def look_at_experts(model: PreTrainedModel, stored: OpenCheckpoint) -> Iterator[VerifiedExperts]:
     """Read all experts of `model` (on meta) from `stored`, or their adapters if the model has any.
 
     Raises:
@@ -447,7 +448,7 @@ def what_is_odd(modules: Sequence[VerifiedExperts]) -> Iterator[str]:
 
 
 def _look_at(
-    tensors: ExpertTensors, boxes: dict[str, list[Box]], expert: int, stored: SavedState
+    tensors: ExpertTensors, boxes: dict[str, list[Box]], expert: int, stored: OpenCheckpoint
 ) -> tuple[str, float, float]:
     """Return the hash and the norm of an expert's tensors, and the share of nonzero elements in its B (0 without)."""
     digest, square, filled, places = hashlib.sha256(), 0.0, 0, 0

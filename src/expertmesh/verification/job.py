@@ -37,7 +37,8 @@ from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options
 from expertmesh.verification.reference.streaming import set_adapters
 from expertmesh.verification.setup import Setup, StepData
-from expertmesh.weights.load import fill, read_whole, start_head
+from expertmesh.weights.first_values import start_head
+from expertmesh.weights.load import fill, read_whole
 
 Boxes = dict[str, list[Box]]  # the boxes of a rank's parts of tensors, by name
 

@@ -22,7 +22,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.parallel.pipeline import layers_of, pipeline_of
 from expertmesh.state.model_view import as_stored, stage_names
-from expertmesh.state.shards import local_tensor, part_of
+from expertmesh.state.shards import cut_local, local_tensor
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers import CHECKS
@@ -32,7 +32,7 @@ from expertmesh.verification.layers.update import NOT_BY_ELEMENT
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check, Mutation
 from expertmesh.verification.setup import Setup, in_float32
-from expertmesh.weights.load import expert_tensors
+from expertmesh.weights.audit import expert_tensors
 
 Checks = Mapping[str, Callable[[Proof], list[Check]]]
 
@@ -108,7 +108,7 @@ def _swap_experts(job: ProvenJob) -> None:
             full = job.full(tensor, held)
             (start, middle), (_, stop) = (experts.rows(tensor, number) for number in (0, 1))
             full[start:stop] = torch.cat([full[middle:stop], full[start:middle]])
-            held.copy_(part_of(tensor, full))
+            held.copy_(cut_local(tensor, full))
 
 
 def _swap_slots(job: ProvenJob) -> None:

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, rank_and_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, Leaf, Piece, blocks, extents, full_box, intersect, slices, volume
@@ -29,7 +30,7 @@ from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import held_boxes, is_on_other_stage, local_values, owns_copy
 from expertmesh.weights.first_values import FirstValues, open_weights
 from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box, read_values
-from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source
+from expertmesh.weights.load import named_source
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, kept_plan, plan_load
 
 AuditMode = Literal["sampled", "full"]
@@ -42,6 +43,31 @@ _BLOCK_ELEMENTS = 1 << 22
 # are dropped after this many bytes, so that host memory does not grow with the files.
 _MAPPED_BYTES, _PER_READ = 64 << 20, 2 << 20
 _EXPERT_NUMBER = re.compile(r"\bexperts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensors:
+    """Parameters of one experts module that hold equal shares of dim 0 for each expert."""
+
+    module: str
+    """Name of the experts module."""
+    count: int
+    """Number of experts."""
+    names: tuple[str, ...]
+    """State-dict names of the parameters."""
+
+    def rows(self, tensor: Tensor, number: int) -> tuple[int, int]:
+        """Return the range (start, stop) of expert `number` on dim 0 of `tensor`.
+
+        It is one index, or several where experts are flattened.
+        """
+        share = tensor.shape[0] // self.count
+        return number * share, (number + 1) * share
+
+    def experts(self, tensor: Tensor, rows: tuple[int, int]) -> range:
+        """Return the experts that have a part in `rows` of dim 0."""
+        share = tensor.shape[0] // self.count
+        return range(rows[0] // share, -(-rows[1] // share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +159,14 @@ def audit_weights(
     total_bytes, experts = (0, ()) if hashed is None else _joined(hashed, auditor.bytes)
     seconds = time.monotonic() - started
     return AuditReport(mode, len(plan.tensors), auditor.files.reads, auditor.bytes, seconds, total_bytes, experts)
+
+
+def expert_tensors(model: PreTrainedModel) -> list[ExpertTensors]:
+    """Return the expert tensors of each experts module, in the order of the anatomy, with state-dict names."""
+    return [
+        ExpertTensors(spec.name, spec.num_experts, tuple(f"{spec.name}.{name}" for name in spec.parameters))
+        for spec in describe(model).experts
+    ]
 
 
 def write_audit(path: Path, report: AuditReport, source: Path) -> None:

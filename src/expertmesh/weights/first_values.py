@@ -8,6 +8,7 @@ values: beside the shards it holds one tensor, or one expert of one, in float32.
 """
 
 import hashlib
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from expertmesh.io.boxes import Box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.patching import exchanged
+from expertmesh.state.shards import cut_local, is_on_other_stage, local_tensor
 from expertmesh.weights.lazy import lazy_tensors
 from expertmesh.weights.quantised.published import PublishedTensors, quantisation
 
@@ -175,6 +177,31 @@ def open_weights(view: ModelView, directory: str | Path, seed: int | None = None
     if seed is None:
         return open_weight_files(directory, view.weights_file)
     return FirstValues(view, Path(directory), seed)
+
+
+@torch.no_grad()
+def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
+    """Give the allocated tensors `names` of a classifier's head their `first_head`. No communication."""
+    here = ModelView(model).tensors
+    for name, values in first_head(model, names, seed).items():
+        if not is_on_other_stage(here[name]):
+            local_tensor(here[name]).copy_(cut_local(here[name], values))
+
+
+def first_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Return the first values of a classifier's head, full and in float32, as drawn after `torch.manual_seed(seed)`."""
+    view = ModelView(model)
+    values: dict[str, Tensor] = {}
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        head = view.full.get_submodule(module)
+        assert isinstance(head, nn.Linear), f"{module} is no linear layer"
+        new = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+        # The caller's random state must not change, nor influence the values: all ranks draw equal ones.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            init_weights(model, new)
+        values |= {f"{module}.{leaf}": parameter.detach() for leaf, parameter in new.named_parameters()}
+    return values
 
 
 def refuse_from_config(config: PreTrainedConfig, directory: Path) -> None:

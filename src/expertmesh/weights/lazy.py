@@ -78,7 +78,7 @@ class LazyTensor(torch.Tensor):
         leaves = ", ".join(dict.fromkeys(piece.leaf.name for piece in self.pieces[:3]))
         return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} pieces of {leaves} ...)"
 
-    def inside(self, box: Box) -> Iterator[Piece]:
+    def pieces_in(self, box: Box) -> Iterator[Piece]:
         """Yield the parts of its pieces that fill elements of `box`."""
         for piece in self.pieces:
             if (common := intersect(piece.dest, box)) is not None:
@@ -345,7 +345,7 @@ def _seen(lazy: LazyTensor, view: Tensor) -> LazyTensor | None:
     if outside or math.prod(sizes.values()) != view.numel():
         return None
     pieces = []
-    for piece in lazy.inside(tuple(window)):
+    for piece in lazy.pieces_in(tuple(window)):
         moved = [(start - first, stop - first) for (start, stop), (first, _) in zip(piece.dest, window, strict=True)]
         dest = tuple((0, 1) if dim is None else moved[dim] for dim in order)
         dims = tuple(None if dim is None else piece.dims[dim] for dim in order)
@@ -377,7 +377,7 @@ def read_values(
 
 def bytes_needed(lazy: LazyTensor, box: Box) -> int:
     """Return the bytes that `read_box` fetches for `box`: of leaves, or of the codes and scales behind them."""
-    return sum(_bytes_of(piece.leaf, piece.source) for piece in lazy.inside(box))
+    return sum(_bytes_of(piece.leaf, piece.source) for piece in lazy.pieces_in(box))
 
 
 def _bytes_of(leaf: Leaf | LazyTensor, box: Box) -> int:
@@ -403,7 +403,7 @@ def _read_packed(lazy: LazyTensor, box: Box, out: PackedTensor, fetch: LeafReade
         units = (first, first + len(packed_XB))
         if kind.published:
             part = (units, *box[1:])
-            pieces = lazy.inside(part)
+            pieces = lazy.pieces_in(part)
             packed_XB.copy_(published_bytes(pieces, part, kind, fetch))
             continue
         wanted = (units, *(whole if cuts else box)[1:])
@@ -444,7 +444,7 @@ class _Reader:
     def read(self, lazy: LazyTensor, box: Box, out: Tensor) -> None:
         """Fill `out` with `box` of `lazy`; every element must come from exactly one piece."""
         filled = 0
-        for piece in lazy.inside(box):
+        for piece in lazy.pieces_in(box):
             self._piece(piece, out[slices(piece.dest, box)])
             filled += volume(piece.dest)
         assert filled == volume(box), f"{lazy!r} supplies {filled} of the {volume(box)} elements of {box}"

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from expertmesh.anatomy import describe
-from expertmesh.compat import init_weights, set_weight_conversions
+from expertmesh.compat import set_weight_conversions
 from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box
@@ -40,7 +39,7 @@ from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_heade
 from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView, Source, attach
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.shards import held_boxes, held_parts, is_on_other_stage, local_tensor, part_of
+from expertmesh.state.shards import held_boxes, held_parts
 from expertmesh.weights.first_values import FirstValues, open_weights, refuse_other_draws
 from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, new_head, plan_load, plan_save
@@ -72,8 +71,6 @@ class LoadReport:
     """The number of tensors that were filled."""
     bytes_read: int
     """Bytes that this rank read from the files."""
-    file_bytes: int
-    """Bytes of all tensors of the files."""
     local_bytes: int
     """Bytes of this rank's shards, in the model's dtypes."""
     ignored: tuple[str, ...]
@@ -170,7 +167,6 @@ def fill_planned(view: ModelView, files: WeightFiles | FirstValues, plan: LoadPl
     report = LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
-        file_bytes=files.total_bytes,
         local_bytes=sum(local.nbytes for parts in shards.values() for _, local in parts),
         ignored=plan.ignored,
         unmapped=summarize_unmapped(unmapped, files.tensors.keys() - set(plan.ignored)),
@@ -195,7 +191,7 @@ def _announced(
     for number, item in enumerate(items):
         while following < len(items) and (following <= number or ahead_bytes < _AHEAD_BYTES):
             name, lazy = items[following]
-            for piece in (piece for box in boxes[name] for piece in lazy.inside(box)):
+            for piece in (piece for box in boxes[name] for piece in lazy.pieces_in(box)):
                 if isinstance(files, WeightFiles) and isinstance(piece.leaf, FileTensor):
                     files.announce(piece.leaf, piece.source)
             ahead_bytes += sizes[following]
@@ -306,61 +302,3 @@ def still_readable(tensors: Sequence[FileTensor]) -> bool:
     except ExpertmeshError:
         return False
     return all(headers[tensor.path].get(tensor.name) == tensor for tensor in tensors)
-
-
-@torch.no_grad()
-def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
-    """Give the allocated tensors `names` of a classifier's head their `first_head`. No communication."""
-    here = ModelView(model).tensors
-    for name, values in first_head(model, names, seed).items():
-        if not is_on_other_stage(here[name]):
-            local_tensor(here[name]).copy_(part_of(here[name], values))
-
-
-def first_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """Return the first values of a classifier's head, full and in float32, as drawn after `torch.manual_seed(seed)`."""
-    view = ModelView(model)
-    values: dict[str, Tensor] = {}
-    for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        head = view.full.get_submodule(module)
-        assert isinstance(head, nn.Linear), f"{module} is no linear layer"
-        new = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
-        # The caller's random state must not change, nor influence the values: all ranks draw equal ones.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            init_weights(model, new)
-        values |= {f"{module}.{leaf}": parameter.detach() for leaf, parameter in new.named_parameters()}
-    return values
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTensors:
-    """Parameters of one experts module that hold equal shares of dim 0 for each expert."""
-
-    module: str
-    """Name of the experts module."""
-    count: int
-    """Number of experts."""
-    names: tuple[str, ...]
-    """State-dict names of the parameters."""
-
-    def rows(self, tensor: Tensor, number: int) -> tuple[int, int]:
-        """Return the range (start, stop) of expert `number` on dim 0 of `tensor`.
-
-        It is one index, or several where experts are flattened.
-        """
-        share = tensor.shape[0] // self.count
-        return number * share, (number + 1) * share
-
-    def experts(self, tensor: Tensor, rows: tuple[int, int]) -> range:
-        """Return the experts that have a part in `rows` of dim 0."""
-        share = tensor.shape[0] // self.count
-        return range(rows[0] // share, -(-rows[1] // share))
-
-
-def expert_tensors(model: PreTrainedModel) -> list[ExpertTensors]:
-    """Return the expert tensors of each experts module, in the order of the anatomy, with state-dict names."""
-    return [
-        ExpertTensors(spec.name, spec.num_experts, tuple(f"{spec.name}.{name}" for name in spec.parameters))
-        for spec in describe(model).experts
-    ]

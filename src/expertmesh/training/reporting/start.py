@@ -155,7 +155,7 @@ def _model_lines(run: Prepared) -> Iterator[str]:
     yield from (f"cp         {line}" for line in plan.context.lines())
     yield from (f"tp         {line}" for line in plan.tensor.lines())
     if config.data.packing and mesh.device.type != "cpu":
-        how = packed_attention_line(model, checked.anatomy, mesh.device, plan.dtypes[1])
+        how = packed_attention_line(model, checked.anatomy, mesh.device, plan.dtypes.compute)
         yield f"packed     rows attend {how}"
     if (pipeline := pipeline_of(model)) is not None:
         yield from (f"stages     {line}" for line in _stage_lines(pipeline, run.batches.accumulation))

@@ -29,12 +29,11 @@ from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target, new_values_of
 from expertmesh.compat import apply_to_tensors
 from expertmesh.state.model_view import ModelView
-from expertmesh.state.shards import local_tensor, part_of
+from expertmesh.state.shards import cut_local, local_tensor
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
-from expertmesh.weights.first_values import FirstValues, open_weights
+from expertmesh.weights.first_values import FirstValues, first_head, open_weights
 from expertmesh.weights.lazy import read_values
-from expertmesh.weights.load import first_head
 from expertmesh.weights.mapping import LoadPlan, kept_plan, plan_load
 
 # Gets the name and the full gradient of a tensor. It is called once for each unit that holds the tensor.
@@ -280,7 +279,7 @@ def set_adapters(model: PreTrainedModel) -> None:
     for weight in (*(target.weight for target in plan.targets), *plan.replaced):
         for name, shape in _shapes(plan, weight).items():
             if name in state:
-                local_tensor(state[name]).copy_(part_of(state[name], adapter_value(name, shape)))
+                local_tensor(state[name]).copy_(cut_local(state[name], adapter_value(name, shape)))
 
 
 def adapter_value(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -333,7 +333,7 @@ def _format_of_rows(lazy: LazyTensor) -> PackedFormat | None:
 
 def _format_of_expert(name: str, lazy: LazyTensor, expert: int, transposed: bool) -> PackedFormat:
     box = ((expert, expert + 1), *full_box(lazy.shape)[1:])
-    pieces = in_order_of_rows(lazy.inside(box), box, transposed)
+    pieces = in_order_of_rows(lazy.pieces_in(box), box, transposed)
     first = pieces[0].leaf
     if not isinstance(first, QuantisedTensor):
         raise _cannot_stay(name, first.name)
