@@ -1,6 +1,7 @@
 """Experts on any rank: a job with `moe.placement` equals the unsharded model, and nothing it writes has its order."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from expertmesh.experts.placement import balanced, copied_loads, slots_from, wri
 from expertmesh.weights.audit import audit_weights
 from tests.adapters.reference import tiny_peft_run, train_adapters
 from tests.checkpoint.tiny import load, save
+from tests.support.collectives import Collectives
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.placements import drawn
@@ -152,6 +154,29 @@ def test_copies_that_are_not_their_experts_turn_it_red(bug: Callable[[Copies], N
 
     for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(ep=2), moe=moe, tamper=tamper), 2):
         assert max(distance.gradient[0], distance.weight[0]) > 1e-4
+
+
+@pytest.mark.parametrize("order", ["by_micro_batch", "by_layer"])
+def test_adapters_of_copies_travel_once_a_step(order: Any, tmp_path: Path) -> None:
+    model: Any = tiny_model(FAMILY)
+    model.save_pretrained(tmp_path / "model")
+    copied = _copied(tmp_path / "placement.json", model, 2, 3)
+
+    def all_to_alls(moe: em.MoeConfig, micro_batches: int) -> int:
+        mesh = em.init_mesh(em.ParallelConfig(ep=2))
+        lora = em.LoraConfig(r=2, targets=("experts",))
+        sharded = em.load_model(tmp_path / "model", mesh, moe=moe, lora=lora, activation_checkpointing="full")
+        ids_BS = torch.arange(12).view(2, 6) + mesh.data_rank
+        batches = [{"input_ids": ids_BS, "labels": ids_BS}] * micro_batches
+        with Collectives() as found:
+            em.forward_backward(sharded, batches, target_tokens=40, accumulate=order)
+        return found.counts["alltoall"]
+
+    layers = len(describe(model).experts)
+    for micro_batches in (1, 3):
+        counts = (shared_ranks(partial(all_to_alls, moe, micro_batches), 2) for moe in (copied, em.MoeConfig()))
+        with_copies, without = counts
+        assert [more - fewer for more, fewer in zip(with_copies, without, strict=True)] == [2 * layers] * 2
 
 
 def test_tokens_of_a_copied_expert_go_to_all_that_hold_it_by_turns() -> None:

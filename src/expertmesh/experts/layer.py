@@ -15,9 +15,10 @@ One forward of `ExpertLayer`, from the router's choice to the block's next line:
 install.py puts the layer into a model. Router, shared experts and block stay the model's own code.
 
 `Copies` holds copies of other ranks' experts beside a rank's own, so that ranks share their tokens (`moe.replicas`).
-Copied experts are frozen: their weights are fetched once from the ranks that own them. Adapters on them train: each
-forward exchanges those of copied experts, and its backward sends the gradients of the copies to the owners, which sum
-them. Files, checkpoints and hashes contain no copies.
+Copied experts are frozen: their weights are fetched once from the ranks that own them. Adapters on them train: a step
+exchanges those of copied experts before its first forward, and at its end sends the gradients of the copies to the
+owners, which sum them (`copies_of_step`); a forward outside a step does so for itself. Files, checkpoints and hashes
+contain no copies.
 
     T tokens here, K top-k, H hidden, R rows and P pairs received, E experts, L experts of this rank; a trailing 1 is a
     dim of size 1
@@ -25,8 +26,8 @@ them. Files, checkpoints and hashes contain no copies.
     F numbers of an expert, M most ranks that hold an expert
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -198,9 +199,13 @@ class ExpertLayer:
             return ExpertWeights(up, others[0].view(by_expert).transpose(1, 2))
         return ExpertWeights(first, second, *others)
 
+    def own_adapters(self, experts: nn.Module) -> tuple[Adapter | None, Adapter | None]:
+        """Return the adapters of the up and the down projection, without copies; None for one that has none."""
+        return _adapter(experts, self.spec.up), _adapter(experts, self.spec.down)
+
     def _adapters(self, experts: nn.Module) -> Adapters | None:
         """Return the adapters of this rank's experts, or None."""
-        up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
+        up, down = self.own_adapters(experts)
         if self.copies is not None and (up is not None or down is not None):
             up, down = self.copies.with_adapters(up, down)
         return None if up is None and down is None else Adapters(up, down, self.expert_L)
@@ -283,6 +288,10 @@ def _adapter(experts: nn.Module, name: str) -> Adapter | None:
     return Adapter(a_LrK, b_LNr, module_state(holder).lora_scaling[leaf])
 
 
+def _tensors(adapters: Sequence[Adapter | None]) -> list[torch.Tensor]:
+    return [tensor for adapter in adapters if adapter is not None for tensor in (adapter.a_LrK, adapter.b_LNr)]
+
+
 @dataclass(eq=False)
 class Copies:
     """The copies on a rank of an EP group, for one layer, and the experts that it sends to other ranks."""
@@ -303,6 +312,8 @@ class Copies:
     """The number of these slots, int64."""
     storages: dict[str, torch.Tensor] = field(default_factory=dict)
     """Frozen weights `[S, ...]` by the parameter's name in the experts module, which is a view of the first L."""
+    adapters_of_step: Sequence[torch.Tensor] | None = None
+    """During a step, the copies' adapters `[C, ...]`: leaves, in which the step's gradients gather. Else None."""
 
     @classmethod
     def of(cls, order: Sequence[int], copies: Copied, group: dist.ProcessGroup, device: torch.device) -> "Copies":
@@ -355,15 +366,16 @@ class Copies:
     def with_adapters(self, *local: Adapter | None) -> list[Adapter | None]:
         """Return adapters `[S, ...]` of this rank's own `[L, ...]`, differentiable.
 
-        Collectives: every rank of the group calls it; one all-to-all in forward, one in backward.
+        Collectives: every rank of the group calls it; outside a step one all-to-all in forward, one in backward.
         """
-        tensors = [tensor for adapter in local if adapter is not None for tensor in (adapter.a_LrK, adapter.b_LNr)]
-        joined = (torch.cat(pair) for pair in zip(tensors, self.exchanged(tensors), strict=True))
+        tensors = _tensors(local)
+        copied = self.exchanged(tensors) if self.adapters_of_step is None else self.adapters_of_step
+        joined = (torch.cat((own, copy.to(own.dtype))) for own, copy in zip(tensors, copied, strict=True))
         return [adapter and Adapter(next(joined), next(joined), adapter.scaling) for adapter in local]
 
     def exchanged(self, local: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the values `[C, ...]` of copies of each tensor of `local`, `[L, ...]`, differentiable."""
-        # Every rank of the group comes here, with tokens or without: two collectives in each forward and its backward.
+        # Every rank of the group comes here, with tokens or without.
         copied: Sequence[torch.Tensor] = _Exchanged.apply(self, *local)
         return copied
 
@@ -388,3 +400,30 @@ class _Exchanged(torch.autograd.Function):
         # Not by `index_add_`, which adds in another order on each run on a GPU.
         summed = (segment_sum(part, copies.by_owner).view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))
         return None, *summed
+
+
+@contextmanager
+def copies_of_step(model: nn.Module) -> Iterator[None]:
+    """Exchange the adapters of copied experts once, and the gradients of the copies once, for all forwards inside.
+
+    Collectives: every rank calls it; over the EP group one all-to-all at the start and one at the end for each layer
+    that has copies with adapters.
+    """
+    exchanged = list[tuple[Copies, Sequence[torch.Tensor]]]()
+    for experts in model.modules():
+        layer = module_state(experts).expert_layer
+        if layer is not None and layer.copies is not None and (own := _tensors(layer.own_adapters(experts))):
+            exchanged.append((layer.copies, layer.copies.exchanged(own)))
+    try:
+        for copies, values in exchanged:
+            copies.adapters_of_step = [value.detach().requires_grad_(value.requires_grad) for value in values]
+        yield
+        for copies, values in exchanged:
+            if values[0].requires_grad:
+                leaves = copies.adapters_of_step or ()
+                # A leaf without a gradient sends zeros: skipping the collective would hang the owner.
+                grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+                torch.autograd.backward(values, grads)
+    finally:
+        for copies, _ in exchanged:
+            copies.adapters_of_step = None

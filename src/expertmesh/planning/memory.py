@@ -252,7 +252,7 @@ def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
         master=state.master,
         gradients=state.master * worst.accumulated,
         moments=state.moments,
-        unsharded=worst.unsharded,
+        unsharded=worst.unsharded + state.copies,
         activations=worst.activations + memory.teacher_hidden(stage),
         dispatch=worst.dispatch,
         logits=worst.logits,
@@ -370,7 +370,7 @@ class RankMemory:
                 most, worst = held, moment
         assert worst is not None
         beside = self.teacher_state(stage) + self.teacher_hidden(stage)
-        return most + beside + state.frozen + state.master + state.moments, worst
+        return most + beside + state.frozen + state.master + state.moments + state.copies, worst
 
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yield every moment of a step at which the peak of one pp rank can be."""

@@ -178,6 +178,8 @@ class ResidentState:
     master: float
     """Parameters that train; their gradients take as many."""
     moments: float
+    copies: float
+    """Adapters of copied experts, with their gradients; only during a step."""
 
 
 def resident_state(
@@ -195,7 +197,7 @@ def resident_state(
 def _state(
     rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: OptimizerName, offload: str, replicas: int
 ) -> ResidentState:
-    frozen = master = moments = 0.0
+    frozen = master = moments = copies = 0.0
     for group, times in rank.groups:
         sizes = group_bytes(group, ranks, tp, optimizer)
         frozen += times * sizes.frozen
@@ -211,12 +213,13 @@ def _state(
             copied = times * weight.elements * replicas
             frozen += 0 if weight.trains or on_host else (here + copied) * weight.bytes
             if weight.trains:
+                copies += 2 * copied * weight.bytes
                 master += here * weight.bytes
                 cut = parts_of_last_dim(experts, weight, layout)
                 moments += moment_bytes(
                     optimizer, weight.shape, int(weight.bytes), is_matrix=weight.is_matrix, here=here, cut=cut
                 )
-    return ResidentState(frozen, master, moments)
+    return ResidentState(frozen, master, moments, copies)
 
 
 def parts_of_last_dim(experts: Experts, weight: ExpertWeight, layout: Layout) -> int:

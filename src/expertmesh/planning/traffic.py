@@ -239,10 +239,6 @@ def _of_tokens(
             back = runs - block.ends_in_experts(mode, shared_beside=runs_shared_beside(layout, ep_nodes))
             dispatched = _of_dispatch(block.experts, model.compute_bytes, routed, (runs, back), (layout.ep, ep_nodes))
             found += [each.times(times) for each in dispatched]
-            if copied := model.replicas * block.experts.elements(trains=True) * BYTES_OF[model.precision.params]:
-                # The adapters of copies, and their gradients on the way back.
-                exchanged = Transfer("ep", "all_to_all", runs + 1, (runs + 1) * copied, layout.ep)
-                found.append(exchanged.times(times))
         found += [each.times(times) for each in _of_sequence(block, model, layout, rows, mode)]
     if rank.is_last:
         found += _of_vocabulary(model, layout, rows)
@@ -258,7 +254,10 @@ def _of_tokens(
 def _of_experts(
     model: ModelFigures, rank: PipelineRank, layout: Layout, passes: int, stays: tuple[Block, ...]
 ) -> Iterator[Transfer]:
-    """Yield a rank's experts over efsdp, and over replicas; those of `stays` are gathered once in a pass."""
+    """Yield a rank's experts over efsdp, and over replicas, and the adapters of copies over ep.
+
+    Experts of `stays` are gathered once in a pass.
+    """
     layers, gathered, reduced = _experts(model, rank.blocks)
     once, stay, _ = _experts(model, tuple((block, 1) for block in stays))
     calls, size = passes * (2 * layers - once), passes * (2 * gathered - stay) / layout.ep
@@ -266,6 +265,9 @@ def _of_experts(
     yield Transfer("efsdp", "all_gather", calls, size, layout.efsdp, True)
     yield Transfer("efsdp", "reduce_scatter", passes * layers, passes * reduced, layout.efsdp, True)
     yield Transfer("replicate", "all_reduce", layers, reduced / layout.efsdp, layout.replicate, True)
+    adapted = sum(times * each.experts.elements(trains=True) for each, times in rank.blocks if each.experts)
+    if copied := model.replicas * adapted:  # values before the first forward, gradients after the last backward
+        yield Transfer("ep", "all_to_all", 2 * layers, 2 * copied * BYTES_OF[model.precision.params], layout.ep)
 
 
 @cache

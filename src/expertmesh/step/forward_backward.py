@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.config.errors import InputError
+from expertmesh.experts.layer import copies_of_step
 from expertmesh.parallel.pipeline import Layers, Pipeline, layers_of, pipeline_of
 from expertmesh.parallel.routes import refuse_routes
 from expertmesh.parallel.sequence import Batch, sequence_share
@@ -141,12 +142,19 @@ def run_step(
             "forward_backward: a step needs a micro-batch; give each rank as many as the others",
             key="data.no-micro-batch",
         )
-    sums = _Sums(micro_batches, objective)
-    if order.by_layer and len(micro_batches) > 1:
-        return _by_layer(model, layers_of(model), micro_batches, objective, sums, chunk_tokens, order)
-    pipeline = pipeline_of(model)
-    if pipeline is not None:
-        return _through_stages(model, pipeline, micro_batches, objective, sums, chunk_tokens)
+    with copies_of_step(model):
+        sums = _Sums(micro_batches, objective)
+        if order.by_layer and len(micro_batches) > 1:
+            return _by_layer(model, layers_of(model), micro_batches, objective, sums, chunk_tokens, order)
+        if (pipeline := pipeline_of(model)) is not None:
+            return _through_stages(model, pipeline, micro_batches, objective, sums, chunk_tokens)
+        return _one_by_one(model, micro_batches, objective, sums, chunk_tokens)
+
+
+def _one_by_one(
+    model: nn.Module, micro_batches: Sequence[Batch], objective: Objective, sums: "_Sums", chunk_tokens: int
+) -> StepLosses:
+    """Run the step one micro-batch after the other. Collectives: as `forward_backward`."""
     with router_losses(model, micro_batches) as router_loss:
         for index, batch in enumerate(micro_batches, start=1):
             if isinstance(model, FSDPModule) and mesh_of(model).layout.replicate > 1:

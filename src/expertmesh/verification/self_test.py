@@ -7,8 +7,9 @@ wrong.
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def bugs(proof: Proof) -> list[Bug]:
     lora = setup.config.lora
     none = None if lora is not None and "experts" in lora.targets else "no adapters on experts"
     copied = Bug("the gradients of copied experts lost", "backward", Hooks(loaded=_lose_copies), refusal=none)
+    stale_copies = Bug("adapters of copies as at the start", "forward", Hooks(loaded=_keep_stale), refusal=none)
     placed = Bug("two experts of a placement exchanged", "forward", Hooks(loaded=_swap_slots))
     single = "needs two micro-batches" if len(setup.steps[0].batches(layout, 0).micro_batches) == 1 else None
     exchanged, early = Hooks(loaded=_exchange_gradients), Hooks(loaded=_reduce_early)
@@ -81,7 +83,7 @@ def bugs(proof: Proof) -> list[Bug]:
     return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
         *([placed] if setup.config.moe.placement != "contiguous" else []),
-        *([copied] if setup.config.moe.replicas else []),
+        *([copied, stale_copies] if setup.config.moe.replicas else []),
         *([swapped] if setup.config.trained_precision.frozen is not None else []),
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
@@ -131,6 +133,17 @@ def _lose_copies(job: ProvenJob) -> None:
     for layer in _last_layer(job):
         assert layer.copies is not None
         layer.copies.exchanged = torch.no_grad()(layer.copies.exchanged)  # type: ignore[method-assign]
+
+
+def _keep_stale(job: ProvenJob) -> None:
+    """Let the adapters of copies be zero, as B is before the first step, with their gradients."""
+    for layer in _last_layer(job):
+        assert layer.copies is not None
+        layer.copies.exchanged = partial(_zeros, layer.copies.exchanged)  # type: ignore[method-assign]
+
+
+def _zeros(exchanged: Callable[[Sequence[Tensor]], Sequence[Tensor]], own: Sequence[Tensor]) -> list[Tensor]:
+    return [value - value.detach() for value in exchanged(own)]
 
 
 @torch.no_grad()
