@@ -82,19 +82,19 @@ def test_train_reads_how_long_and_how_often_it_may_run(
 
 def test_check_and_inspect_receive_their_arguments(config: str, calls: list[tuple[Any, ...]]) -> None:
     assert main(["check", config, "train.seed=1", "--samples", "5"]) == 0
-    assert main(["inspect", "some/model", "--world-size", "8", "--trust-remote-code"]) == 0
+    assert main(["inspect", "some/model", "--trust-remote-code"]) == 0
     assert main(["inspect", "some/model"]) == 0
     assert calls[0][0].train.seed == 1
     assert calls[0][1] == 5
-    assert calls[1:] == [("some/model", 8, True), ("some/model", None, False)]
+    assert calls[1:] == [("some/model", True), ("some/model", False)]
 
 
 def test_plan_export_and_report_receive_their_arguments(calls: list[tuple[Any, ...]]) -> None:
-    assert main(["plan", "m", "--devices", "8 h100", "--lora", "r=4", "--tokens", "10B", "--lora", "alpha=8"]) == 0
+    assert main(["plan", "m", "--devices", "8 h100", "--lora", "r=4", "--lora", "alpha=8"]) == 0
     assert main(["export", "run", "--output=out", "--max-shard-size", "4GiB", "--dtype", "bfloat16"]) == 0
     assert main(["report", "run"]) == 0
     assert calls == [
-        (PlanOptions(model="m", devices="8 h100", lora=["r=4", "alpha=8"], tokens=1e10),),
+        (PlanOptions(model="m", devices="8 h100", lora=["r=4", "alpha=8"]),),
         ("run", "out", "bfloat16", 4 << 30, False, None),
         (["run"], None),
     ]

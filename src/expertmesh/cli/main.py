@@ -212,11 +212,10 @@ def _preflight(config: Config, ranks: int, ranks_per_node: int) -> None:
 @verb
 def inspect(
     model: Model,
-    world_size: Annotated[int | None, N(help="show the layouts for N ranks")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> int:
-    """show what a model is made of and how it can be laid out"""
-    return call("expertmesh.cli.inspect:run", model, world_size, trust_remote_code)
+    """show what a model is made of, from its configuration alone"""
+    return call("expertmesh.cli.inspect:run", model, trust_remote_code)
 
 
 @verb
