@@ -345,7 +345,6 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert main(["plan", *small, "2x2 cpu", "--tokens", "1M", "--price", "2"]) == 0
     out = capsys.readouterr().out
     assert "at its peak" in out
-    assert re.search(r"blocks +none +selective +full\n +2 +MoE", out)
     assert "not hidden" in out
     assert "token budget" in out
     assert main(["plan", *small, "2x2 cpu", "--optimizer", "muon", "--yaml"]) == 0
@@ -353,8 +352,6 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert main(["plan", *small, "2x2 cpu", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["candidates"][0]["memory"]["total"] > 0
-    (kept,) = content["activations"]
-    assert kept["by_mode"]["full"] < kept["by_mode"]["selective"] < kept["by_mode"]["none"]
     assert main(["plan", *small, "2x2 abacus"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--mtbf", "0"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--imbalance", "nan"]) == 2

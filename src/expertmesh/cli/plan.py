@@ -38,7 +38,6 @@ from expertmesh.introspection.attention import packing_refusal
 from expertmesh.io.terminal import plural
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import ShardOptions
-from expertmesh.planning.blocks import saved_by_kind
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.read_model import figures_of_plan
@@ -51,7 +50,6 @@ from expertmesh.planning.search import (
     RunCosts,
     cards_that_fit,
     measured_imbalance,
-    modes,
     plan,
     run_costs,
 )
@@ -239,23 +237,8 @@ def print_candidates(console: Console, name: str, job: Job, candidates: Sequence
 
 
 def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> None:
-    """Print the first layout in detail: memory, activations, traffic, time and what a run costs."""
+    """Print the first layout in detail: memory, traffic, time and what a run costs."""
     print_rows(console, f"memory of a rank of the first, at its peak ({best.memory.moment})", None, _memory(job, best))
-    tokens = best.workload.batch.rows * job.model.length
-    kinds = saved_by_kind(best.workload, modes(job.model))
-    print_rows(
-        console,
-        f"activations that a rank keeps of a block and a micro-batch of {tokens:,} tokens",
-        ("blocks", "", *kinds[0].by_mode),
-        [
-            (
-                str(kind.blocks),
-                "MoE" if kind.has_experts else "dense",
-                *(bytes_text(int(n)) for n in kind.by_mode.values()),
-            )
-            for kind in kinds
-        ],
-    )
     per_node, several = job.devices.per_node, job.devices.nodes > 1
     links = [
         (
@@ -373,7 +356,6 @@ def as_json(options: PlanOptions, found: Plan, best: Candidate, costs: RunCosts)
             }
             for each in found.candidates
         ],
-        "activations": [asdict(kind) for kind in saved_by_kind(best.workload, modes(model))],
         "rejected": [{"layout": axes(each.layout), "reason": each.reason} for each in found.rejected],
         "run": asdict(costs),
         "hardware": found.job.devices.hardware.model_dump(mode="json"),

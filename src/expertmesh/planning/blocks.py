@@ -5,8 +5,6 @@ Each formula follows the code it is about and says which: FSDP2's groups (parall
 the probe. docs/formulas.md derives them. What layouts have in common is computed once (`block_memory`).
 """
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -79,19 +77,6 @@ class BlockSharding:
     def part(self) -> float:
         """Sequences of a rank, of which cp and tp ranks share each."""
         return self.rows / (self.cp * self.tp)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedActivations:
-    """Activations that equal blocks save for backward."""
-
-    first: int
-    """Number of the first of these blocks in the model, from 0."""
-    blocks: int
-    """Number of equal blocks."""
-    has_experts: bool
-    by_mode: dict[CheckpointingMode, float]
-    """Bytes that one of them saves of a micro-batch, by checkpointing mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +173,6 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
         growing=figures.gradients / sharding.tp,
         experts=experts,
     )
-
-
-def saved_by_kind(workload: Workload, modes: Sequence[CheckpointingMode]) -> list[SavedActivations]:
-    """Return the saved activations of each kind of block of the full model, in the order of their first."""
-    model, sharding = workload.model, BlockSharding.of(workload)
-    return [
-        SavedActivations(
-            first=model.blocks.index(block),
-            blocks=count,
-            has_experts=block.experts is not None,
-            by_mode={mode: block_memory(model, block, mode, sharding).saved for mode in modes},
-        )
-        for block, count in Counter(model.blocks).items()
-    ]
 
 
 def hidden_bytes(model: ModelFigures, sharding: BlockSharding) -> float:
