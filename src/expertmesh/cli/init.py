@@ -36,7 +36,7 @@ from expertmesh.model import ModelOptions
 from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
 from expertmesh.planning.read_model import figures_of_teacher
-from expertmesh.planning.search import GIB, Candidate, Job, plan, run_costs, variants
+from expertmesh.planning.search import GIB, Candidate, Job, checkpoint_bytes, plan, variants
 from expertmesh.training.objective import Teacher
 from expertmesh.training.startup.model_check import Checked, OrderWish
 from expertmesh.training.startup.preflight import preflight
@@ -253,7 +253,7 @@ def _comments(
         step += f"; about {sizes.steps:,} steps an epoch"
     experts = checked.anatomy.num_experts
     here = f"all {experts} experts" if layout.ep == 1 else f"{experts // layout.ep} of {experts} experts"
-    size = bytes_text(int(run_costs(choice.job, choice.best, None, None, None).checkpoint_bytes))
+    size = bytes_text(int(checkpoint_bytes(choice.job, choice.best.layout)))
     comments = {
         ("data", "train"): found.what,
         ("data", "max_length"): found.lengths,

@@ -242,7 +242,7 @@ def prepare(
 @verb
 @with_options(PlanOptions)
 def plan(options: PlanOptions) -> int:
-    """predict memory, speed and cost of every layout, without GPUs"""
+    """predict memory and speed of every layout, without GPUs"""
     given = [f"--{name}" for name in ("yaml", "json") if getattr(options, name)]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them", key="cli.usage")

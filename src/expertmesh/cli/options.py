@@ -15,7 +15,6 @@ from expertmesh.config.sections import Accumulate, OptimizerName
 from expertmesh.verification.options import DEFAULT_TOKENS, LAYERS
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_THOUSANDS = ("", "K", "M", "B", "T")
 
 
 def duration(text: str) -> float:
@@ -53,14 +52,6 @@ def size(text: str) -> int:
     if count < 1:
         raise ValueError(f"{text!r} is not a size; write 5GB, 500MB, 4GiB or bytes")
     return count
-
-
-def token_count(text: str) -> float:
-    """Return a number of tokens: `10B`, `500M`, `1e9`."""
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
-    if matched is None or float(matched[1]) == 0:
-        raise ValueError(f"{text!r} is not a number of tokens; write 10B, 500M, 1e9 or a number")
-    return float(matched[1]) * 1000.0 ** _THOUSANDS.index(matched[2].upper())
 
 
 # Options that several verbs share.
@@ -139,13 +130,6 @@ class PlanOptions:
     no_packing: Annotated[bool, Option("--no-packing", help="one sample per sequence, so no mask between them")] = False
     goal: Annotated[Literal["speed", "memory"], Option(help="what to rank by")] = "speed"
     top: Annotated[int, N(help="layouts to show")] = 8
-    tokens: Annotated[
-        float | None, Option(metavar="N", parser=token_count, help="token budget for time and cost: 10B, 500M, 1e9")
-    ] = None
-    price: Annotated[float | None, Option(metavar="P", help="of one device and hour")] = None
-    mtbf: Annotated[
-        float | None, Option(metavar="HOURS", help="of one device between failures (default: the hardware table's)")
-    ] = None
     imbalance: Annotated[float, Option(metavar="X", help="rows of the busiest expert rank over the mean")] = 1.0
     load: Annotated[
         str | None, Option(metavar="RUN_OR_FILE", help="instead: measured, in a run's expert_load.json")

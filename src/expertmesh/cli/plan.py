@@ -42,16 +42,13 @@ from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import (
-    CARDS,
     GIB,
     Candidate,
     Job,
     Plan,
-    RunCosts,
-    cards_that_fit,
+    checkpoint_bytes,
     measured_imbalance,
     plan,
-    run_costs,
 )
 from expertmesh.planning.traffic import bytes_between_nodes
 from expertmesh.training.startup.model_check import OrderWish, longest, refuse_length
@@ -101,24 +98,22 @@ def _run(options: PlanOptions) -> int:
     found = plan(job, options.goal)
     best = found.best
     if best is None:
-        lines = [f"no layout fits on {devices}", *rejection_lines(found), *cards_lines(job)]
+        lines = [f"no layout fits on {devices}", *rejection_lines(found)]
         raise InputError("\n".join(lines), key="plan.nothing-fits")
     if options.yaml:
         print(_yaml(options, job, best, lora, why_unpacked), end="")
         return 0
-    costs = run_costs(job, best, options.tokens, options.price, options.mtbf)
     splits = divisors(gcd(devices.count, figures.anatomy.num_experts))[1:]
     if options.json:
         load = [] if loads is None else [loads_over(loads, balanced(loads, ep)) for ep in splits]
-        print(json.dumps(as_json(options, found, best, costs) | {"load": load}, indent=2))
+        print(json.dumps(as_json(options, found, best) | {"load": load}, indent=2))
         return 0
     console = Terminal()
     print_candidates(console, options.model, job, found.candidates[: options.top])
-    print_best(console, job, best, costs)
+    print_best(console, job, best)
     print_rows(console, "assumed, as no option says otherwise", None, list(assumptions(options, job)))
     if loads is not None and splits:
         print_loads(console, f"{options.load}; planned with contiguous", loads, [balanced(loads, ep) for ep in splits])
-    console.print(*cards_lines(job), sep="\n", soft_wrap=True)
     if found.rejected:
         console.print("rejected", *(f"  {line}" for line in rejection_lines(found)), sep="\n", soft_wrap=True)
     if why_unpacked is not None:
@@ -127,10 +122,6 @@ def _run(options: PlanOptions) -> int:
 
 
 def _check(options: PlanOptions) -> None:
-    if options.mtbf is not None and not 0 < options.mtbf < inf:
-        raise InputError(f"--mtbf {options.mtbf:g}: must be more than 0 hours", key="cli.usage")
-    if options.price is not None and not 0 <= options.price < inf:
-        raise InputError(f"--price {options.price:g}: must be a number of at least 0", key="cli.usage")
     if options.offload != "none" and options.frozen is None:
         raise InputError(f"--offload {options.offload}: packed experts alone; give --frozen as well", key="cli.usage")
     if options.load is not None and options.imbalance != 1:
@@ -236,8 +227,8 @@ def print_candidates(console: Console, name: str, job: Job, candidates: Sequence
         console.print(crossing, soft_wrap=True)
 
 
-def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> None:
-    """Print the first layout in detail: memory, traffic, time and what a run costs."""
+def print_best(console: Console, job: Job, best: Candidate) -> None:
+    """Print the first layout in detail: memory, traffic and time."""
     print_rows(console, f"memory of a rank of the first, at its peak ({best.memory.moment})", None, _memory(job, best))
     per_node, several = job.devices.per_node, job.devices.nodes > 1
     links = [
@@ -268,14 +259,6 @@ def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> 
     rows = [(name, f"{value:.3f} s") for name, value in seconds.items()]
     rows += [("pipeline bubble", f"{speed.bubble:.1%} on top")] if speed.bubble else []
     print_rows(console, "time of a step", None, rows)
-    save = f"{costs.save_seconds:.0f} s to write, best every {costs.interval_seconds / 60:.0f} min"
-    lost = f"{costs.lost:.1%} of the time, with a failure every {costs.hours_between_failures:,.0f} h"
-    rows = [("checkpoint", f"{bytes_text(int(costs.checkpoint_bytes))}, {save}"), ("lost", lost)]
-    if costs.hours is not None and costs.device_hours is not None:
-        rows.append(("token budget", f"{costs.hours:,.1f} h, {costs.device_hours:,.0f} device hours"))
-    if costs.cost is not None:
-        rows.append(("cost", f"{costs.cost:,.0f}"))
-    print_rows(console, "run", None, rows)
 
 
 def rejection_lines(found: Plan) -> list[str]:
@@ -287,15 +270,6 @@ def rejection_lines(found: Plan) -> list[str]:
     lines = [f"{' or '.join(names[:3])}{' ...' if len(names) > 3 else ''}: {why}" for why, names in by_reason.items()]
     more = len(lines) - REJECTED_SHOWN
     return lines[:REJECTED_SHOWN] + ([f"... and {more} more reasons (--json lists all)"] if more > 0 else [])
-
-
-def cards_lines(job: Job) -> Iterator[str]:
-    """Yield which cards train a base that stays packed alone."""
-    if job.model.precision.frozen is None:
-        return
-    needed, cards = cards_that_fit(job)
-    sizes = ("" if cards else "none of ") + ", ".join(f"{size} GB" for size in cards or CARDS)
-    yield f"one device by itself, one sequence at a time: {needed / GIB:.1f} GiB, which fits on {sizes}"
 
 
 def assumptions(options: PlanOptions, job: Job) -> Iterator[tuple[str, str]]:
@@ -310,7 +284,6 @@ def assumptions(options: PlanOptions, job: Job) -> Iterator[tuple[str, str]]:
         "--compute": (options.compute != "bfloat16", precision.compute),
         "--optimizer": (options.optimizer != "adamw", job.optimizer),
         "--imbalance": (options.load or options.imbalance != 1, "tokens are spread evenly over experts"),
-        "--mtbf": (options.mtbf, f"{hardware.hours_between_failures:,.0f} hours"),
     }
     yield from ((option, text) for option, (given, text) in values.items() if not given and text)
     links = f"{hardware.within_node / 1e9:,g} GB/s within a node"
@@ -320,7 +293,7 @@ def assumptions(options: PlanOptions, job: Job) -> Iterator[tuple[str, str]]:
     yield "--hardware", f"{links}; {reach.links:.0%} of them in gathers, {reach.all_to_all:.0%} in all-to-alls"
 
 
-def as_json(options: PlanOptions, found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
+def as_json(options: PlanOptions, found: Plan, best: Candidate) -> dict[str, Any]:
     def axes(layout: Layout) -> dict[str, int]:
         return {axis: layout.size(axis) for axis in (*CONFIGURED_AXES, "efsdp")}
 
@@ -357,7 +330,7 @@ def as_json(options: PlanOptions, found: Plan, best: Candidate, costs: RunCosts)
             for each in found.candidates
         ],
         "rejected": [{"layout": axes(each.layout), "reason": each.reason} for each in found.rejected],
-        "run": asdict(costs),
+        "checkpoint_bytes": checkpoint_bytes(found.job, best.layout),
         "hardware": found.job.devices.hardware.model_dump(mode="json"),
     }
 
@@ -373,7 +346,9 @@ def _memory(job: Job, best: Candidate) -> list[tuple[str, str]]:
     }
     items = {name: size for name, size in asdict(best.memory).items() if name != "moment" and size}
     rows = [(names.get(name, name), bytes_text(int(size))) for name, size in items.items()]
-    return [*rows, ("peak", f"{bytes_text(int(best.memory.total))} of {bytes_text(int(job.budget))}")]
+    peak = f"{bytes_text(int(best.memory.total))} of {bytes_text(int(job.budget))}"
+    saved = bytes_text(int(checkpoint_bytes(job, best.layout)))
+    return [*rows, ("peak", peak), ("a checkpoint, of all ranks", saved)]
 
 
 def loads_over(loads: Mapping[str, Sequence[int]], placement: Placement) -> dict[str, Any]:

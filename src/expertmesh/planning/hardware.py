@@ -74,13 +74,6 @@ class Hardware(Section):
     """Time of the host for one eager operation; a device that computes faster waits for it."""
     collective_seconds: PositiveFloat = 2.5e-5
     """Latency of one collective."""
-    storage: PositiveFloat = 2.0e9
-    """Bytes per second that one node writes to shared storage."""
-    hours_between_failures: PositiveFloat = 50_000.0
-    """Device hours per failure: 419 interruptions of 16,384 H100 in 54 days (arXiv 2407.21783) are one in 50,700
-    hours."""
-    price: PositiveFloat | None = None
-    """Price of one device and hour, in whatever currency."""
     efficiency: Efficiency = Efficiency()
     sources: Mapping[str, str]
     """Sources of the numbers."""

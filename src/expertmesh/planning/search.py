@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from math import sqrt
 from typing import Literal, get_args
 
 from expertmesh.anatomy import Anatomy, is_inside
@@ -29,13 +28,10 @@ from expertmesh.step.forward_backward import Order
 from expertmesh.training.startup.model_check import OrderWish, choose_order, order_that_fits
 
 Goal = Literal["speed", "memory"]
-# Sizes of usual cards in GiB, and bytes that CUDA takes of one without NCCL.
-CARDS, ALONE = (12, 24, 48, 80), 0.8e9
 GIB = 2**30
 # Layouts of which every mode and micro-batch size is looked at, and the most sequences of a micro-batch.
 FULLY_CONSIDERED = 100
 MOST_ROWS = 64
-RESTART_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +194,6 @@ def measured_imbalance(loads: Mapping[str, Sequence[int]], anatomy: Anatomy) -> 
     return found
 
 
-def cards_that_fit(job: Job) -> tuple[float, list[int]]:
-    """Return the bytes that one device needs alone, and the usual cards' sizes in GiB that hold them with headroom.
-
-    The device trains one sequence at a time, in the mode that recomputes most.
-    """
-    alone = Workload(
-        job.model, Layout(offload=job.offload), Batch(1, 2), modes(job.model)[-1], job.layers, teacher=job.teacher
-    )
-    needed = memory_of(alone, overhead=ALONE).total
-    return needed, [size for size in CARDS if needed <= size * GIB * (1 - job.devices.hardware.headroom)]
-
-
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
     """Return the memory and time of one layout with a mode and a batch, in the order that `train` would take."""
     on_cpu = job.devices.name == "cpu"
@@ -248,54 +232,10 @@ def supported_mode(model: ModelFigures, wanted: str) -> CheckpointingMode:
     return next((mode for mode in modes(model) if mode == wanted), "none")
 
 
-@dataclass(frozen=True, slots=True)
-class RunCosts:
-    """The hours, money and lost work of a candidate."""
-
-    checkpoint_bytes: float
-    """Bytes of a checkpoint of the full job."""
-    save_seconds: float
-    """Duration of one checkpoint."""
-    hours_between_failures: float
-    """Mean of the full job."""
-    interval_seconds: float
-    """The best time between checkpoints (Young's rule)."""
-    lost: float
-    """Share of the time that failures and checkpoints cost."""
-    hours: float | None
-    """Hours for the token budget, lost time included; None without a budget."""
-    device_hours: float | None
-    """`hours` of all devices."""
-    cost: float | None
-    """Money, in the currency of the price; None without a budget or a price."""
-
-
-def run_costs(
-    job: Job, candidate: Candidate, tokens: float | None, price: float | None, device_hours_per_failure: float | None
-) -> RunCosts:
-    """Return what a run of `candidate` costs, checkpoints and failures included.
-
-    Args:
-        tokens: Budget of input tokens; without it (None) hours and cost are None.
-        price: Price of a device and hour; None takes the hardware table's.
-        device_hours_per_failure: Mean time between failures of one device; None takes the hardware table's.
-    """
-    hardware, layout = job.devices.hardware, candidate.layout
+def checkpoint_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of masters and moments in a checkpoint of the full job."""
     states = (resident_state(job.model, layout, stage, job.optimizer) for stage in range(layout.pp))
-    size = sum(state.master + state.moments for state in states) * layout.world_size / layout.replicate / layout.pp
-    # The ranks of one copy write, each node at its own pace; training stands still only while the state is copied out.
-    nodes = max(1.0, job.devices.nodes / layout.replicate)
-    save = size / (nodes * hardware.storage)
-    between = (device_hours_per_failure or hardware.hours_between_failures) / job.devices.count * 3600
-    interval = sqrt(2 * save * between)
-    lost = min(0.99, save / interval + (interval / 2 + RESTART_SECONDS) / between)
-    hours = device_hours = cost = None
-    if tokens is not None:
-        hours = tokens / candidate.speed.tokens * candidate.speed.seconds / 3600 / (1 - lost)
-        device_hours = hours * job.devices.count
-        rate = price if price is not None else hardware.price
-        cost = None if rate is None else device_hours * rate
-    return RunCosts(size, save, between / 3600, interval, lost, hours, device_hours, cost)
+    return sum(state.master + state.moments for state in states) * layout.world_size / layout.replicate / layout.pp
 
 
 def _refusal(job: Job, layout: Layout) -> str | None:
