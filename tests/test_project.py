@@ -24,6 +24,14 @@ def test_links_between_files_lead_somewhere_on_github(page: Path) -> None:
     assert not missing, f"{page.name}: {missing}"
 
 
+def test_a_list_follows_an_empty_line_or_the_site_shows_no_list() -> None:
+    # Python-Markdown, unlike GitHub, takes such lines for the paragraph or the code before them.
+    directly = re.compile(r"^(?![-\s]|\d+\.).+\n(- |\d+\. ).*", re.MULTILINE)
+    for page in ROOT.glob("docs/*.md"):
+        found = directly.search(FENCED.sub("code", page.read_text(encoding="utf-8")))
+        assert found is None, f"{page.name}: {found[0]}"
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     described = set(re.findall(r"^::: expertmesh\.(\w+)$", (ROOT / "docs/python.md").read_text(), re.MULTILINE))
     assert described == set(expertmesh.__all__) - {"__version__"}
