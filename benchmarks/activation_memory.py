@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import expertmesh as em
 from benchmarks.case import Case, qwen3_moe_config
-from benchmarks.probes import CollectiveCount, count_collectives, held_bytes
+from benchmarks.probes import count_collectives, held_bytes
 from benchmarks.systems import SETTINGS
 from expertmesh.distributed.mesh import Mesh, current_device, start_process_group
+from expertmesh.planning.probe import CollectiveCount
 
 # Two modes apart, and selective for every second block.
 MODES: tuple[tuple[str, str | int], ...] = (("none", "all"), ("selective", 2), ("selective", "all"), ("full", "all"))

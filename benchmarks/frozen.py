@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 import expertmesh as em
 from benchmarks.case import Case, input_ids, random_model
-from benchmarks.probes import JobTracker, alternating, median, seconds_of
+from benchmarks.probes import alternating, median, seconds_of
 from benchmarks.result import markdown
 from benchmarks.systems import SETTINGS
 from expertmesh.distributed.mesh import Mesh, current_device, start_process_group
+from expertmesh.planning.probe import UsageTracker
 from expertmesh.state.packed import stored
 
 FORMATS = (None, "float8", "nvfp4", "nf4", "mxfp4")
@@ -61,7 +62,7 @@ def main() -> None:
 def _peak(case: Case, mesh: Mesh, lora: em.LoraConfig, frozen: str | None) -> tuple[int, int]:
     """Bytes of parameters and buffers, and the most bytes of tensors in two steps, the optimizer's moments included."""
     step, model = build(case, mesh, lora, frozen)
-    tracker = JobTracker()
+    tracker = UsageTracker()
     held = (*model.parameters(), *model.buffers())
     tracker.include(stored(each.to_local()) if isinstance(each, DTensor) else each for each in held)
     parameters = tracker.live

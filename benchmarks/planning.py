@@ -22,16 +22,17 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import expertmesh as em
-from benchmarks.probes import JobTracker
 from expertmesh.config import LoraConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.experts.placement import balanced, write_placement
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import RankMemory, memory_of
+from expertmesh.planning.probe import UsageTracker
 from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
+from expertmesh.simulation.run import planned_by_axis, sent_by_axis
 from expertmesh.state.packed import stored
 from expertmesh.step import forward_backward as training_step
 from expertmesh.step import pipeline_schedule as stages
@@ -39,7 +40,6 @@ from expertmesh.step.forward_backward import Order
 from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
-from tests.support.simulation import planned_by_axis, sent_by_axis
 
 LENGTH, EXPERTS, VOCABULARY = 256, 16, 512
 SIZES: dict[str, dict[str, Any]] = {
@@ -250,7 +250,7 @@ def _rank(point: Point) -> dict[str, Any]:
     step()
     step()
     gc.collect()
-    tracker = JobTracker()
+    tracker = UsageTracker()
     with tracker, _noting_saved(model, tracker) as saved:
         tracker.include(_local(parameter) for parameter in model.parameters())
         moments = [_local(tensor) for state in optimizer.state.values() for tensor in state.values()]
@@ -275,7 +275,7 @@ def _section(point: Point, model: Any, ep: int, path: Path) -> em.MoeConfig:
 
 
 @contextmanager
-def _noting_saved(model: Any, tracker: JobTracker) -> Iterator[list[float]]:
+def _noting_saved(model: Any, tracker: UsageTracker) -> Iterator[list[float]]:
     """Yield what each forward leaves for backward, in order. The root's gathered parameters are no activation."""
     saved: list[float] = []
     loop: Any = training_step

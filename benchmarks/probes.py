@@ -1,7 +1,8 @@
 """Instruments: seconds, what a step sends through collectives, and how much memory a process holds.
 
-Counting runs in a step of its own, never in a timed one. `JobTracker` counts bytes where torch hands an operation to
-c10d, so they are exact for whatever issues the collective: FSDP2, functional collectives, autograd or plain calls.
+Counting runs in a step of its own, never in a timed one. The planner's tracker counts bytes where torch hands an
+operation to c10d, so they are exact for whatever issues the collective: FSDP2, functional collectives, autograd or
+plain calls.
 """
 
 import gc
@@ -9,111 +10,17 @@ import os
 import statistics
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
-from expertmesh.compat import tree_leaves
-from expertmesh.planning.probe import UsageTracker
-
-# c10d operations by kind. All-to-all counts its input (rows to itself included), the others the larger side.
-_KINDS = {
-    "all_to_all": ("alltoall_base_", "alltoall_", "all_to_all_single"),
-    "all_gather": ("_allgather_base_", "allgather_", "all_gather_into_tensor", "all_gather_into_tensor_out"),
-    "reduce_scatter": ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor"),
-    "all_reduce": ("allreduce_", "all_reduce", "all_reduce_"),
-    "broadcast": ("broadcast_", "broadcast"),
-    "send": ("send", "isend"),
-    "receive": ("recv_", "irecv"),
-}
-_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
-_SENDS_NOTHING = ("wait_tensor", "barrier", "_wrap_tensor_autograd")
-
-
-@dataclass(slots=True)
-class CollectiveCount:
-    """Calls and bytes of one kind of collective over one group."""
-
-    calls: int = 0
-    bytes: int = 0
-    """Bytes of all calls together."""
-
-
-class JobTracker(UsageTracker):
-    """The planner's tracker on real or fake ranks: it also counts collectives, and storages that FSDP2 resizes.
-
-    `sent[group][kind]` counts collectives; groups go by their names.
-    """
-
-    # Not DTensor and AsyncCollectiveTensor.
-    with_storage = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: dict[str, dict[str, CollectiveCount]] = defaultdict(lambda: defaultdict(CollectiveCount))
-
-    def __enter__(self) -> Self:
-        # FSDP2 frees and regrows parameters by resizing storages, which no dispatch sees.
-        self._resize = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = self._resize(storage, size)
-            self.count_storage(storage)
-            return result
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*exception)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
-        is_collective = namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-        is_collective &= name not in _SENDS_NOTHING
-        if is_collective and name not in _KIND_OF:
-            raise RuntimeError(f"the tracker does not know the c10d operation {name}, so its bytes would be missed")
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if is_collective:
-            self._count_collective(name, args, result)
-        with torch.no_grad():
-            # A DTensor makes its local tensor below the tracker: gradients that FSDP2 accumulates.
-            for local in (leaf.to_local() for leaf in tree_leaves(result) if isinstance(leaf, DTensor)):
-                if type(local) in self.with_storage:
-                    self.count_storage(local.untyped_storage())
-        return result
-
-    def _count_collective(self, name: str, args: Any, result: Any) -> None:
-        # A functional operation returns what c10d's own is given to write into.
-        sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in (*args, result)]
-        boxed = next((arg for arg in args if _is_group(arg)), None)
-        # A functional operation ends with the group's name; before it may stand that of the reduction.
-        group = next((arg for arg in reversed(args) if isinstance(arg, str)), "")
-        group = group if boxed is None else str(dist.ProcessGroup.unbox(boxed).group_name)
-        entry = self.sent[group][_KIND_OF[name]]
-        entry.calls += 1
-        if _KIND_OF[name] == "all_to_all":
-            entry.bytes += sizes[0 if name == "all_to_all_single" else 1]
-        else:
-            entry.bytes += max(sizes)
-
-
-def _is_group(argument: Any) -> bool:
-    return isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type())
+from expertmesh.planning.probe import CollectiveCount, UsageTracker
 
 
 def count_collectives(step: Callable[[], object]) -> dict[str, CollectiveCount]:
     """Run `step` once and return what this rank handed to c10d, by kind of collective."""
-    tracker, found = JobTracker(), dict[str, CollectiveCount]()
+    tracker, found = UsageTracker(), dict[str, CollectiveCount]()
     with tracker:
         step()
     for kinds in tracker.sent.values():

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from benchmarks import accumulation, layer, load, lora, placement, result, step, worker
 from benchmarks.case import Case, LayerCase, Shape
-from benchmarks.probes import CollectiveCount, JobTracker, count_collectives
+from benchmarks.probes import count_collectives
 from expertmesh.compat import all_gather_into, reduce_scatter_into
+from expertmesh.planning.probe import CollectiveCount, UsageTracker
 from tests.support.ranks import run_ranks, shared_ranks
 
 TINY = dataclasses.replace(Case(tokens=32, sequence=32, compute="float32").tiny(), ranks=2)
@@ -159,7 +160,7 @@ def _counted() -> list[tuple[list[str], dict[str, CollectiveCount]]]:
             torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name),
         ),
     ):
-        with JobTracker() as tracker:
+        with UsageTracker() as tracker:
             issue()  # type: ignore[no-untyped-call]
         counted.append((list(tracker.sent), count_collectives(issue)))
     return counted

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 import expertmesh as em
-from benchmarks.probes import JobTracker, count_collectives
+from benchmarks.probes import count_collectives
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.small_copies import TensorCut
 from expertmesh.parallel import sequence, tensor
 from expertmesh.planning import traffic
 from expertmesh.planning.model_figures import ModelFigures
+from expertmesh.planning.probe import UsageTracker
 from expertmesh.planning.read_model import figures_of
 from tests.adapters.reference import trainables, worst
 from tests.families.packing import check_packing
@@ -182,7 +183,7 @@ def _products(family: str, cp: int) -> int:
     model: Any = random_model(_class_of(family), family)
     em.parallelize(model, em.init_mesh(em.ParallelConfig(cp=cp, ep=1)), moe=em.MoeConfig(compute="loop"))
     ids = torch.arange(32).view(2, 16)
-    with JobTracker() as tracker:
+    with UsageTracker() as tracker:
         em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=30)
     return tracker.products
 

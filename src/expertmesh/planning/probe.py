@@ -4,29 +4,36 @@ The blocks run forward and backward on meta tensors, their experts replaced by n
 formulas, blocks.py) and attention by what a fused kernel saves. So a norm that works in fp32, a latent attention or a
 shared expert costs what its code costs. One block of each kind is run; figures are linear in the micro-batch.
 
-`UsageTracker` counts what a piece of training holds and computes. Sizes are those of storages, each counted once while
-anything refers to it; what a kernel allocates inside itself is not seen.
+`UsageTracker` counts what a piece of training holds and sends: bytes of live tensors, their peak, and bytes of each
+collective. The probe uses it (a block of a model on meta), the simulation (fake tensors) and the measurements on real
+ranks, so that all three count the same. Sizes are those of storages, each counted once while anything refers to it;
+what a kernel allocates inside itself is not seen. Collectives are counted where torch hands them to c10d.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.anatomy import Anatomy, is_inside
 from expertmesh.compat import (
+    FakeTensor,
     TorchDispatchMode,
     attention_of,
+    group_of,
     set_attention,
     storage_key,
     tree_leaves,
@@ -42,19 +49,40 @@ from expertmesh.planning.model_figures import BlockFigures
 from expertmesh.state.patching import forwards_replaced
 from expertmesh.step.base_model import base_name
 
+# c10d operations by kind. All-to-all counts its input (rows to itself included), the others the larger side.
+_KINDS = {
+    "all_to_all": ("alltoall_base_", "alltoall_", "all_to_all_single"),
+    "all_gather": ("_allgather_base_", "allgather_", "all_gather_into_tensor", "all_gather_into_tensor_out"),
+    "reduce_scatter": ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor"),
+    "all_reduce": ("allreduce_", "all_reduce", "all_reduce_"),
+    "broadcast": ("broadcast_", "broadcast"),
+    "send": ("send", "isend"),
+    "receive": ("recv_", "irecv"),
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+_SENDS_NOTHING = ("wait_tensor", "barrier", "_wrap_tensor_autograd")
+# Wrappers like DTensor and AsyncCollectiveTensor have no storage of their own.
+_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 # What keeps samples of packed rows apart: an explicit mask, or attention that knows them (parallel/packing.py).
 Packed = Literal["no", "by masks", "by samples"]
+
+
+@dataclass(slots=True)
+class CollectiveCount:
+    """Calls and bytes of one kind of collective over one group."""
+
+    calls: int = 0
+    bytes: int = 0
+    """Bytes of all calls together."""
 
 
 class UsageTracker(TorchDispatchMode):
     """Under it, `live` is what tensors made since it began hold (and those given to `include`), `peak` the most of it.
 
-    `operations` counts what is more than a view: `products` are the FLOPs of matrix products among them, and `moved`
-    the bytes that the others read and write. While it `is_off`, nothing counts. Not to be nested.
+    `sent[group][kind]` counts collectives; groups go by their names. `operations` counts what is more than a view:
+    `products` are the FLOPs of matrix products among them, and `moved` the bytes that the others read and write. While
+    it `is_off`, nothing counts. Not to be nested.
     """
-
-    # Wrappers of tensors have no storage of their own.
-    with_storage: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,24 +92,52 @@ class UsageTracker(TorchDispatchMode):
         self.products = 0
         self.moved = 0
         self.is_off = False
+        self.sent: dict[str, dict[str, CollectiveCount]] = defaultdict(lambda: defaultdict(CollectiveCount))
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
+
+    def __enter__(self) -> Self:
+        # FSDP2 frees and regrows parameters by resizing storages, which no dispatch sees.
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            self._count_storage(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
 
     def include(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these as well, from now on."""
         for tensor in tensors:
-            self.count_storage(tensor.untyped_storage())
+            self._count_storage(tensor.untyped_storage())
 
     def reset_peak(self) -> None:
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         if self.is_off:
-            return result
-        outputs = [leaf for leaf in tree_leaves(result) if type(leaf) in self.with_storage]
+            return func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        is_collective = namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+        is_collective &= name not in _SENDS_NOTHING
+        if is_collective and name not in _KIND_OF:
+            raise RuntimeError(f"the tracker does not know the c10d operation {name}, so its bytes would be missed")
+        result = func(*args, **(kwargs or {}))
+        if is_collective:
+            self._count_collective(name, args, result)
+        with torch.no_grad():
+            # A DTensor makes its local tensor below the tracker: gradients that FSDP2 accumulates.
+            leaves = [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tree_leaves(result)]
+        outputs = [leaf for leaf in leaves if type(leaf) in _WITH_STORAGE]
         for output in outputs:
-            self.count_storage(output.untyped_storage())
+            self._count_storage(output.untyped_storage())
         if (flops := flop_registry.get(func.overloadpacket)) is not None:
             self.products += flops(*args, **(kwargs or {}), out_val=result)
         self._count_operation(func, args, outputs)
@@ -89,14 +145,14 @@ class UsageTracker(TorchDispatchMode):
 
     def _count_operation(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
         inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        read = {storage_key(tensor.untyped_storage()) for tensor in inputs if type(tensor) in self.with_storage}
+        read = {storage_key(tensor.untyped_storage()) for tensor in inputs if type(tensor) in _WITH_STORAGE}
         makes = any(storage_key(tensor.untyped_storage()) not in read for tensor in outputs)
         if makes or func._schema.is_mutable:
             self.operations += 1
             if func.overloadpacket not in flop_registry:
                 self.moved += sum(tensor.nbytes for tensor in (*inputs, *outputs))
 
-    def count_storage(self, storage: torch.UntypedStorage) -> None:
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage_key(storage), storage.nbytes()
 
         def forget() -> None:
@@ -109,6 +165,20 @@ class UsageTracker(TorchDispatchMode):
         self.live += size - self._sizes[key]
         self._sizes[key] = size
         self.peak = max(self.peak, self.live)
+
+    def _count_collective(self, name: str, args: Any, result: Any) -> None:
+        # A functional operation returns what c10d's own is given to write into.
+        sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in (*args, result)]
+        boxed = next((arg for arg in args if group_of(arg)), None)
+        # A functional operation ends with the group's name; before it may stand that of the reduction.
+        group = next((arg for arg in reversed(args) if isinstance(arg, str)), "")
+        group = group if boxed is None else str(dist.ProcessGroup.unbox(boxed).group_name)
+        entry = self.sent[group][_KIND_OF[name]]
+        entry.calls += 1
+        if _KIND_OF[name] == "all_to_all":
+            entry.bytes += sizes[0 if name == "all_to_all_single" else 1]
+        else:
+            entry.bytes += max(sizes)
 
 
 class NotProbed(InputError):
