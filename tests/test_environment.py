@@ -8,16 +8,15 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from expertmesh.config import InputError
-from expertmesh.distributed.environment import Node, Rank, find_place, hosts_of, join_job
+from expertmesh.distributed.environment import Rank, find_place, hosts_of, join_job
 from expertmesh.launcher import launch
-from expertmesh.launcher.launch import RunOptions, job_size
+from expertmesh.launcher.launch import RunOptions
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "a", "GROUP_WORLD_SIZE": "2"}
 # Task 5 of 8, on the second of two nodes.
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
 SLURM |= {"SLURM_STEP_NODELIST": "node[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}
-ONE_EACH = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-7@1"}
 MPI_HERE = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 MPI_APART = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
@@ -29,50 +28,38 @@ PYTORCHJOB = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"
 
 
 @pytest.mark.parametrize(
-    ("environment", "nproc", "place"),
+    ("environment", "place"),
     [
-        ({}, None, None),
-        (TORCHRUN, None, Rank("torchrun", 5, 8, 1, 4, "10.0.0.1", 29400)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, None, Rank("RANK", 1, 2)),
+        ({}, None),
+        (TORCHRUN, Rank("torchrun", 5, 8, 1, 4, "10.0.0.1", 29400)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Rank("RANK", 1, 2)),
         # srun: a rank for each task.
-        (SLURM, None, Rank("SLURM", 5, 8, 1, 4, "node07", 15000 + 4711 * 16 % 16384)),
-        (SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1"}, None, Rank("SLURM", 5, 8, 1, 4, "head", 1)),
-        ({"SLURM_STEP_NODELIST": "n1", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, None,
+        (SLURM, Rank("SLURM", 5, 8, 1, 4, "node07", 15000 + 4711 * 16 % 16384)),
+        (SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1"}, Rank("SLURM", 5, 8, 1, 4, "head", 1)),
+        ({"SLURM_STEP_NODELIST": "n1", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
          Rank("SLURM", 1, 2, 1, 2, "127.0.0.1", 15000)),
-        # One task on each node starts as many ranks as it is told.
-        (SLURM | ONE_EACH, 4, Node("SLURM", 1, 2, 4, "node07", 15000 + 4711 * 16 % 16384)),
         # A batch script, the shell of an allocation, srun --pty, one task: nobody has started ranks.
-        ({"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None, None),
-        (SLURM | {"SLURM_STEP_ID": "4294967290"}, None, None),
-        (SLURM | {"SLURM_PTY_PORT": "40001"}, None, None),
-        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None, None),
-        # mpirun: a rank for each task, or one on each machine that starts them.
-        (MPI | MPI_HERE, None, Rank("mpirun", 1, 2, 1, 2, "127.0.0.1", MPI_PORT)),
-        (MPI | MPI_APART | {"MASTER_ADDR": "head"}, None, Rank("mpirun", 1, 2, 0, 1, "head", MPI_PORT)),
-        (MPI | MPI_APART | {"MASTER_ADDR": "head"}, 4, Node("mpirun", 1, 2, 4, "head", MPI_PORT)),
-        (HYDRA | {"MASTER_PORT": "9"}, None, Rank("mpirun", 1, 2, 1, 2, "127.0.0.1", 9)),
-        (MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None, None),
-        (SLURM | HYDRA, None, Rank("SLURM", 5, 8, 1, 4, "node07", 15000 + 4711 * 16 % 16384)),
-        (MPI | MPI_HERE | {"RANK": "1", "WORLD_SIZE": "2"}, None, Rank("RANK", 1, 2)),
+        ({"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),
+        (SLURM | {"SLURM_STEP_ID": "4294967290"}, None),
+        (SLURM | {"SLURM_PTY_PORT": "40001"}, None),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        # mpirun: a rank for each task.
+        (MPI | MPI_HERE, Rank("mpirun", 1, 2, 1, 2, "127.0.0.1", MPI_PORT)),
+        (MPI | MPI_APART | {"MASTER_ADDR": "head"}, Rank("mpirun", 1, 2, 0, 1, "head", MPI_PORT)),
+        (HYDRA | {"MASTER_PORT": "9"}, Rank("mpirun", 1, 2, 1, 2, "127.0.0.1", 9)),
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None),
+        (SLURM | HYDRA, Rank("SLURM", 5, 8, 1, 4, "node07", 15000 + 4711 * 16 % 16384)),
+        (MPI | MPI_HERE | {"RANK": "1", "WORLD_SIZE": "2"}, Rank("RANK", 1, 2)),
         # Launchers inside of tasks.
-        (SLURM | TORCHRUN, None, Rank("torchrun", 5, 8, 1, 4, "10.0.0.1", 29400)),
-        (SLURM | {"RANK": "5", "WORLD_SIZE": "8"}, None, Rank("RANK", 5, 8)),
-        # Kubeflow: a launcher for each pod.
-        (PODS, None, Node("Kubeflow", 1, 2, 4, "job-master-0", 23456)),
-        (PODS | TORCHRUN, None, Rank("torchrun", 5, 8, 1, 4, "10.0.0.1", 29400)),
-        (PODS | PYTORCHJOB | {"WORLD_SIZE": "8"}, None, Node("Kubeflow", 1, 2, 4, "job-master-0", 23456)),
-        (PODS | PYTORCHJOB | {"WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"}, None,
-         Node("Kubeflow", 1, 2, None, "job-master-0", 23456)),
-        ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "2"}, None,
-         Node("Kubeflow", 0, 1, 2, "127.0.0.1", 0)),
-        # A PyTorchJob of old: RANK counts pods, which are ranks unless --nproc says how many there are in a pod.
-        (PYTORCHJOB | {"WORLD_SIZE": "2"}, None, Rank("RANK", 1, 2, None, None, "job-master-0", 23456)),
-        (PYTORCHJOB | {"WORLD_SIZE": "2"}, 1, Rank("RANK", 1, 2, None, None, "job-master-0", 23456)),
-        (PYTORCHJOB | {"WORLD_SIZE": "2"}, 4, Node("RANK", 1, 2, 4, "job-master-0", 23456)),
+        (SLURM | TORCHRUN, Rank("torchrun", 5, 8, 1, 4, "10.0.0.1", 29400)),
+        (SLURM | {"RANK": "5", "WORLD_SIZE": "8"}, Rank("RANK", 5, 8)),
+        # Kubeflow: torchrun in each pod. A PyTorchJob of old has a rank in each.
+        (PODS | TORCHRUN, Rank("torchrun", 5, 8, 1, 4, "10.0.0.1", 29400)),
+        (PYTORCHJOB | {"WORLD_SIZE": "2"}, Rank("RANK", 1, 2, None, None, "job-master-0", 23456)),
     ],
 )  # fmt: skip
-def test_a_process_finds_its_place(environment: dict[str, str], nproc: int | None, place: Rank | Node | None) -> None:
-    assert find_place(nproc, environment) == place
+def test_a_process_finds_its_place(environment: dict[str, str], place: Rank | None) -> None:
+    assert find_place(environment) == place
 
 
 @pytest.mark.parametrize(
@@ -95,18 +82,13 @@ def test_a_process_finds_its_place(environment: dict[str, str], nproc: int | Non
         (SLURM | {"SLURM_PROCID": "8"}, "launch.environment-contradicts", "SLURM_PROCID is 8"),
         ({name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"},
          "launch.environment-incomplete", "SLURM_LOCALID is not set"),
-        ({"PET_NNODES": "2", "PET_MASTER_ADDR": "a"}, "launch.environment-incomplete", "PET_NODE_RANK is not set"),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "launch.environment-incomplete", "MASTER_ADDR is not set, so 2 "),
-        (PODS | {"PET_NODE_RANK": "2"}, "launch.environment-contradicts", "PET_NODE_RANK is 2"),
-        (PODS | PYTORCHJOB | {"WORLD_SIZE": "3"}, "launch.environment-contradicts", "WORLD_SIZE is 3"),
-        (PODS | {"RANK": "0", "WORLD_SIZE": "8"}, "launch.environment-contradicts", "RANK is 0"),
-        (PODS | {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d"}, "launch.elastic-job", "PET_NNODES is 1:4"),
-        (PODS | {"PET_NPROC_PER_NODE": "four"}, "launch.environment", "PET_NPROC_PER_NODE is 'four'"),
+        (PODS, "launch.start-by-torchrun", "start torchrun -m expertmesh with the same arguments"),
+        (PODS | PYTORCHJOB | {"WORLD_SIZE": "8"}, "launch.start-by-torchrun", "options of torchrun"),
     ],
 )  # fmt: skip
 def test_variables_that_contradict_each_other_are_refused(environment: dict[str, str], key: str, words: str) -> None:
     with pytest.raises(InputError, match=words) as refusal:
-        find_place(None, environment)
+        find_place(environment)
     assert refusal.value.key == key
 
 
@@ -140,7 +122,7 @@ def test_ranks_without_a_place_to_meet_are_refused_before_they_wait() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "launch.environment-incomplete", "MASTER_PORT is not"),
         (MPI | MPI_APART, "launch.environment-incomplete", "MASTER_ADDR is not set"),
         (HYDRA, "launch.environment-incomplete", "MASTER_PORT is not set"),
-        (PODS, "launch.no-process-group", "no process group"),
+        (PODS, "launch.start-by-torchrun", "options of torchrun"),
         ({}, "launch.no-process-group", "no process group"),
     ):
         with pytest.raises(InputError, match=word) as refusal:
@@ -166,19 +148,9 @@ def test_accelerators_that_a_task_of_srun_would_leave_idle_are_named(monkeypatch
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    with pytest.raises(InputError, match=r"one task .* has 4 accelerators; .*--ntasks-per-node 4.*--nproc 4") as caught:
+    with pytest.raises(InputError, match=r"one task .* has 4 accelerators; .*--ntasks-per-node 4") as caught:
         launch.join_job(RunOptions())
     assert caught.value.key == "launch.idle-accelerators"
-    assert isinstance(launch.join_job(RunOptions(nproc=4)), Node)
-    with pytest.raises(InputError) as caught:
-        launch.join_job(RunOptions(nproc=4, max_restarts=1))
-    assert caught.value.key == "launch.restarts-in-job"
-
-
-def test_kubeflow_and_the_option_say_the_same_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (PODS | {"PET_NPROC_PER_NODE": "2"}).items():
-        monkeypatch.setenv(name, value)
-    assert job_size(2) == job_size() == (4, 2)
     with pytest.raises(InputError) as caught:
         launch.join_job(RunOptions(nproc=4))
     assert caught.value.key == "launch.nproc-differs"

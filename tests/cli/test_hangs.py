@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from expertmesh.distributed.environment import Rank
 from expertmesh.launcher.hangs import Answer, Liveness, RankSnapshot, hang_error, judge, read_stack, timed_out
-from expertmesh.launcher.rank_files import RankFailure, root_cause
+from expertmesh.launcher.rank_files import RankFailure
 from expertmesh.training.control import Progress, RankStatus, StopState
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from tests.cli.jobs import CONFIG
@@ -170,13 +170,6 @@ def test_by_their_answers_ranks_find_out_who_was_waited_for(tmp_path: Path) -> N
     assert str(lost).startswith("rank 2, 3 (node 1 of 2) did not answer within 5 s when the others had waited in vain")
     nobody = judge(dict.fromkeys(range(4), waits), caller, HERE, TIMED_OUT, stacks)
     assert str(nobody).startswith("all ranks waited in vain; rank 0 was the first to give up at step 7, forward and")
-
-
-def test_the_verdict_of_all_ranks_is_reported_before_what_followed() -> None:
-    verdict = RankFailure(1, 5, "rank 3 hung at step 7", "", 2, "rank.hung")
-    first = RankFailure(0, 1, "RuntimeError: Connection closed by peer", "Traceback", 1)
-    found = root_cause([first, verdict], {0: 1, 1: 5}, {0: HERE, 1: HERE})
-    assert (str(found), found.key) == ("rank 3 hung at step 7", "rank.hung")
 
 
 def test_a_rank_that_lost_a_peer_ends_by_the_verdict_of_the_one_that_timed_out(tmp_path: Path) -> None:

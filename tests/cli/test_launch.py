@@ -16,7 +16,17 @@ import torch
 
 from expertmesh.config import Config, DistributedFailure, InputError, IntegrityError
 from expertmesh.io.parent import watch_parent
-from expertmesh.launcher.launch import RunOptions, _continued, _with_next_start, join_job, launch, local_ranks, run
+from expertmesh.launcher.launch import (
+    RunOptions,
+    _continued,
+    _with_next_start,
+    job_size,
+    join_job,
+    launch,
+    local_ranks,
+    open_store,
+    run,
+)
 from expertmesh.launcher.rank_files import stopped_sentence
 from expertmesh.launcher.supervise import HANDLED_SIGNALS
 from expertmesh.launcher.torchrun import TorchrunAgent
@@ -351,6 +361,7 @@ def test_options_must_agree_with_the_launcher(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     join_job(RunOptions())
     join_job(RunOptions(nproc=8))
+    assert job_size() == (16, 8)
     for options, rank, key in (
         (RunOptions(nproc=2), "1", "launch.nproc-differs"),
         (RunOptions(max_restarts=1), "1", "launch.restarts-in-job"),
@@ -371,6 +382,14 @@ def test_ranks_default_to_the_accelerators_or_two(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(InputError) as caught:
         local_ranks(5)
     assert caught.value.key == "launch.too-few-accelerators"
+
+
+def test_a_job_on_one_machine_is_reached_from_there_alone() -> None:
+    store = open_store()
+    listening = f":{store.port:04X}"
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    addresses = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
+    assert [address for address in addresses if address.endswith(listening)] == [f"0100007F{listening}"]
 
 
 def state() -> tuple[object, ...]:

@@ -1,5 +1,6 @@
 """However a job is started, it is one job: byte for byte the weights of the plain local launch of as many ranks."""
 
+import argparse
 import contextlib
 import getpass
 import os
@@ -15,15 +16,16 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
 from expertmesh.config import load_config
-from expertmesh.distributed.environment import Node, find_place
 from expertmesh.training.run import train
 from tests.cli.jobs import ROOT, free_port, wait_until
 from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 TRAIN = [sys.executable, "-m", "expertmesh", "train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # Two network namespaces, joined by a cable, as two machines without a name service; $0 to $2 is what runs in each.
 TWO_MACHINES = """
 set -e
@@ -122,7 +124,7 @@ SMALLER = [
     ("#SBATCH --(gpus-per-node|exclusive).*\n", ""),
     ("--nodes=4", "--nodes=2"),
     ("(-per-node|-per-task)=\\d+", r"\1=1"),
-    ("--nproc 8", "--nproc 1"),
+    ("--nproc-per-node 8", "--nproc-per-node 1"),
 ]
 # A cluster of two nodes, both of which are this machine.
 SLURM_CONF = """
@@ -190,7 +192,7 @@ def test_the_batch_scripts_under_slurm_itself(inputs: Path, slurm: dict[str, str
     assert_same(inputs, script)
 
 
-@pytest.mark.slow(why="srun joins by the same variables of torch; test_meeting.py has the meeting of machines")
+@pytest.mark.slow(why="srun joins by the same variables of torch")
 def test_pods_of_kubeflow_on_two_machines_without_names(inputs: Path) -> None:
     """Left alone, gloo announces on each machine what its name stands for there: nothing that the other can reach."""
     tools = [shutil.which(tool) for tool in ("unshare", "nsenter", "ip", "sh")]
@@ -198,16 +200,16 @@ def test_pods_of_kubeflow_on_two_machines_without_names(inputs: Path) -> None:
     if not all(tools) or subprocess.run([*namespaces, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to create network namespaces, and the commands unshare, nsenter and ip")
     pods = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "10.77.0.1", "PET_MASTER_PORT": "23456"}
-    command = [*TRAIN, *arguments(inputs, "pods")]
+    command = [*TORCHRUN, "-m", "expertmesh", "train", *arguments(inputs, "pods")]
     command += ["distributed.timeout_seconds=300", "distributed.first_step_timeout_seconds=300"]
     (said,) = run_all([([*namespaces, "sh", "-c", TWO_MACHINES, "two-machines", *command], pods)])
-    assert "1 rank on this machine (node 0 of 2, 10.77.0.1:23456), each" in said
+    assert "starting   rank 0 of 2 that torchrun has started: " in said
     assert "starting   network interface cable0 (10.77.0.1), on the route to 10.77.0.1\n" in said
     assert "layout     ep 2 crosses the borders of nodes of 1 ranks in 1 of its 1 groups (ranks 0 to 1)" in said
     assert_same(inputs, "pods")
 
 
-@pytest.mark.slow(why="srun joins by the same variables of torch; test_meeting.py has the meeting of machines")
+@pytest.mark.slow(why="srun joins by the same variables of torch")
 @pytest.mark.parametrize("local", [{}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}])
 def test_pods_of_a_pytorchjob_with_a_rank_each(inputs: Path, local: dict[str, str]) -> None:
     pods = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} | local
@@ -229,7 +231,7 @@ def test_two_agents_of_torchrun(inputs: Path, commands: dict[str, str], rendezvo
                 pytest.skip("torchrun's usual port, which the script takes, is in use on this machine")
         run_all([(script, own | {"NODE_RANK": node}) for node in "01"])
     else:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1"]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "-m", "expertmesh"]
         run_all([([*torchrun, "train", *said], {})] * 2)
     assert_same(inputs, rendezvous)
@@ -237,7 +239,7 @@ def test_two_agents_of_torchrun(inputs: Path, commands: dict[str, str], rendezvo
 
 @pytest.mark.slow(why="a launch of three processes; test_failures.py has it without one")
 def test_a_refusal_under_torchrun_is_said_once_and_its_restarts_do_not_try_it_again(inputs: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    torchrun = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2"]
     torchrun += ["--master-port", str(free_port()), "-m", "expertmesh", "train"]
     (said,) = run_all([([*torchrun, *arguments(inputs, "refused"), "parallel.ep=3"], {})], code=1)
     assert len(re.findall(r"error: rank \d: parallel.ep 3 does not divide", said)) == 1
@@ -303,33 +305,35 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-def test_a_pod_of_each_manifest_is_a_launcher_of_its_ranks(name: str) -> None:
+def test_a_pod_of_each_manifest_is_a_node_of_torchrun(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     container, own = _pods(name)
-    assert container["command"][:2] == ["expertmesh", "train"]
-    operator = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "first", "PET_MASTER_PORT": "29500"}
-    nproc = int(container["command"][4]) if "--nproc" in container["command"] else None
-    place = find_place(nproc, operator | own)
-    assert isinstance(place, Node)
-    assert (place.number, place.count, place.ranks) == (2, 4, 8)
+    operator = {"PET_NNODES": "4", "PET_NODE_RANK": "2"}
+    node = _node(container["command"], operator | own, monkeypatch)
+    assert (node.node_rank, node.nnodes, node.nproc_per_node) == (2, "4", "8")
     (limits,) = (container[key]["limits"] for key in ("resources", "resourcesPerNode") if key in container)
-    assert limits == {"nvidia.com/gpu": place.ranks}
+    assert limits == {"nvidia.com/gpu": int(node.nproc_per_node)}
 
 
-def test_a_task_of_skypilot_is_a_launcher_of_its_ranks(tmp_path: Path) -> None:
+def _node(command: list[str], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """Return what torchrun reads from a command and its variables."""
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert command[0] == "torchrun"
+    found: argparse.Namespace = get_args_parser().parse_args(command[1:])
+    assert [found.module, found.training_script, *found.training_script_args] == [
+        *(True, "expertmesh", "train", "/work/config.yaml"),
+    ]
+    return found
+
+
+def test_a_task_of_skypilot_is_a_node_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     task = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
-    assert task["run"].endswith("expertmesh train /work/config.yaml\n")
+    *exports, command = task["run"].strip().splitlines()
     sky = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
     sky |= {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "PATH": os.environ["PATH"]}
-    script = task["run"].replace("expertmesh train /work/config.yaml", "env")
+    script = "\n".join([*exports, "env"])
     said = subprocess.run(["bash", "-ec", script], env=sky, capture_output=True, text=True, check=True).stdout
-    place = find_place(None, dict(line.split("=", 1) for line in said.splitlines() if line.startswith("PET_")))
-    assert place == Node("Kubeflow", 1, 4, 8, "10.0.0.7", 29500)
-
-
-@pytest.mark.slow(why="two launches; test_meeting.py has the sentence")
-def test_launchers_that_start_other_numbers_of_ranks_do_not_start_any(inputs: Path) -> None:
-    pods = {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port())}
-    command = [*TRAIN, *arguments(inputs, "uneven"), "parallel.ep=1", "train.global_batch_size=12", "--nproc"]
-    for said in run_all([([*command, ranks], pods | {"PET_NODE_RANK": node}) for node, ranks in ("01", "12")], code=2):
-        assert "error: the machines of this job start 1, 2 ranks; start the same number on each (--nproc, " in said
-    assert not (inputs / "uneven").exists()
+    variables = dict(line.split("=", 1) for line in said.splitlines() if line.startswith("PET_"))
+    node = _node(command.split(), variables, monkeypatch)
+    assert (node.node_rank, node.nnodes, node.nproc_per_node) == (1, "4", "8")
+    assert (node.master_addr, node.master_port) == ("10.0.0.7", 29500)

@@ -19,7 +19,7 @@ from expertmesh.planning.stages import Batch, Workload
 from expertmesh.planning.traffic import bytes_between_nodes, traffic_of
 from expertmesh.training.run import train
 from tests.cli.jobs import ROOT, free_port, left_behind
-from tests.cli.test_starts import TRAIN, assert_same, run_all
+from tests.cli.test_starts import assert_same, run_all
 from tests.support.nodes import ADDRESSES, Nodes, two_nodes
 from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import GLOBAL_BATCH, metrics, run_config, write_inputs
@@ -110,18 +110,9 @@ def _wait_for_steps(output: Path) -> None:
 
 
 @pytest.mark.slow(why="launches of four processes each, with limits of time to be waited for")
-@pytest.mark.parametrize("launcher", ["torchrun", "expertmesh"])
-def test_a_network_that_is_lost_ends_both_nodes_by_name(
-    nodes: Nodes, inputs: Path, tmp_path: Path, launcher: str
-) -> None:
-    wanted = arguments(inputs, f"cut-{launcher}", 2, *ENDLESS)
-    commands = agents(nodes, wanted)
-    if launcher == "expertmesh":
-        pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": ADDRESSES[0], "PET_MASTER_PORT": PORT}
-        command = [*TRAIN, *wanted]
-        commands = [(nodes.command(node, command), pod | {"PET_NODE_RANK": str(node)}) for node in range(2)]
-    started = _start(commands, tmp_path)
-    _wait_for_steps(inputs / f"cut-{launcher}")
+def test_a_network_that_is_lost_ends_both_nodes_by_name(nodes: Nodes, inputs: Path, tmp_path: Path) -> None:
+    started = _start(agents(nodes, arguments(inputs, "cut", 2, *ENDLESS)), tmp_path)
+    _wait_for_steps(inputs / "cut")
     nodes.cut()
     first, second = (process.communicate()[0] for process in started)
     assert "rank 2, 3 (node 1 of 2) did not answer within 5 s when the others had waited in vain" in first

@@ -1,11 +1,10 @@
 """Find out which part of a job this process is, from the environment variables of its launcher, and by which network
 interface it reaches the others. No torch, no collective.
 
-Four launchers are understood. RANK, WORLD_SIZE and related variables (torchrun, Ray, our own launcher) make this
+Three launchers are understood. RANK, WORLD_SIZE and related variables (torchrun, Ray, our own launcher) make this
 process one rank. So do the SLURM_* variables of a step that srun has started with several tasks, and the variables of
-mpirun. The PET_* variables of Kubeflow, which are torchrun's options, make it the one process of a machine that has to
-start the ranks there. Variables that contradict each other are refused by name: a job that is joined wrongly waits, or
-silently becomes several jobs.
+mpirun. Variables that contradict each other are refused by name: a job that is joined wrongly waits, or silently
+becomes several jobs. So are the PET_* variables of Kubeflow without torchrun, whose options they are.
 
 Ranks on several machines announce the network interface on the route to MASTER_ADDR. Otherwise gloo announces the
 address of the host's name; on many machines that is 127.0.0.1, and the other ranks wait without end.
@@ -29,7 +28,6 @@ from expertmesh.config.errors import DistributedFailure, InputError
 
 Environment = MutableMapping[str, str]
 LOCALHOST = "127.0.0.1"
-DEFAULT_PORT = 29500  # torchrun's
 # Step numbers from here on are no steps: a batch script, the shell of an allocation.
 _SPECIAL_STEPS = 0xFFFFFFF0
 # Rank, size, local rank, local size: of Open MPI, and of Hydra (MPICH, Intel MPI).
@@ -94,64 +92,32 @@ class Rank:
         environment.update({name: str(value) for name, value in values.items() if value is not None})
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """This process has to start the ranks of one machine of a job."""
-
-    starter: str
-    """Name of the launcher."""
-    number: int
-    """Number of the machine, from 0."""
-    count: int
-    """Number of machines."""
-    ranks: int | None
-    """Ranks on each machine; None leaves it to the machine."""
-    address: str
-    """Address of the rendezvous."""
-    port: int
-    """Port of the rendezvous; 0 takes any free port, on one machine."""
-
-    @classmethod
-    def of(cls, rank: Rank, ranks: int | None) -> "Node":
-        """Take what a launcher without local ranks has called a rank as a machine with `ranks` of them."""
-        if rank.world_size == 1:
-            return cls(rank.starter, 0, 1, ranks, LOCALHOST, 0)
-        rank = rank.with_rendezvous()
-        assert rank.address is not None
-        assert rank.port is not None
-        return cls(rank.starter, rank.rank, rank.world_size, ranks, rank.address, rank.port)
-
-
-def find_place(nproc: int | None = None, environment: Environment = os.environ) -> Rank | Node | None:
+def find_place(environment: Environment = os.environ) -> Rank | None:
     """Return the place of this process in a job that a launcher has started, or None if there is no such job.
 
-    Args:
-        nproc: The ranks that the user wants on this machine. With several, a launcher that knows no local ranks has
-            counted machines.
-
     Raises:
-        InputError: The variables contradict each other.
+        InputError: The variables contradict each other, or torchrun has to start the ranks.
     """
     alone = not any(name in environment for name in _OF_ONE_PROCESS)
     if alone and ("PET_NNODES" in environment or "PET_NODE_RANK" in environment):
-        return _kubeflow_node(environment)
+        raise InputError(
+            "PET_NNODES and PET_NODE_RANK are options of torchrun, which starts the ranks of each machine; start "
+            "torchrun -m expertmesh with the same arguments, or unset them",
+            key="launch.start-by-torchrun",
+        )
     task = _slurm_task(environment) or _mpi_rank(environment)
     if "RANK" in environment or "WORLD_SIZE" in environment or "LOCAL_RANK" in environment:
         found = _torch_rank(environment)
         if task is not None:
             _refuse_other_job(found, task, environment)
-        several_machines = alone
-    elif task is not None:
-        found, several_machines = task, task.local_world_size == 1
-    else:
-        return None
-    return Node.of(found, nproc) if several_machines and nproc is not None and nproc > 1 else found
+        return found
+    return task
 
 
 def join_job(environment: Environment = os.environ) -> None:
     """Make this process the rank that its environment names, for torch's `env://`. Raises `InputError` without one."""
-    place = find_place(environment=environment)
-    if not isinstance(place, Rank):
+    place = find_place(environment)
+    if place is None:
         start = "start with torchrun, srun or expertmesh train, or call init_process_group first"
         if "ACCELERATE_MIXED_PRECISION" in environment:  # each of its launchers sets it
             start = (
@@ -206,45 +172,6 @@ def _torch_rank(environment: Environment) -> Rank:
                 key="launch.environment-contradicts",
             )
     return found
-
-
-def _kubeflow_node(environment: Environment) -> Node:
-    """Read what torchrun reads as its options: PyTorchJob and TrainJob set them in each pod.
-
-    RANK and WORLD_SIZE of a PyTorchJob then count pods, or ranks if the job says how many a pod has.
-    """
-    count, backend = environment.get("PET_NNODES", "1"), environment.get("PET_RDZV_BACKEND", "static")
-    if not count.isdigit() or backend != "static":
-        raise InputError(
-            f"PET_NNODES is {count} with PET_RDZV_BACKEND {backend}: only torchrun can start an elastic job; start "
-            "torchrun -m expertmesh train, which reads the same variables",
-            key="launch.elastic-job",
-        )
-    number = _number(environment, "PET_NODE_RANK", environment.get("RANK", "0" if count == "1" else None))
-    each = environment.get("PET_NPROC_PER_NODE", "auto")
-    ranks = None if each in ("auto", "gpu") else _number(environment, "PET_NPROC_PER_NODE")
-    port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT", str(DEFAULT_PORT))
-    pod = Rank(
-        "Kubeflow",
-        number,
-        int(count),
-        address=environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR"),
-        port=_number({"MASTER_PORT": port}, "MASTER_PORT"),
-    )
-    place = Node.of(pod, ranks)
-    sizes = (str(place.count), str(place.count * (ranks or 1)))
-    for name, wrong in (
-        ("PET_NODE_RANK", number >= place.count),
-        ("RANK", environment.get("RANK", str(number)) != str(number)),
-        ("WORLD_SIZE", environment.get("WORLD_SIZE", sizes[1]) not in sizes),
-    ):
-        if wrong:
-            raise InputError(
-                f"{name} is {environment[name]}, which cannot be on node {number} of {count} (PET_NODE_RANK, "
-                f"PET_NNODES) with PET_NPROC_PER_NODE {each}; unset one or the other",
-                key="launch.environment-contradicts",
-            )
-    return place
 
 
 def _slurm_task(environment: Environment) -> Rank | None:

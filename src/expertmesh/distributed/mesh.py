@@ -212,7 +212,7 @@ def current_device() -> torch.device:
     if count > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in os.environ:
         raise InputError(
             "LOCAL_RANK is not set, so ranks cannot tell which device is theirs; let the launcher set it, or let "
-            "expertmesh train start the ranks of each machine with --nproc",
+            "torchrun start the ranks of each machine",
             key="launch.no-local-rank",
         )
     local = int(os.environ.get("LOCAL_RANK", 0))

@@ -4,11 +4,11 @@ A rank that hangs shows only in the others, whose collectives time out. At the f
 snapshot of every rank that still runs: is it stopped by a signal, does its heartbeat go on, is its stack inside a
 collective?
 
-Under torchrun or srun, or on several machines, no single launcher of ours sees all ranks (`Liveness`). There each rank
-has a connection of its own to the store where the job met, and a thread that waits there. The first rank whose
-collective times out asks all others: every rank that can answers with its place and its Python stack, whatever its main
-thread does. That rank names the one that the others waited for, or those that did not answer; all ranks end by that one
-sentence. Ranks that would wait on are ended, so that a lost network is a failure and no hang.
+Under torchrun or srun no single launcher of ours sees all ranks (`Liveness`). There each rank has a connection of its
+own to the store where the job met, and a thread that waits there. The first rank whose collective times out asks all
+others: every rank that can answers with its place and its Python stack, whatever its main thread does. That rank names
+the one that the others waited for, or those that did not answer; all ranks end by that one sentence. Ranks that would
+wait on are ended, so that a lost network is a failure and no hang.
 """
 
 import logging

@@ -31,8 +31,6 @@ SHOW_STACK = signal.SIGUSR2
 UNEXPECTED = 1
 _BY_EXIT_CODE = {error.exit_code: error for error in (InputError, IntegrityError, SecurityError, DistributedFailure)}
 TRACEBACK_LINES = 20
-# What the ranks of a job have found out together (hangs.py).
-VERDICTS = ("rank.hung", "rank.lost")
 TRACEBACK_FOLLOWS = "; the last lines of its traceback:"
 
 
@@ -101,14 +99,10 @@ def root_cause(
 ) -> ExpertmeshError:
     """Return the error to report. `failures` are sorted by time; `exit_codes` are by rank, negative for a signal.
 
-    `statuses` are the last ones of all ranks of the job. In this order: what ranks have found out together; the first
-    sentence meant for the user; a rank that a signal ended silently; the first failure of any other kind (later ones
-    may be lost connections); and last a silent end, where SIGABRT (gloo aborts when its peer is lost) is the least
-    telling.
+    `statuses` are the last ones of all ranks of the job. In this order: the first sentence meant for the user; a rank
+    that a signal ended silently; the first failure of any other kind (later ones may be lost connections); and last a
+    silent end, where SIGABRT (gloo aborts when its peer is lost) is the least telling.
     """
-    for failure in failures:
-        if failure.key in VERDICTS:
-            return failure.error()
     for failure in failures:
         if not failure.traceback and failure.exit_code != DistributedFailure.exit_code:
             return _reported(failure, failures, statuses)

@@ -144,7 +144,7 @@ class Attempt:
 
     def has_saved(self) -> bool:
         """Return whether all ranks have stopped as requested, with a checkpoint."""
-        return bool(self.ranks) and all(rank.progress.stop_state is StopState.STOPPED for rank in self.ranks)
+        return all(rank.progress.stop_state is StopState.STOPPED for rank in self.ranks)
 
     def _running(self) -> list[LocalRank]:
         for rank in self.ranks:

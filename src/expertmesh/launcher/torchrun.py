@@ -21,17 +21,19 @@ from types import TracebackType
 
 from expertmesh.config import Config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
-from expertmesh.distributed.environment import Node, Rank, find_place
+from expertmesh.distributed.environment import Rank, find_place
 from expertmesh.io.parent import watch_parent
 from expertmesh.io.terminal import printable, tell
 from expertmesh.launcher.hangs import open_liveness
-from expertmesh.launcher.rank_files import UNEXPECTED, VERDICTS, RankFailure, stopped_sentence
+from expertmesh.launcher.rank_files import UNEXPECTED, RankFailure, stopped_sentence
 from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PRINTED = "expertmesh-told-"
 _REFUSED = "expertmesh-refused.json"
+# What the ranks of a job have found out together (hangs.py).
+VERDICTS = ("rank.hung", "rank.lost")
 # Keys of what every process on a machine finds, so that one prints it: the command line, its file, the installation.
 _ONCE = ("cli.", "config.", "install.", "launch.nproc-differs", "launch.restarts-in-job", "launch.elastic-start")
 
@@ -115,11 +117,11 @@ def _tell_verdict(verdict: DistributedFailure) -> None:
         tell(f"error: {verdict}", error=True)
 
 
-def refuse_elastic(ranks: tuple[int, int], place: Rank | Node | None, environment: Mapping[str, str]) -> None:
+def refuse_elastic(ranks: tuple[int, int], place: Rank | None, environment: Mapping[str, str]) -> None:
     """Refuse a start with `--elastic` that no agent of torchrun can repeat with other ranks, or with too many."""
     fewest, most = ranks
     how = "torchrun --nnodes MIN:MAX --rdzv-backend c10d --rdzv-id NAME --max-restarts N"
-    if not isinstance(place, Rank) or place.starter != "torchrun":
+    if place is None or place.starter != "torchrun":
         raise InputError(
             f"--elastic {fewest}:{most} is for torchrun, whose agents start again on the machines that are left; start "
             f"with {how} -m expertmesh train",
@@ -174,7 +176,7 @@ def _printed_by_another(error: ExpertmeshError) -> bool:
         place = find_place()
     except InputError:
         return False
-    return isinstance(place, Rank) and place.starter != "torchrun" and (place.local_rank or 0) > 0
+    return place is not None and place.starter != "torchrun" and (place.local_rank or 0) > 0
 
 
 class OneSentence:

@@ -22,7 +22,6 @@ from typing import NoReturn
 from expertmesh.config import Config, load_config
 from expertmesh.io.parent import end_with_parent, watch_parent
 from expertmesh.io.terminal import lasting_output, prepare_output
-from expertmesh.launcher.hangs import open_liveness
 from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stack_when_asked
 from expertmesh.training.control import STOP_SIGNALS, Control, Progress, Stopped
 
@@ -123,16 +122,11 @@ def main() -> NoReturn:
     progress.start()
     end_with_parent()
     watch_parent(int(parent), progress.beat)
-    liveness = None
     with lasting_output():
         try:
-            read = load_config(config)
-            if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:  # the launcher sees its own machine alone
-                liveness = open_liveness(progress, read, lambda verdict: RankFailure.of(rank, verdict).write(directory))
-            code = run_rank(read, function, Control(progress, **json.loads(control)))
+            code = run_rank(load_config(config), function, Control(progress, **json.loads(control)))
         except (Exception, SystemExit) as error:
-            verdict = liveness.verdict_on(error) if liveness is not None else None
-            failure = RankFailure.of(rank, verdict or error)
+            failure = RankFailure.of(rank, error)
             failure.write(directory)
             code = failure.exit_code
         leave(code)
