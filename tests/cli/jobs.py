@@ -22,9 +22,7 @@ import pytest
 
 from expertmesh.config import Config, DataConfig, DataSource, DistributedConfig, ExpertmeshError, ModelConfig
 from expertmesh.launcher import launch as launcher
-from expertmesh.launcher import supervise
-from expertmesh.launcher.launch import RunOptions
-from expertmesh.launcher.supervise import HANDLED_SIGNALS
+from expertmesh.launcher.launch import HANDLED_SIGNALS, RunOptions
 
 ROOT = Path(__file__).parents[2]
 FAKE = "tests.cli.fake_training"
@@ -115,7 +113,7 @@ def _launch(
     os.environ.update(environment)
     tempfile.tempdir = environment["TMPDIR"]  # the server has asked for it already, and remembers
     os.chdir(ROOT)
-    supervise.ONE_REQUEST_SECONDS = float(environment["ONE_REQUEST_SECONDS"])
+    launcher.ONE_REQUEST_SECONDS = float(environment["ONE_REQUEST_SECONDS"])
     code = 1
     config = CONFIG.model_copy(update={"distributed": DistributedConfig(timeout_seconds=timeout)})
     try:

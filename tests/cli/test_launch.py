@@ -17,6 +17,7 @@ import torch
 from expertmesh.config import Config, DistributedFailure, InputError, IntegrityError
 from expertmesh.io.parent import watch_parent
 from expertmesh.launcher.launch import (
+    HANDLED_SIGNALS,
     RunOptions,
     _continued,
     _with_next_start,
@@ -28,7 +29,6 @@ from expertmesh.launcher.launch import (
     run,
 )
 from expertmesh.launcher.rank_files import stopped_sentence
-from expertmesh.launcher.supervise import HANDLED_SIGNALS
 from expertmesh.launcher.torchrun import TorchrunAgent
 from tests.cli.jobs import CONFIG, FAKE, ForkedJob, is_alive, own_temporary, wait_until
 from tests.support.errors import refused
