@@ -5,7 +5,7 @@ kernel), and with other counts give silent wrong gradients. So the first run rec
 second gathers at the recorded places: values, and so the gradient, come from the recomputed scores. The numbers of
 tokens that ranks exchange are then known as well: they are neither exchanged again nor waited for.
 
-A second run ends with the last tensor that backward needs. The expert layer computes in two parts (`in_two_parts`), and
+A second run ends with the last tensor that backward needs. The expert layer computes in two parts (expert_mlp.py), and
 saves all in the first: in a block that saves nothing after its experts, the down projection and the return of the rows
 do not run again. Every rank has the same graph, so all ranks end at the same place.
 
@@ -169,54 +169,6 @@ def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         result = compute()
     run.record.results.append(result.detach().clone())
     return result
-
-
-@dataclass(slots=True, eq=False)
-class Deferred:
-    """The second part of a computation, which saves nothing for backward.
-
-    In forward it has the input of `compute`, which runs after the autograd function of the first part and whose result
-    is that of both; in backward that result's gradient. The function returns `boundary`, and nothing else.
-    """
-
-    compute: Callable[[], torch.Tensor] | None = None
-    """The second part of the forward."""
-    _gradient: torch.Tensor | None = None
-
-    def boundary(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without values that autograd follows from the second part to the first."""
-        return like.new_empty(0)
-
-    def gradient(self) -> torch.Tensor:
-        """Return the gradient of the result, once."""
-        gradient, self._gradient = self._gradient, None
-        assert gradient is not None
-        return gradient
-
-
-def in_two_parts(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-    """Run `function` with `args` and a `Deferred`, and save all that backward needs; then run what was deferred."""
-    deferred = Deferred()
-    try:
-        result: torch.Tensor = _SecondPart.apply(function.apply(*args, deferred), deferred)
-        return result
-    finally:  # also where torch ends a second run by an exception
-        deferred.compute = None
-
-
-class _SecondPart(torch.autograd.Function):
-    """Run the deferred part. It saves nothing: its backward is that of the first part."""
-
-    @staticmethod
-    def forward(ctx: Any, boundary: torch.Tensor, deferred: Deferred) -> torch.Tensor:
-        ctx.deferred = deferred
-        assert deferred.compute is not None
-        return deferred.compute()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.deferred._gradient = gradient
-        return gradient.new_empty(0), None
 
 
 def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

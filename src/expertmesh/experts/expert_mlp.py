@@ -17,7 +17,7 @@ loop` multiplies one expert after the other (`PerExpertMlp`): the plain referenc
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.experts.activation_checkpointing import Deferred, in_two_parts
 from expertmesh.experts.lora_state import Dropout, keep_mask
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights, activate, activation_backward
 from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
@@ -42,29 +41,6 @@ MOST_GROUPS = 1024
 
 # By groups of rows that end at `end_L`: `grouped_mm` or `looped_mm`.
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
-    """Multiply by groups, with torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`.
-
-    Returns zeros without pairs: kernels need not support empty products.
-    """
-    by_expert = b.dim() == 3
-    if not a.shape[0 if by_expert else 1]:
-        return a.new_zeros(0, b.shape[2]) if by_expert else a.new_zeros(len(end_L), a.shape[0], b.shape[1])
-    return F.grouped_mm(a, b, offs=end_L)
-
-
-def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int, experts: int) -> str | None:
-    """Return why torch's grouped kernel cannot take `experts` experts of a rank, or None. `width` is the intermediate
-    size.
-    """
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it has no {dtype} kernel"
-    if experts >= MOST_GROUPS:
-        return f"it takes fewer than {MOST_GROUPS} experts, and a rank has {experts}"
-    odd = [size for size in (hidden, width) if size * dtype.itemsize % 16]
-    return f"rows of {odd[0]} {dtype} elements are not a multiple of 16 bytes" if odd else None
 
 
 def expert_mlp(
@@ -95,13 +71,57 @@ def expert_mlp(
         `[R, H]` in the dtype of `rows_RH`; zeros for rows without pairs.
     """
     if mlp.per_expert and adapters is None:
-        return in_two_parts(PerExpertMlp, rows_RH, weight_P, *weights.flat(), pairs, mlp)
+        return _in_two_parts(PerExpertMlp, rows_RH, weight_P, *weights.flat(), pairs, mlp)
     up, down = (None, None) if adapters is None else (adapters.up, adapters.down)
     scalings = tuple(1.0 if adapter is None else adapter.scaling for adapter in (up, down))
     expert_L = None if adapters is None else adapters.expert_L
     settings = (pairs, mlp, scalings, expert_L, dropout)
     parameters = (*weights.flat(), *_padded(up), *_padded(down))
-    return in_two_parts(_ExpertMlp, rows_RH, weight_P, *parameters, *settings)
+    return _in_two_parts(_ExpertMlp, rows_RH, weight_P, *parameters, *settings)
+
+
+@dataclass(slots=True, eq=False)
+class _Deferred:
+    """The second part of an expert MLP, which saves nothing for backward."""
+
+    compute: Callable[[], torch.Tensor] | None = None
+    """The second part of forward, whose result is that of both parts."""
+    gradient: torch.Tensor | None = None
+    """The gradient of that result, from the second part's backward to the first's."""
+
+    def take_gradient(self) -> torch.Tensor:
+        """Return the gradient, once."""
+        gradient, self.gradient = self.gradient, None
+        assert gradient is not None
+        return gradient
+
+
+def _in_two_parts(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    """Run `function` with `args` and a `_Deferred`, then what it deferred.
+
+    `function` saves all that backward needs, and returns an empty tensor, which autograd follows from one to the other.
+    """
+    deferred = _Deferred()
+    try:
+        result: torch.Tensor = _SecondPart.apply(function.apply(*args, deferred), deferred)
+        return result
+    finally:  # also where torch ends a second run by an exception
+        deferred.compute = None
+
+
+class _SecondPart(torch.autograd.Function):
+    """Run the deferred part. It saves nothing: its backward is that of the first part."""
+
+    @staticmethod
+    def forward(ctx: Any, empty: torch.Tensor, deferred: _Deferred) -> torch.Tensor:
+        ctx.deferred = deferred
+        assert deferred.compute is not None
+        return deferred.compute()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.deferred.gradient = gradient
+        return gradient.new_empty(0), None
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -125,7 +145,7 @@ class _ExpertMlp(torch.autograd.Function):
         scalings: tuple[float, float],
         expert_L: torch.Tensor | None,
         dropout: Dropout | None,
-        deferred: Deferred,
+        deferred: _Deferred,
     ) -> torch.Tensor:
         product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
         x_PH = rows_RH.index_select(0, pairs.row_P)
@@ -163,11 +183,11 @@ class _ExpertMlp(torch.autograd.Function):
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
         ctx.mlp, ctx.scalings, ctx.expert_L, ctx.deferred = mlp, scalings, expert_L, deferred
         ctx.dropout = None if dropout is None else (dropout.probability, dropout.salt)
-        return deferred.boundary(rows_RH)
+        return rows_RH.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_out_RH = ctx.deferred.gradient()
+        grad_out_RH = ctx.deferred.take_gradient()
         rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *others = ctx.saved_tensors
         up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, token_number_R, *indices = others
         pairs, mlp, (up_scaling, down_scaling) = LocalPairs.of(*indices), ctx.mlp, ctx.scalings
@@ -283,6 +303,29 @@ class _SumPairs(torch.autograd.Function):
         return grad_RH.index_select(0, LocalPairs.of(*ctx.saved_tensors).row_P), None, None
 
 
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
+    """Multiply by groups, with torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`.
+
+    Returns zeros without pairs: kernels need not support empty products.
+    """
+    by_expert = b.dim() == 3
+    if not a.shape[0 if by_expert else 1]:
+        return a.new_zeros(0, b.shape[2]) if by_expert else a.new_zeros(len(end_L), a.shape[0], b.shape[1])
+    return F.grouped_mm(a, b, offs=end_L)
+
+
+def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int, experts: int) -> str | None:
+    """Return why torch's grouped kernel cannot take `experts` experts of a rank, or None. `width` is the intermediate
+    size.
+    """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it has no {dtype} kernel"
+    if experts >= MOST_GROUPS:
+        return f"it takes fewer than {MOST_GROUPS} experts, and a rank has {experts}"
+    odd = [size for size in (hidden, width) if size * dtype.itemsize % 16]
+    return f"rows of {odd[0]} {dtype} elements are not a multiple of 16 bytes" if odd else None
+
+
 def _by_weight(
     product: Product,
     x_PK: torch.Tensor,
@@ -392,7 +435,7 @@ class PerExpertMlp(torch.autograd.Function):
         down_bias: torch.Tensor | None,
         pairs: LocalPairs,
         mlp: ExpertMlpSpec,
-        deferred: Deferred,
+        deferred: _Deferred,
     ) -> torch.Tensor:
         dtype, spans = rows_RH.dtype, list(_spans(pairs))
         pre_PI2 = rows_RH.new_empty(weight_P.shape[0], up.shape[2 if mlp.transposed else 1])
@@ -415,11 +458,11 @@ class PerExpertMlp(torch.autograd.Function):
         # All pairs' pre-activations are kept, one expert's activations at a time exist.
         ctx.save_for_backward(rows_RH, pre_PI2, weight_P, up, down, up_bias, down_bias, *pairs.tensors())
         ctx.mlp, ctx.deferred = mlp, deferred
-        return deferred.boundary(rows_RH)
+        return rows_RH.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_out_RH = ctx.deferred.gradient()
+        grad_out_RH = ctx.deferred.take_gradient()
         rows_RH, pre_PI2, weight_P, up, down, up_bias, down_bias, *indices = ctx.saved_tensors
         pairs, mlp, dtype = LocalPairs.of(*indices), ctx.mlp, rows_RH.dtype
         grad_rows_RH, grad_weight_P = _wide_zeros(rows_RH), torch.empty_like(weight_P)

@@ -58,9 +58,9 @@ class ExpertsPlan:
     """The decisions of a shard plan about expert layers."""
 
     dispatch: str
-    """The dispatcher's name."""
+    """The dispatcher that `moe.dispatch` resolved to."""
     compute: Mapping[str, str]
-    """The backend of each experts module."""
+    """The compute backend of each experts module."""
     kernels: Kernels
     """The kernels that `moe.kernels` resolved to."""
     shared: Mapping[str, str]

@@ -54,7 +54,7 @@ from expertmesh.state.model_view import ModelView, attach
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.lazy import LazyTensor, Rounded, lazy_tensors, read_box, read_values
 from expertmesh.weights.load import differing_copies, first_not_finite, named_source, remember_files
-from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, StateTensor, classifier_head, kept_plan, plan_load
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, StateTensor, classifier_head, plan_load, rounded_plan
 from expertmesh.weights.meta_model import (
     DATA_FILES,
     GENERATION_FILE,
@@ -156,7 +156,7 @@ def merge(
         if trained_on is not None:
             if trained_on.frozen is not None:  # the adapter was trained on experts that are rounded to this format
                 attach(model, frozen_formats=quantised_formats(model, describe(model), trained_on.frozen))
-            load = kept_plan(model, load)
+            load = rounded_plan(model, load)
             _check_base(adapter / BASE_FILE, trained_on, model, load, files, trust_remote_code)
         saved = save_values(
             view,

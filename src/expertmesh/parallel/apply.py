@@ -33,7 +33,7 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside, is_within
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.install import ExpertsPlan, install
+from expertmesh.experts.install import install
 from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.checkpointing import recompute_blocks
 from expertmesh.parallel.compiling import compile_parts
@@ -137,8 +137,7 @@ def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None
         anatomy = cut(model, plan, plan.cut, local.absent, mesh)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
     # 3.
-    layers = ExpertsPlan(plan.dispatch, plan.compute, plan.kernels, plan.shared_beside, plan.placement)
-    install(model, anatomy, mesh, layers, compute)
+    install(model, anatomy, mesh, plan.experts, compute)
     _replace_parameters(model, plan, mesh, local)
     # 4. Packed samples come before split_parts, whose mixins go in front of BySamples and check for it.
     separate_samples(model, plan.anatomy, mesh.device, compute)

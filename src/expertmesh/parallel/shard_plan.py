@@ -25,7 +25,7 @@ from expertmesh.config.sections import BYTES_OF
 from expertmesh.distributed.layout import ExpertTraffic, Layout, TopKRouter
 from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance
-from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
+from expertmesh.experts.install import ExpertsPlan, choose_backend, choose_kernels
 from expertmesh.experts.lora_state import AdapterState, adapter_state
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.placement import Placement
@@ -143,16 +143,8 @@ class ShardPlan:
     """The anatomy of the full model."""
     balance: Balance
     """Balancing of the routing, in words."""
-    dispatch: str
-    """The dispatcher that `moe.dispatch` resolved to."""
-    placement: Placement
-    """The places of experts that are not in the model's order, and of copies."""
-    compute: Mapping[str, str]
-    """The compute backend of each experts module."""
-    kernels: Kernels
-    """The kernels that `moe.kernels` resolved to."""
-    shared_beside: Mapping[str, str]
-    """By experts module, the shared expert that computes during its dispatch."""
+    experts: ExpertsPlan
+    """The work of expert layers."""
     frozen: tuple[str, ...]
     """The routers that are not trained."""
     tensor: TensorPlan
@@ -187,11 +179,10 @@ class ShardPlan:
 
     @cached_property
     def expert_orders(self) -> dict[str, tuple[int, ...]]:
-        """`placement` by parameter, adapters included."""
+        """The experts' placement by parameter, adapters included."""
         split = [name for name, split in self.splits.items() if split.axis == "ep"]
-        return {
-            name: order for module, order in self.placement.orders.items() for name in split if is_inside(name, module)
-        }
+        orders = self.experts.placement.orders
+        return {name: order for module, order in orders.items() for name in split if is_inside(name, module)}
 
     @property
     def dtypes(self) -> Dtypes:
@@ -207,7 +198,7 @@ class ShardPlan:
     @property
     def resolved(self) -> dict[str, str]:
         """The resolved moe.dispatch, moe.compute, moe.kernels and moe.router_dtype, as printed."""
-        layers = ", ".join(f"{name} ({count} layers)" for name, count in Counter(self.compute.values()).items())
+        layers = ", ".join(f"{name} ({count} layers)" for name, count in Counter(self.experts.compute.values()).items())
         compute, routers = self.options.precision.compute, self.anatomy.routers
         cast = [name for group in self.groups if group.casts_parameters for name in group.parameters]
         router_dtype: str = compute
@@ -216,9 +207,9 @@ class ShardPlan:
         elif compute not in ("float32", "float64") and self.options.moe.router_dtype == "float32":
             router_dtype = f"{compute} (the family's code does not run with a float32 router)"
         return {
-            "dispatch": f"{self.dispatch} beside shared experts" if self.shared_beside else self.dispatch,
+            "dispatch": f"{self.experts.dispatch}{' beside shared experts' if self.experts.shared else ''}",
             "compute": layers,
-            "kernels": self.kernels.text,
+            "kernels": self.experts.kernels.text,
             "router_dtype": router_dtype,
         }
 
@@ -233,38 +224,42 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     Raises:
         InputError: a setting or a model that cannot be trained exactly; names the module or the key.
     """
-    anatomy, view, precision = describe(model), ModelView(model), options.precision
+    anatomy, view, precision, moe = describe(model), ModelView(model), options.precision, options.moe
     compute = getattr(torch, precision.compute)
-    moe, ep = options.moe, layout.ep
-    backends = {
-        spec.name: choose_backend(spec, moe.compute, compute, spec.num_experts // ep + moe.replicas)
-        for spec in anatomy.experts
-    }
+    # 1. What the model and the settings alone refuse; dtypes, and the dims that efsdp shards.
+    balance = refuse_model(model, anatomy, moe)
+    refuse_dispatch(moe, layout, anatomy, compute)
     expert_dims = plan_expert_dims(model, anatomy, layout)
+    policy = refuse_dtypes(view, anatomy, precision, kept_in_fp32, moe.router_dtype)
+    # 2. tp, cp and pp; then what ep and tp split, and the groups of FSDP2.
     frozen = anatomy.routers if moe.router == "frozen" else ()
     tensor, context, cut = plan_axes(view, anatomy, layout, kept_in_fp32=kept_in_fp32, frozen=frozen)
-    balance, placed = refuse_model(model, anatomy, moe), options.placement
-    refuse_dispatch(moe, layout, anatomy, compute)
-    policy = refuse_dtypes(view, anatomy, precision, kept_in_fp32, moe.router_dtype)
-    checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
+    splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, policy.in_fp32)
+    packed = plan_frozen(view, anatomy, layout, splits, expert_dims, precision.frozen)
+    # 3. Expert layers. A shared expert must not be gathered separately; under selective checkpointing a block's second
+    # run has the routed experts' result but not the shared expert's.
+    overlaps = not options.compile and options.activation_checkpointing != "selective"
+    gathered = [module for group in groups for module in group.modules]
+    experts = ExpertsPlan(
+        dispatch=choose_dispatch(moe, layout),
+        shared=shared_beside_rows(view, anatomy, layout, moe, gathered) if overlaps else {},
+        placement=options.placement or choose_placement(model, moe, layout, anatomy),
+        compute={
+            spec.name: choose_backend(spec, moe.compute, compute, spec.num_experts // layout.ep + moe.replicas)
+            for spec in anatomy.experts
+        },
+        kernels=choose_kernels(model, anatomy, moe.kernels, compute),
+    )
+    # 4. Recomputation and compilation.
     adapters = adapter_state(model)
     if options.compile:
         refuse_compile(adapters, precision.frozen)
-    splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, policy.in_fp32)
-    # Under selective checkpointing a block's second run has the routed experts' result but not the shared expert's.
-    overlaps = not options.compile and options.activation_checkpointing != "selective"
-    gathered = [module for group in groups for module in group.modules]
-    shared = shared_beside_rows(view, anatomy, layout, moe, gathered) if overlaps else {}
     return ShardPlan(
         layout=layout,
         options=options,
         anatomy=anatomy,
         balance=balance,
-        dispatch=choose_dispatch(moe, layout),
-        placement=choose_placement(model, moe, layout, anatomy) if placed is None else placed,
-        compute=backends,
-        kernels=choose_kernels(model, anatomy, moe.kernels, compute),
-        shared_beside=shared,
+        experts=experts,
         frozen=frozen,
         tensor=tensor,
         context=context,
@@ -273,8 +268,8 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         groups=groups,
         cast_buffers=policy.buffers,
         wide_routers=policy.routers,
-        packed=plan_frozen(view, anatomy, layout, splits, expert_dims, precision.frozen),
-        checkpointed=checkpointed,
+        packed=packed,
+        checkpointed=checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers),
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
         adapters=adapters,
         view=view,

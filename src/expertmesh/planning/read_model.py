@@ -172,7 +172,7 @@ class _FiguresReader:
         self.context_plan = context_plan
         self.model, self.fp32, self.uncast, self.lora, self.tensor_plan = model, fp32, plan.uncast, lora, tensor_plan
         self.master, self.width, _ = plan.dtypes
-        self.backends, self.packed = plan.compute, plan.packed
+        self.backends, self.packed = plan.experts.compute, plan.packed
         self.specs = {spec.name: spec for spec in plan.anatomy.experts}
         self.of_experts = {f"{spec.name}.{leaf}" for spec in plan.anatomy.experts for leaf in spec.parameters}
         self.holders = {holder for spec in plan.anatomy.experts for holder in spec.holders}

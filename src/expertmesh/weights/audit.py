@@ -31,7 +31,7 @@ from expertmesh.state.shards import held_boxes, is_on_other_stage, local_values,
 from expertmesh.weights.first_values import FirstValues, open_weights
 from expertmesh.weights.lazy import LazyTensor, bytes_needed, read_box, read_values
 from expertmesh.weights.load import named_source
-from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, kept_plan, plan_load
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load, rounded_plan
 
 AuditMode = Literal["sampled", "full"]
 FORMAT, VERSION = "expertmesh-audit", 1
@@ -154,7 +154,7 @@ def audit_weights(
         if isinstance(files, FirstValues):
             auditor.files = files
         auditor.check_numbers()
-        auditor.plan = kept_plan(model, plan)
+        auditor.plan = rounded_plan(model, plan)
         hashed = auditor.full() if mode == "full" else auditor.sample()
     total_bytes, experts = (0, ()) if hashed is None else _joined(hashed, auditor.bytes)
     seconds = time.monotonic() - started

@@ -32,10 +32,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from expertmesh.compat import set_weight_conversions
-from expertmesh.config.errors import ExpertmeshError, IntegrityError
+from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box
-from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.terminal import tracked
 from expertmesh.state.model_view import ModelView, Source, attach
 from expertmesh.state.packed import PackedTensor
@@ -256,6 +256,24 @@ def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
     raise AssertionError(f"no piece of {lazy!r} holds {index}")
 
 
+def summarize_unmapped(tensors: Sequence[FileTensor], used: Collection[str]) -> tuple[UnmappedTensors, ...]:
+    """Group `tensors` by the shortest prefixes of full name components that no name in `used` shares."""
+    taken = {prefix for name in used for prefix in _prefixes(name)}
+    groups: dict[str, list[FileTensor]] = {}
+    for tensor in tensors:
+        free = next((prefix for prefix in _prefixes(tensor.name) if prefix not in taken), tensor.name)
+        groups.setdefault(free if free == tensor.name else f"{free}.*", []).append(tensor)
+    return tuple(
+        UnmappedTensors(pattern, len(group), sum(tensor.nbytes for tensor in group))
+        for pattern, group in groups.items()
+    )
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
 def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> None:
     """Remember on the model the layout and dtypes of `files`, from which `plan` fills it."""
     # A new head is not in the files, so that no dtype of the files is recorded for it.
@@ -275,30 +293,3 @@ def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: S
     """Attach `source` to the model, and the conversion rules that loading applied, where transformers stores them."""
     set_weight_conversions(model, list(conversions))
     attach(model, source=source)
-
-
-def summarize_unmapped(tensors: Sequence[FileTensor], used: Collection[str]) -> tuple[UnmappedTensors, ...]:
-    """Group `tensors` by the shortest prefixes of full name components that no name in `used` shares."""
-    taken = {prefix for name in used for prefix in _prefixes(name)}
-    groups: dict[str, list[FileTensor]] = {}
-    for tensor in tensors:
-        free = next((prefix for prefix in _prefixes(tensor.name) if prefix not in taken), tensor.name)
-        groups.setdefault(free if free == tensor.name else f"{free}.*", []).append(tensor)
-    return tuple(
-        UnmappedTensors(pattern, len(group), sum(tensor.nbytes for tensor in group))
-        for pattern, group in groups.items()
-    )
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-
-
-def still_readable(tensors: Sequence[FileTensor]) -> bool:
-    """Return whether the files still hold `tensors` where they were when the model was loaded."""
-    try:
-        headers = {path: read_header(path) for path in {tensor.path for tensor in tensors}}
-    except ExpertmeshError:
-        return False
-    return all(headers[tensor.path].get(tensor.name) == tensor for tensor in tensors)

@@ -59,55 +59,6 @@ class LoadPlan:
     """The tensors that the files hold."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StateTensor:
-    """A parameter or persistent buffer as a leaf."""
-
-    name: str
-    """The tensor's name in the state dict."""
-    tensor: Tensor
-    """Its shape is the global one; it may be a DTensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-
-@dataclass(slots=True)
-class _ConversionInputs:
-    """The file tensors that make one target, by the pattern that matched; without a converter, exactly one."""
-
-    converter: WeightConverter | None
-    keys: dict[str, list[str]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Mismatches:
-    """The tensors that do not fit, by kind, and their files, collected for one error that names all of them."""
-
-    names: dict[str, list[str]] = field(default_factory=dict)
-    files: set[str] = field(default_factory=set)
-
-    def add(self, kind: str, name: str, leaves: Iterable[Leaf] = ()) -> None:
-        self.names.setdefault(kind, []).append(name)
-        self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, FILE_LEAVES)}
-
-    def refuse(self, family: type, directory: Path) -> None:
-        """Raise `IntegrityError` if anything was added."""
-        kinds = ("missing", "unexpected", "duplicated", "incomplete", "misshaped", "mistyped")
-        found = [f"{len(names)} {kind} ({_listed(names)})" for kind in kinds if (names := self.names.get(kind))]
-        if found:
-            where = f"; in {_listed(sorted(self.files))}" if self.files else ""
-            raise IntegrityError(
-                f"{directory}: does not fit {family.__name__}: {'; '.join(found)}{where}",
-                key="weights.does-not-fit",
-            )
-
-
 def plan_load(view: ModelView, files: WeightFiles | FirstValues, *, complete: bool = True) -> LoadPlan:
     """Plan the source of each tensor of a model, which may be on meta and may be sharded.
 
@@ -159,46 +110,35 @@ def new_head(view: ModelView) -> list[str]:
     return [] if view.family.__name__ in (config.architectures or ()) else classifier_head(view)
 
 
-def kept_plan(model: nn.Module, plan: LoadPlan) -> LoadPlan:
-    """Return `plan` with the values that `model` has after loading, where frozen weights may be quantised."""
-    formats: Mapping[str, PackedFormat] = sharded(model).frozen_formats or {}
-    quantised = {name: kind for name, kind in formats.items() if not kind.published}
-    kept = {name: rounded_units(plan.tensors[name], kind) for name, kind in quantised.items()}
-    return replace(plan, tensors=plan.tensors | kept)
+@dataclass(slots=True)
+class _ConversionInputs:
+    """The file tensors that make one target, by the pattern that matched; without a converter, exactly one."""
+
+    converter: WeightConverter | None
+    keys: dict[str, list[str]] = field(default_factory=dict)
 
 
-def plan_save(view: ModelView, bare: bool | None = None) -> dict[str, LazyTensor]:
-    """Plan the tensors to write, by file tensor name, in the layout of the files read, or else the family's own layout.
+@dataclass(slots=True)
+class _Mismatches:
+    """The tensors that do not fit, by kind, and their files, collected for one error that names all of them."""
 
-    The keys and shapes are those of transformers' `save_pretrained`: tied tensors once, the family's ignore list
-    omitted. The leaves are `StateTensor`s. Works on parallelised models; issues no collective.
+    names: dict[str, list[str]] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
 
-    Args:
-        bare: Leave out the base model's prefix; None if the files that were read did.
+    def add(self, kind: str, name: str, leaves: Iterable[Leaf] = ()) -> None:
+        self.names.setdefault(kind, []).append(name)
+        self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, FILE_LEAVES)}
 
-    Raises:
-        InputError: transformers' rules for saving change the number of values.
-    """
-    model, state = view.module, view.tensors
-    kept = _untied(view) - set(declared(model, "_keys_to_ignore_on_save"))
-    # transformers adds the prefix when it loads files without it, but does not remove it when it saves.
-    prefix = f"{model.base_model_prefix}." if (view.attached.source.bare if bare is None else bare) else ""
-    lazies = {
-        name.removeprefix(prefix): LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept
-    }
-    if view.is_stage:
-        # Loading has recorded the rules that applied on this stage; the full model on meta was never loaded.
-        set_weight_conversions(view.full, weight_conversions(model))
-    with view.published_classes(), torch.no_grad():
-        saved: dict[str, Any] = revert_weight_conversion(view.full, dict(lazies))
-    before, after = (sum(tensor.numel() for tensor in each.values()) for each in (lazies, saved))
-    if before != after:
-        raise InputError(
-            f"{view.family.__name__}: transformers' own rules for saving it turn {before} values into "
-            f"{after}; saving would lose weights, so it is refused",
-            key="model.saving-loses-values",
-        )
-    return saved
+    def refuse(self, family: type, directory: Path) -> None:
+        """Raise `IntegrityError` if anything was added."""
+        kinds = ("missing", "unexpected", "duplicated", "incomplete", "misshaped", "mistyped")
+        found = [f"{len(names)} {kind} ({_listed(names)})" for kind in kinds if (names := self.names.get(kind))]
+        if found:
+            where = f"; in {_listed(sorted(self.files))}" if self.files else ""
+            raise IntegrityError(
+                f"{directory}: does not fit {family.__name__}: {'; '.join(found)}{where}",
+                key="weights.does-not-fit",
+            )
 
 
 @dataclass(slots=True)
@@ -348,6 +288,66 @@ def _gap(keys: Sequence[str]) -> str | None:
         return None
     first = [*split[0][: varying[0]], str(absent[0]), *split[0][varying[0] + 1 :]]
     return f"the files hold {len(numbers)} of {max(numbers) + 1} experts, {''.join(first)} is not there"
+
+
+def rounded_plan(model: nn.Module, plan: LoadPlan) -> LoadPlan:
+    """Return `plan` with the values that `model` has after loading, where frozen weights may be quantised."""
+    formats: Mapping[str, PackedFormat] = sharded(model).frozen_formats or {}
+    quantised = {name: kind for name, kind in formats.items() if not kind.published}
+    kept = {name: rounded_units(plan.tensors[name], kind) for name, kind in quantised.items()}
+    return replace(plan, tensors=plan.tensors | kept)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateTensor:
+    """A parameter or persistent buffer as a leaf."""
+
+    name: str
+    """The tensor's name in the state dict."""
+    tensor: Tensor
+    """Its shape is the global one; it may be a DTensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+
+def plan_save(view: ModelView, bare: bool | None = None) -> dict[str, LazyTensor]:
+    """Plan the tensors to write, by file tensor name, in the layout of the files read, or else the family's own layout.
+
+    The keys and shapes are those of transformers' `save_pretrained`: tied tensors once, the family's ignore list
+    omitted. The leaves are `StateTensor`s. Works on parallelised models; issues no collective.
+
+    Args:
+        bare: Leave out the base model's prefix; None if the files that were read did.
+
+    Raises:
+        InputError: transformers' rules for saving change the number of values.
+    """
+    model, state = view.module, view.tensors
+    kept = _untied(view) - set(declared(model, "_keys_to_ignore_on_save"))
+    # transformers adds the prefix when it loads files without it, but does not remove it when it saves.
+    prefix = f"{model.base_model_prefix}." if (view.attached.source.bare if bare is None else bare) else ""
+    lazies = {
+        name.removeprefix(prefix): LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept
+    }
+    if view.is_stage:
+        # Loading has recorded the rules that applied on this stage; the full model on meta was never loaded.
+        set_weight_conversions(view.full, weight_conversions(model))
+    with view.published_classes(), torch.no_grad():
+        saved: dict[str, Any] = revert_weight_conversion(view.full, dict(lazies))
+    before, after = (sum(tensor.numel() for tensor in each.values()) for each in (lazies, saved))
+    if before != after:
+        raise InputError(
+            f"{view.family.__name__}: transformers' own rules for saving it turn {before} values into "
+            f"{after}; saving would lose weights, so it is refused",
+            key="model.saving-loses-values",
+        )
+    return saved
 
 
 def _untied(view: ModelView) -> set[str]:

@@ -18,7 +18,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.directory import check_target
+from expertmesh.io.safetensors_reader import FileTensor, read_header
 from expertmesh.io.safetensors_writer import OpenFiles, lay_out
 from expertmesh.state.model_view import ModelView
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.load import UnmappedTensors, still_readable, summarize_unmapped
+from expertmesh.weights.load import UnmappedTensors, summarize_unmapped
 from expertmesh.weights.mapping import plan_save
 from expertmesh.weights.meta_model import kept_in_fp32
 from expertmesh.weights.quantised.encode import PACKED, RoundingError, plan_packing, write_packed
@@ -204,6 +205,15 @@ def refuse_other_names(view: ModelView) -> None:
             "from_pretrained would make weights up; take out what was put around its modules",
             key="model.names-differ-from-class",
         )
+
+
+def still_readable(tensors: Sequence[FileTensor]) -> bool:
+    """Return whether the files still hold `tensors` where they were when the model was loaded."""
+    try:
+        headers = {path: read_header(path) for path in {tensor.path for tensor in tensors}}
+    except ExpertmeshError:
+        return False
+    return all(headers[tensor.path].get(tensor.name) == tensor for tensor in tensors)
 
 
 def saved_specs(

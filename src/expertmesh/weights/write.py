@@ -93,29 +93,6 @@ def write_directory(
     return files.written
 
 
-def _owned_pieces(lazy: LazyTensor) -> Iterator[Piece]:
-    """Yield the parts of a file tensor that this rank holds and has to write."""
-    for piece in lazy.pieces:
-        if isinstance(piece.leaf, StateTensor) and owns_copy(piece.leaf.tensor):
-            for held in held_boxes(piece.leaf.tensor):
-                if (part := intersect(piece.source, held)) is not None:
-                    yield piece.crop_source(part)
-
-
-def owned_values(lazy: LazyTensor, values: StateReader, max_elements: int) -> Iterator[tuple[Box, Tensor]]:
-    """Yield box and values of the parts that this rank has to write, of at most `max_elements` each."""
-    for piece in _owned_pieces(lazy):
-        for box in blocks(piece.dest, max_elements):
-            part = piece.crop(box)
-            assert isinstance(part.leaf, StateTensor)
-            yield box, part.arrange(values(part.leaf, part.source))
-
-
-def is_computed(lazy: LazyTensor) -> bool:
-    """Return whether the tensor's values are computed from others rather than only moved."""
-    return not all(isinstance(piece.leaf, StateTensor) for piece in lazy.pieces)
-
-
 def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
     """Check that all ranks together own each element exactly once; else the files would have holes, or races.
 
@@ -136,6 +113,34 @@ def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
             )
 
 
+def _owned_pieces(lazy: LazyTensor) -> Iterator[Piece]:
+    """Yield the parts of a file tensor that this rank holds and has to write."""
+    for piece in lazy.pieces:
+        if isinstance(piece.leaf, StateTensor) and owns_copy(piece.leaf.tensor):
+            for held in held_boxes(piece.leaf.tensor):
+                if (part := intersect(piece.source, held)) is not None:
+                    yield piece.crop_source(part)
+
+
+def is_computed(lazy: LazyTensor) -> bool:
+    """Return whether the tensor's values are computed from others rather than only moved."""
+    return not all(isinstance(piece.leaf, StateTensor) for piece in lazy.pieces)
+
+
+def owned_values(lazy: LazyTensor, values: StateReader, max_elements: int) -> Iterator[tuple[Box, Tensor]]:
+    """Yield box and values of the parts that this rank has to write, of at most `max_elements` each."""
+    for piece in _owned_pieces(lazy):
+        for box in blocks(piece.dest, max_elements):
+            part = piece.crop(box)
+            assert isinstance(part.leaf, StateTensor)
+            yield box, part.arrange(values(part.leaf, part.source))
+
+
+def live_values(leaf: StateTensor, box: Box) -> Tensor:
+    """Return the values of `box` from the model's own tensor on this rank."""
+    return local_values(leaf.tensor, box)
+
+
 def _copy_own(copied: Sequence[FileTensor], files: OpenFiles) -> None:
     """Copy this rank's share of the tensors that the model does not have; ranks take turns by tensor. No collective."""
     rank, ranks = rank_and_ranks()
@@ -145,11 +150,6 @@ def _copy_own(copied: Sequence[FileTensor], files: OpenFiles) -> None:
                 values = torch.empty(extents(part), dtype=source.dtype)
                 sources.read(source, part, values)
                 files.write(source.name, part, values)
-
-
-def live_values(leaf: StateTensor, box: Box) -> Tensor:
-    """Return the values of `box` from the model's own tensor on this rank."""
-    return local_values(leaf.tensor, box)
 
 
 def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: StateReader) -> None:
@@ -166,6 +166,14 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: 
         with raise_on_all_ranks(f"writing {name}"), files.synced():
             if rank_and_ranks()[0] == 0:
                 files.write(name, full_box(lazy.shape), compute_full(lazy, gathered, values))
+
+
+def gather(lazy: LazyTensor) -> dict[str, Tensor]:
+    """Return the full values of the sharded tensors behind `lazy`, by name, and of those on another pipeline stage.
+
+    Collectives: every rank calls it; those of `full_tensors`.
+    """
+    return full_tensors({leaf.name: leaf.tensor for leaf in lazy.leaves() if isinstance(leaf, StateTensor)})
 
 
 def compute_full(lazy: LazyTensor, gathered: Mapping[str, Tensor], values: StateReader) -> Tensor:
@@ -196,11 +204,3 @@ def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
         # and would lose the sign of a zero.
         dist.reduce(stored, rank, dist.ReduceOp.MAX)
     return tensor if here == rank else None
-
-
-def gather(lazy: LazyTensor) -> dict[str, Tensor]:
-    """Return the full values of the sharded tensors behind `lazy`, by name, and of those on another pipeline stage.
-
-    Collectives: every rank calls it; those of `full_tensors`.
-    """
-    return full_tensors({leaf.name: leaf.tensor for leaf in lazy.leaves() if isinstance(leaf, StateTensor)})

@@ -282,4 +282,4 @@ def start_reports(
             reporter.peak_tokens_per_second = None if forecast is None else forecast.peak_tokens_per_second
             lost = max(0.0, rows.before - counters.elapsed_seconds)
     record_start(run, forecast, counters, Spent(startup=time.monotonic() - began, lost=lost))
-    return ExpertLoad(run.model, run.checked.anatomy, run.mesh, run.checked.plan.placement)
+    return ExpertLoad(run.model, run.checked.anatomy, run.mesh, run.checked.plan.experts.placement)

@@ -244,7 +244,7 @@ def place_experts(
     line = f"balanced by {source}: the busiest EP rank has {after} times the mean load, contiguous {before}{copies}"
     if together and not placement.replicas:
         line += "; experts that tokens choose together share ranks"
-    plan = replace(checked.plan, placement=placement)
+    plan = replace(checked.plan, experts=replace(checked.plan.experts, placement=placement))
     return replace(checked, plan=plan, placement=line, expected_load=placement.over(loads)[1])
 
 

@@ -34,7 +34,7 @@ from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.first_values import FirstValues, first_head, open_weights
 from expertmesh.weights.lazy import read_values
-from expertmesh.weights.mapping import LoadPlan, kept_plan, plan_load
+from expertmesh.weights.mapping import LoadPlan, plan_load, rounded_plan
 
 # Gets the name and the full gradient of a tensor. It is called once for each unit that holds the tensor.
 Sink = Callable[[str, Tensor], None]
@@ -77,7 +77,7 @@ class Weights:
         with open_weights(view, self.setup.directory, self.setup.weights_seed) as checkpoint:
             if isinstance(checkpoint, FirstValues):
                 self.files = checkpoint
-            self.plan = kept_plan(self.job_model, plan_load(view, checkpoint))
+            self.plan = rounded_plan(self.job_model, plan_load(view, checkpoint))
         self.adapters = plan_of(self.job_model) if self.adapted else None
         self.state = view.tensors
         targets = self.adapters.targets if self.adapters is not None else ()
