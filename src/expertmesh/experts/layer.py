@@ -50,7 +50,7 @@ from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, Expert
 from expertmesh.experts.pairs import Segments, count_pairs, count_together, segment_sum, segments_of, sorted_choice
 from expertmesh.experts.placement import Copied, slots_from
 from expertmesh.io.boxes import inverse
-from expertmesh.state.model_view import module_state
+from expertmesh.state.model_view import module_state, sharded, stage_names
 from expertmesh.state.packed import PackedTensor, stored
 from expertmesh.state.patching import replace_forward, set_at
 from expertmesh.state.shards import local_tensor, placed_like, to_local
@@ -410,9 +410,11 @@ def copies_of_step(model: nn.Module) -> Iterator[None]:
     that has copies with adapters.
     """
     exchanged = list[tuple[Copies, Sequence[torch.Tensor]]]()
-    for experts in model.modules():
-        layer = module_state(experts).expert_layer
-        if layer is not None and layer.copies is not None and (own := _tensors(layer.own_adapters(experts))):
+    plan = sharded(model).shard_plan
+    copied = () if plan is None else plan.placement.copies
+    for experts in map(model.get_submodule, stage_names(model, copied) if copied else ()):
+        layer = layer_of(experts)
+        if layer.copies is not None and (own := _tensors(layer.own_adapters(experts))):
             exchanged.append((layer.copies, layer.copies.exchanged(own)))
     try:
         for copies, values in exchanged:
