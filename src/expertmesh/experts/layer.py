@@ -45,7 +45,7 @@ from expertmesh.experts.activation_checkpointing import computed_once, confirm_c
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher
 from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
 from expertmesh.experts.lora_state import running_adapters_of
-from expertmesh.experts.micro_batch import TokensPerExpert, real_tokens
+from expertmesh.experts.micro_batch import real_tokens
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.pairs import Segments, count_pairs, count_together, segment_sum, segments_of, sorted_choice
 from expertmesh.experts.placement import Copied, slots_from
@@ -62,6 +62,22 @@ def experts_forward(
     """Compute what transformers calls as `experts(...)`: step 0. Collectives: as `ExpertLayer.forward`."""
     real_T = real_tokens(len(top_k_index))
     return layer_of(experts).forward_counted(experts, hidden_states, top_k_index, top_k_weights, real_T)
+
+
+@dataclass(eq=False)
+class TokensPerExpert:
+    """A running count of tokens per expert, on the device."""
+
+    counts_E: torch.Tensor | None = None
+    """int64; None if nothing was counted since the last `pop`."""
+
+    def add(self, tokens_E: torch.Tensor) -> None:
+        self.counts_E = tokens_E if self.counts_E is None else self.counts_E + tokens_E
+
+    def pop(self) -> torch.Tensor | None:
+        """Return the counts since the last call, and restart from zero."""
+        counts_E, self.counts_E = self.counts_E, None
+        return counts_E
 
 
 @dataclass(eq=False)
@@ -91,6 +107,32 @@ class ExpertLayer:
     """The same; popped once per optimizer step."""
     together_EE: torch.Tensor | None = None
     """Real tokens that chose both of two experts, int64, counted where it is given; its diagonal is tokens of one."""
+
+    def forward_counted(
+        self,
+        experts: nn.Module,
+        hidden: torch.Tensor,
+        index_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        real_T: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run `forward`, count its real tokens (`real_T` None: all), and do what activation checkpointing asks for.
+
+        Returns the shape of `hidden`. Collectives: as `forward`.
+        """
+        confirm_choice(index_TK)
+        # A forward without gradients counts for a router loss; the same tokens come again with gradients.
+        trains = experts.training and torch.is_grad_enabled() and not is_recomputing()
+        if self.together_EE is not None:
+            self.together_EE += count_together(index_TK, self.spec.num_experts, real_T)
+        if trains:
+            tokens_E = count_pairs(index_TK, self.spec.num_experts, real_T)
+            self.tokens_per_expert.add(tokens_E)
+            self.step_tokens_per_expert.add(tokens_E)
+        # Selective checkpointing keeps the result: a second dispatch would repeat its collectives.
+        out_TH = computed_once(partial(self.forward, experts, hidden, index_TK, weight_TK))
+        # Return no view: FSDP2 hooks this output, and a model may add to it in place.
+        return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
 
     def forward(
         self, experts: nn.Module, hidden: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -160,32 +202,6 @@ class ExpertLayer:
         real_P = None if real_T is None else real_T[place_P % tokens]
         out_PH = self.forward_counted(experts, rows_PH, expert_P1, rows_PH.new_ones(len(rows_PH), 1), real_P)
         return torch.zeros_like(rows_NH).index_put((place_P,), out_PH)
-
-    def forward_counted(
-        self,
-        experts: nn.Module,
-        hidden: torch.Tensor,
-        index_TK: torch.Tensor,
-        weight_TK: torch.Tensor,
-        real_T: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Run `forward`, count its real tokens (`real_T` None: all), and do what activation checkpointing asks for.
-
-        Returns the shape of `hidden`. Collectives: as `forward`.
-        """
-        confirm_choice(index_TK)
-        # A forward without gradients counts for a router loss; the same tokens come again with gradients.
-        trains = experts.training and torch.is_grad_enabled() and not is_recomputing()
-        if self.together_EE is not None:
-            self.together_EE += count_together(index_TK, self.spec.num_experts, real_T)
-        if trains:
-            tokens_E = count_pairs(index_TK, self.spec.num_experts, real_T)
-            self.tokens_per_expert.add(tokens_E)
-            self.step_tokens_per_expert.add(tokens_E)
-        # Selective checkpointing keeps the result: a second dispatch would repeat its collectives.
-        out_TH = computed_once(partial(self.forward, experts, hidden, index_TK, weight_TK))
-        # Return no view: FSDP2 hooks this output, and a model may add to it in place.
-        return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
 
     def _weights(self, experts: nn.Module) -> ExpertWeights:
         """Return this rank's experts in the layout of `mlp`."""

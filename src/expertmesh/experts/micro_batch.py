@@ -5,7 +5,7 @@ An expert layer is called with tokens alone, so context variables hold these whi
 Padding is routed and computed like any token, as in the unsharded model; only the counts (load, router losses,
 balancing) leave it out.
 
-    B rows, S positions, T tokens, E experts, L MoE layers of the full model, K top-k
+    B rows, S positions, T tokens, L MoE layers of the full model, K top-k
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -67,22 +67,6 @@ class Routing:
 
 routing: ContextVar[Routing | None] = ContextVar("expertmesh_routing", default=None)
 """The routes that forwards replay or record now."""
-
-
-@dataclass(eq=False)
-class TokensPerExpert:
-    """A running count of tokens per expert, on the device."""
-
-    counts_E: torch.Tensor | None = None
-    """int64; None if nothing was counted since the last `pop`."""
-
-    def add(self, tokens_E: torch.Tensor) -> None:
-        self.counts_E = tokens_E if self.counts_E is None else self.counts_E + tokens_E
-
-    def pop(self) -> torch.Tensor | None:
-        """Return the counts since the last call, and restart from zero."""
-        counts_E, self.counts_E = self.counts_E, None
-        return counts_E
 
 
 def real_tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -1,7 +1,17 @@
 """Run forward and backward over the micro-batches of one optimizer step, in every layout.
 
-The trainer calls it, and so do training loops of users. Without pipeline stages it is a loop over the micro-batches, or
-over the layers (by_layer.py); with stages, a schedule runs the micro-batches through all of them.
+The trainer calls it, and so do training loops of users. A step without pipeline stages, as `run_step` takes it:
+
+1. `router_losses` (router_losses.py) counts which experts the whole step chooses, if `moe` has an auxiliary loss.
+2. For each micro-batch, `loss_of_batch` (loss.py) runs the model with its head on no token: `run_base` (base_model.py).
+   Its expert layers send tokens to their experts and back (experts/layer.py).
+3. The objective (objective.py) asks `TokenLosses` (loss.py) for its share of the loss. The head runs on chunks of the
+   hidden states that predict targets, and their gradients are computed at once.
+4. `backward` goes on from these gradients. FSDP2 sums the gradients over ranks.
+5. The caller measures one norm, clips (grad_norm.py) and updates: `TrainingLoop._train_step` (training/loop.py).
+
+By layer, all micro-batches of a round go through a block before the next one (by_layer.py). With stages, a schedule
+runs the micro-batches through all of them (pipeline_schedule.py).
 """
 
 import itertools

@@ -7,7 +7,8 @@ A tensor from file to shard, as `fill` takes it; save.py tells the way back:
 2. `plan_load` (mapping.py) runs transformers' own rules on tensors without values (lazy.py). Its result says which
    boxes of which file tensors make each tensor of the model; codes with their scales count as one tensor of values
    (quantised/). Everything that does not fit is refused here, before a weight is read.
-3. `materialize` (meta_model.py) allocates the shards of this rank.
+3. `materialize` (meta_model.py) allocates the shards of this rank. Each parameter is a DTensor on meta until then:
+   `shard_model` (parallel/apply.py) has split it.
 4. `held_parts` (state/shards.py) says which boxes of a tensor this rank holds, and gives the memory of each.
 5. `read_box` (lazy.py) crops the plan to each box, reads exactly those bytes and casts them into the shard. Tensors go
    in the order of the files, while the system already reads the next ones: so the ranks of a node read the same part
@@ -16,6 +17,13 @@ A tensor from file to shard, as `fill` takes it; save.py tells the way back:
 7. The model remembers its files (`Source`), so that saving restores their layout and dtypes. That includes unmapped
    tensors, which the files hold and the model does not, such as next-token-prediction (MTP) layers: transformers
    families declare them unused, they are never trained, and saving copies them.
+
+For example `model.layers.0.mlp.experts.gate_up_proj` `[128, 1536, 2048]` of Qwen3-30B-A3B, on rank 1 of ep 2:
+
+    files   model.layers.0.mlp.experts.0.gate_proj.weight to ...experts.127.up_proj.weight: 256 tensors `[768, 2048]`
+    plan    256 pieces: experts.64.gate_proj.weight goes to the box ((64, 65), (0, 768), (0, 2048)),
+            experts.64.up_proj.weight to ((64, 65), (768, 1536), (0, 2048))
+    shard   box ((64, 128), (0, 1536), (0, 2048)), local tensor `[64, 1536, 2048]`: filled by 128 reads of 3 MiB
 
 Errors are raised on every rank with the same sentence. Weights are never gathered or broadcast, so that no rank can
 overwrite the experts of another.
