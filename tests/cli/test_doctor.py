@@ -1,17 +1,13 @@
 """`doctor` finds what is wrong with a machine, says it in one sentence each, and shows no secret."""
 
-import datetime
 import fcntl
 import http.server
 import json
 import os
-import re
 import resource
 import shutil
 import threading
-import time
 from collections.abc import Iterator
-from email.utils import format_datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +30,7 @@ def test_a_sound_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert report["faults"] == []
     found = report["found"]
     assert f"PyTorch version: {torch.__version__}" in found["torch"]
-    assert found["disk"].endswith("; rename, locks, clock right")
+    assert found["disk"].endswith("; rename, locks right")
     assert "HF_TOKEN=***" in found["variables"]
     assert "a token is set" in found["hub"]
     assert f"torch {torch.__version__}" in found["packages"]
@@ -77,7 +73,6 @@ def test_a_device_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("rename", "a directory cannot be renamed or synced there"),
         ("flock", "cannot be locked"),
-        ("clock", "its clock and this machine's are"),
         ("space", "less than any checkpoint"),
     ],
 )
@@ -87,9 +82,7 @@ def test_a_disk_that_training_cannot_use(
     def fail(*arguments: Any, **options: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    if broken == "clock":
-        monkeypatch.setattr(doctor.time, "time", lambda: time.monotonic() + 1e10)
-    elif broken == "space":
+    if broken == "space":
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=5))
     else:
         monkeypatch.setattr(fcntl if broken == "flock" else os, broken, fail)
@@ -100,12 +93,10 @@ def test_a_disk_that_training_cannot_use(
 
 
 @pytest.fixture
-def hub_an_hour_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unwilling_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     class Hub(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.send_response_only(401)
-            later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
-            self.send_header("Date", format_datetime(later, usegmt=True))
             self.end_headers()
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Hub)
@@ -119,13 +110,10 @@ def hub_an_hour_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     server.server_close()
 
 
-def test_the_clock_is_compared_with_the_hubs(hub_an_hour_ahead: None) -> None:
+def test_a_hub_that_answers_is_reached_whatever_it_says(unwilling_hub: None) -> None:
     found = doctor.hub()
     assert " reached in " in found.says
-    (fault,) = found.faults
-    behind = re.match(r"the clock is (\d+) s behind that of http", fault)
-    assert behind is not None
-    assert 3000 < int(behind[1]) <= 3600  # an hour, less what the answer took
+    assert found.faults == ()
 
 
 def test_no_hub_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
