@@ -183,7 +183,7 @@ def test_a_dtype_of_the_saved_model_is_refused_where_adapters_are_saved(tmp_path
 @pytest.mark.parametrize("said", ["r: 16", "alpha: 32", "targets: [attention]", "use_rslora: false", "init: default"])
 def test_what_an_adapter_says_itself_cannot_be_said_twice(tmp_path: Path, said: str) -> None:
     message = refusal(tmp_path, f"lora={{from_adapter: some/where, {said}}}")
-    assert f"lora.{said.partition(':')[0]} is said by the adapter" in message
+    assert f"lora.{said.partition(':')[0]} does nothing beside lora.from_adapter" in message
 
 
 def test_a_choice_of_blocks_needs_a_mode_and_names_each_block_once(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_it_falls_with_the_square_root_of_the_steps() -> None:
     [
         ({"name": "constant", "min_ratio": 0.1}, "schedule.min_ratio does nothing with schedule.name constant"),
         ({"name": "cosine", "decay_ratio": 0.2}, "schedule.decay_ratio does nothing with schedule.name cosine"),
-        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "both say how long it is"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "schedule.warmup_ratio does nothing with schedule.warmup_steps"),
     ],
 )
 def test_what_does_nothing_is_refused(schedule: dict[str, Any], said: str) -> None:

@@ -8,8 +8,9 @@ one sentence per problem, never in pydantic's own report.
 import json
 import re
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +20,8 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     ValidationError,
+    model_serializer,
+    model_validator,
 )
 from pydantic_core import CoreSchema
 
@@ -45,6 +48,24 @@ class Section(BaseModel):
 
     # Pydantic then builds nested sections without it, so that the problems of a whole file are collected.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    def idle(self) -> dict[str, str]:
+        """Return the keys that do nothing beside the others, each with those others and how to mend it.
+
+        They are refused if they are given, unless the sentence is empty, and left out where the section is written.
+        """
+        return {}
+
+    @model_validator(mode="after")
+    def _refuse_idle(self) -> Self:
+        given = {key: why for key, why in self.idle().items() if why and key in self.model_fields_set}
+        refuse(*(f"{self.section}.{key} does nothing {why}" for key, why in given.items()))
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_idle(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        idle = self.idle()
+        return {key: value for key, value in serialize(self).items() if key not in idle}
 
 
 class _TextForOne:

@@ -4,10 +4,10 @@ Nothing here reads a row.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_serializer, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, refuse
 from expertmesh.config.explain import close_to
@@ -189,15 +189,8 @@ class EvalConfig(Section):
     sample_tokens: int = Field(default=64, ge=1, le=2**16)
     """Longest answer, in tokens; none goes beyond data.max_length."""
 
-    @model_validator(mode="after")
-    def _combine(self) -> Self:
-        if not self.samples and "sample_tokens" in self.model_fields_set:
-            refuse("eval.sample_tokens does nothing with eval.samples 0; set eval.samples, or remove it")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
-        return {key: value for key, value in serialize(self).items() if self.samples or key != "sample_tokens"}
+    def idle(self) -> dict[str, str]:
+        return {} if self.samples else {"sample_tokens": "with eval.samples 0; set eval.samples, or remove it"}
 
 
 class EarlyStopConfig(Section):

@@ -4,11 +4,11 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from expertmesh.config.base import Name, Section, refuse
 from expertmesh.config.data import DataConfig, DataFormat
@@ -78,22 +78,16 @@ class ObjectiveConfig(Section):
     sft_weight: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Factor of the cross-entropy that distill adds."""
 
+    def idle(self) -> dict[str, str]:
+        users = {key: [n for n, facts in OBJECTIVES.items() if key in facts.keys] for key in type(self).model_fields}
+        others = users.keys() - {"name", *self.facts.keys}
+        return {key: f"with objective.name {self.name}; remove it or use {_either(users[key])}" for key in others}
+
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        refuse(
-            *(
-                f"objective.{key} does nothing with objective.name {self.name}; remove it or use {_either(users)}"
-                for key in sorted(self.model_fields_set - {"name", *self.facts.keys})
-                if (users := [name for name, facts in OBJECTIVES.items() if key in facts.keys])
-            )
-        )
         if "teacher" in self.facts.keys and self.teacher is None:
             refuse(f"objective.name is {self.name}, but objective.teacher is not set; name the model to learn from")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
-        return {key: value for key, value in serialize(self).items() if key in ("name", *self.facts.keys)}
 
     @property
     def facts(self) -> Facts:

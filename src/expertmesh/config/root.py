@@ -52,32 +52,19 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rate_of_adapters(cls, values: Any) -> Any:
-        """Give LoRA a higher default learning rate: adapters start at zero. Preference pairs keep the low one."""
-        if not isinstance(values, dict) or values.get("lora") is None or values.get("objective") is not None:
-            return values
-        optim = values.get("optim", {})
-        if isinstance(optim, dict) and "learning_rate" not in optim:
-            return {**values, "optim": {**optim, "learning_rate": _RATE_OF_ADAPTERS}}
-        if isinstance(optim, OptimConfig) and "learning_rate" not in optim.model_fields_set:
-            return {**values, "optim": optim.model_copy(update={"learning_rate": _RATE_OF_ADAPTERS})}
-        return values
+    def _defaults_by_others(cls, values: Any) -> Any:
+        """Set defaults that another section decides, where they are not given.
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rows_of_responses(cls, values: Any) -> Any:
-        """Turn packing off for responses, which are rows of their own, unless it is set."""
+        LoRA gets a higher learning rate, as adapters start at zero; preference pairs keep the low one. Responses are
+        not packed, as each is a row of its own.
+        """
         if not isinstance(values, dict):
             return values
-        objective, data = values.get("objective"), values.get("data")
+        objective = values.get("objective")
+        if values.get("lora") is not None and objective is None:
+            values = _with_default(values, "optim", "learning_rate", _RATE_OF_ADAPTERS)
         name = objective.get("name") if isinstance(objective, dict) else getattr(objective, "name", None)
-        if not takes_responses(name):
-            return values
-        if isinstance(data, dict) and "packing" not in data:
-            return {**values, "data": {**data, "packing": False}}
-        if isinstance(data, DataConfig) and "packing" not in data.model_fields_set:
-            return {**values, "data": data.model_copy(update={"packing": False})}
-        return values
+        return _with_default(values, "data", "packing", False) if takes_responses(name) and "data" in values else values
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
@@ -180,6 +167,16 @@ class Config(Section):
                 )
             elif figure not in known:
                 yield f"{key} is {figure}, which is no figure of these evaluations; choose from {', '.join(known)}"
+
+
+def _with_default(values: dict[str, Any], section: str, key: str, default: Any) -> dict[str, Any]:
+    """Return the values with a default for a key that their section, a dictionary or built already, does not give."""
+    found = values.get(section, {})
+    if isinstance(found, dict) and key not in found:
+        return {**values, section: {**found, key: default}}
+    if isinstance(found, Section) and key not in found.model_fields_set:
+        return {**values, section: found.model_copy(update={key: default})}
+    return values
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

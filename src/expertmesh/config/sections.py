@@ -6,10 +6,9 @@ reads the model or knows the number of ranks: what depends on those is checked w
 
 import math
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, is_named, pattern_problem, refuse
 from expertmesh.config.data import EarlyStopConfig
@@ -45,11 +44,10 @@ class ModelConfig(Section):
     vision: Literal["frozen", "train"] = "frozen"
     """Towers of images and projectors, which text alone never trains."""
 
-    @model_serializer(mode="wrap")
-    def _without_what_is_off(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+    def idle(self) -> dict[str, str]:
         # A run that was started before these keys existed has to be the same run.
         off = {"from_config": False, "vision": "frozen"}
-        return {key: value for key, value in serialize(self).items() if off.get(key) != value}
+        return {key: "" for key, value in off.items() if getattr(self, key) == value}
 
 
 class PrecisionConfig(Section):
@@ -128,21 +126,17 @@ class LoraConfig(Section):
     from_adapter: Plain | None = None
     """Directory of a PEFT adapter to continue from; it then says all but dropout."""
 
+    def idle(self) -> dict[str, str]:
+        why = "beside lora.from_adapter, whose adapter says it; remove one of the two"
+        return {} if self.from_adapter is None else dict.fromkeys(self._SAID_BY_ADAPTER, why)
+
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        given = [key for key in self._SAID_BY_ADAPTER if key in self.model_fields_set]
-        if self.from_adapter is not None and given:
-            refuse(f"lora.{given[0]} is said by the adapter that lora.from_adapter names; remove one of the two")
         if len({*self.trainable_token_indices}) < len(self.trainable_token_indices):
             refuse("lora.trainable_token_indices has a token twice; leave one out")
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             refuse(*(f"lora.{key}: {problem}" for pattern in patterns if (problem := pattern_problem(pattern))))
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_the_adapter_says(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
-        values = serialize(self)
-        return {k: v for k, v in values.items() if self.from_adapter is None or k not in self._SAID_BY_ADAPTER}
 
     @property
     def scaling(self) -> float:
@@ -192,26 +186,10 @@ class OptimConfig(Section):
     def _as_tuple(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
 
-    @model_validator(mode="after")
-    def _combine(self) -> Self:
-        without = [key for key in self._without_effect() if key in self.model_fields_set]
-        others = {"momentum": "muon"}
-        refuse(
-            *(
-                f"optim.{key} does nothing with optim.name {self.name}; remove it or use {others.get(key, 'adamw')}"
-                for key in without
-            )
-        )
-        return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
-        values = serialize(self)
-        return {key: value for key, value in values.items() if key not in self._without_effect()}
-
-    def _without_effect(self) -> tuple[str, ...]:
-        of_adamw = ("betas", "eps", "stochastic_rounding") if self.name == "sgd" else ()
-        return of_adamw if self.name == "muon" else (*of_adamw, "momentum")
+    def idle(self) -> dict[str, str]:
+        idle = {} if self.name == "muon" else {"momentum": "muon"}
+        idle |= dict.fromkeys(("betas", "eps", "stochastic_rounding"), "adamw") if self.name == "sgd" else {}
+        return {key: f"with optim.name {self.name}; remove it or use {user}" for key, user in idle.items()}
 
 
 class ScheduleConfig(Section):
@@ -236,24 +214,15 @@ class ScheduleConfig(Section):
     decay_ratio: float = Field(default=0.1, gt=0, le=1)
     """Share of all steps over which wsd falls."""
 
-    @model_validator(mode="after")
-    def _combine(self) -> Self:
-        given = self.model_fields_set
-        problems = [
-            f"schedule.{key} does nothing with schedule.name {self.name}; remove it, or use {' or '.join(names)}"
+    def idle(self) -> dict[str, str]:
+        idle = {
+            key: f"with schedule.name {self.name}; remove it, or use {' or '.join(names)}"
             for key, names in self._ONLY_FOR.items()
-            if key in given and self.name not in names
-        ]
-        if self.warmup_steps is not None and "warmup_ratio" in given:
-            problems.append("schedule.warmup_steps and schedule.warmup_ratio both say how long it is; remove one")
-        refuse(*problems)
-        return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
-        off = {key for key, names in self._ONLY_FOR.items() if self.name not in names}
-        off.add("warmup_steps" if self.warmup_steps is None else "warmup_ratio")
-        return {key: value for key, value in serialize(self).items() if key not in off}
+            if self.name not in names
+        }
+        if self.warmup_steps is None:
+            return idle | {"warmup_steps": ""}
+        return idle | {"warmup_ratio": "with schedule.warmup_steps; remove one"}
 
 
 class TrainConfig(Section):
