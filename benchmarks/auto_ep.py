@@ -15,9 +15,9 @@ from transformers import AutoConfig
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout, divisors, least_moved
 from expertmesh.planning.hardware import hardware_table, parse_devices
-from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import Candidate, Job, evaluate
 from expertmesh.planning.stages import Batch
+from tests.support.planned import figures_of
 
 PUBLISHED = Path(__file__).parents[1] / "tests" / "published"
 MODELS = (

@@ -29,9 +29,9 @@ from expertmesh.experts.expert_mlp import grouped_mm
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate, activate, activation_backward
 from expertmesh.experts.pairs import Segments, order_by_expert, segment_sum, segments_of
 from expertmesh.planning.forecast import devices_here
-from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import Job, evaluate
 from expertmesh.planning.stages import Batch
+from tests.support.planned import figures_of
 
 # Experts of DeepSeek-V3 on one of 8 ranks.
 SHAPES = {"Qwen3-30B-A3B": Shape(), "DeepSeek-V3, a rank of 8": Shape(7168, 2048, 32, 8)}

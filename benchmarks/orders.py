@@ -16,10 +16,10 @@ from expertmesh.config.sections import Accumulate
 from expertmesh.distributed.layout import Layout
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
 from expertmesh.planning.model_figures import ModelFigures
-from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate
 from expertmesh.planning.stages import Batch
 from expertmesh.planning.traffic import bytes_between_nodes, host_copies
+from tests.support.planned import figures_of
 
 from .shapes import deepseek_v3, qwen3_30b_a3b
 

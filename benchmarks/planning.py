@@ -29,7 +29,6 @@ from expertmesh.experts.placement import balanced, write_placement
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import RankMemory, memory_of
 from expertmesh.planning.probe import UsageTracker
-from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.run import planned_by_axis, sent_by_axis
@@ -39,6 +38,7 @@ from expertmesh.step import pipeline_schedule as stages
 from expertmesh.step.forward_backward import Order
 from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_config
+from tests.support.planned import figures_of
 from tests.support.ranks import run_ranks
 
 LENGTH, EXPERTS, VOCABULARY = 256, 16, 512

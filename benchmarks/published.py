@@ -15,9 +15,9 @@ from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
-from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import Job, evaluate
 from expertmesh.planning.stages import Batch
+from tests.support.planned import figures_of
 
 from .shapes import deepseek_v3, qwen3_30b_a3b
 

@@ -14,13 +14,13 @@ from transformers import AutoConfig
 
 from expertmesh.config import PrecisionConfig, load_config
 from expertmesh.distributed.layout import Layout
-from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.stages import Batch, Workload
 from expertmesh.planning.traffic import bytes_between_nodes, traffic_of
 from expertmesh.training.run import train
 from tests.cli.jobs import ROOT, free_port, left_behind
 from tests.cli.test_starts import assert_same, run_all
 from tests.support.nodes import ADDRESSES, Nodes, two_nodes
+from tests.support.planned import figures_of
 from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import GLOBAL_BATCH, metrics, run_config, write_inputs
 

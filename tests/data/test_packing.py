@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from expertmesh.data.packing import pack, packed_batch, padded_batch
+from expertmesh.data.loader import pack, packed_batch, padded_batch
 from tests.data.test_tokenized import dataset_of
 
 

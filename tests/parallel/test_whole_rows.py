@@ -22,12 +22,12 @@ from expertmesh.parallel import sequence, tensor
 from expertmesh.planning import traffic
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.probe import UsageTracker
-from expertmesh.planning.read_model import figures_of
 from tests.adapters.reference import trainables, worst
 from tests.families.packing import check_packing
 from tests.families.proof import Run, Subject, computing_in, measure
 from tests.families.test_families import FAMILIES
 from tests.families.tiny import EXPERTS, random_model, tiny_config
+from tests.support.planned import figures_of
 from tests.support.ranks import run_ranks, shared_ranks
 from tests.support.reference import of_all_stages
 

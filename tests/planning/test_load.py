@@ -15,10 +15,10 @@ from expertmesh.experts.placement import LOAD_FILE, balanced_order, read_placeme
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.memory import memory_of
 from expertmesh.planning.model_figures import ModelFigures
-from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import Candidate, Job, evaluate, measured_imbalance
 from expertmesh.planning.stages import Batch
 from tests.support.models import tiny_config
+from tests.support.planned import figures_of
 
 LAYERS, BATCH = 4, Batch(2, 1)
 # The first experts are the busiest, so that contiguous placement has them on one rank.

@@ -21,7 +21,6 @@ from expertmesh.planning import probe
 from expertmesh.planning.hardware import Devices, hardware_table, name_of, parse_devices
 from expertmesh.planning.memory import fullest_stage, memory_of, peak_of
 from expertmesh.planning.model_figures import ModelFigures
-from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import Job, checkpoint_bytes, layouts, plan
 from expertmesh.planning.speed import _ranks_in_node, speed_of
 from expertmesh.planning.stages import Batch, Workload, pipeline_rank, resident_state
@@ -30,6 +29,7 @@ from tests.families.tiny import tiny_config
 from tests.support.errors import refused
 from tests.support.models import tiny_config as family_config
 from tests.support.models import tiny_model
+from tests.support.planned import figures_of
 
 GIB = 2**30
 

@@ -9,13 +9,13 @@ from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning import memory, traffic
 from expertmesh.planning.memory import peak_of
-from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, InFlight, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.run import planned_by_axis, simulate
 from expertmesh.step import by_layer
 from expertmesh.step.forward_backward import Order
 from tests.support.errors import refused
+from tests.support.planned import figures_of
 
 LENGTH = 1024
 

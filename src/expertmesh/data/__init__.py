@@ -5,8 +5,7 @@ trains on. Nothing here communicates.
 """
 
 from expertmesh.data.build import Recipe, build_dataset
-from expertmesh.data.loader import BatchLayout, EvaluationBatches, Step, TrainingBatches, padding_token_id
-from expertmesh.data.mixture import Mixture
+from expertmesh.data.loader import BatchLayout, EvaluationBatches, Mixture, Step, TrainingBatches, padding_token_id
 from expertmesh.data.prepared import Preparation, PreparedData, found_or_built
 from expertmesh.data.report import DataReport
 from expertmesh.data.sources import refuse_source

@@ -30,7 +30,7 @@ from expertmesh.data.formats import ImageSource, MalformedRow
 from expertmesh.io.reading import MAX_ROW_BYTES, read_file
 
 if TYPE_CHECKING:
-    from expertmesh.data.packing import Batch, Row
+    from expertmesh.data.loader import Batch, Row
     from expertmesh.data.tokenized import TokenizedDataset
 
 # Pillow reads more kinds, some of them through other programs.

@@ -40,7 +40,7 @@ from expertmesh.io.reading import read_versioned
 # Keys of `data` that tokens do not depend on; the template's text counts, not its file.
 _NO_MATTER = {"train", "eval", "packing", "shuffle", "chat_template", "prepared_path", "stream", "stream_rows"}
 # Files of this package that only read tokens.
-_READERS = {"loader", "packing", "prepared", "mixture", "stream", "__init__"}
+_READERS = {"loader", "prepared", "stream", "__init__"}
 
 
 class Origin(BaseModel):

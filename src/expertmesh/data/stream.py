@@ -27,8 +27,7 @@ from pydantic import Field
 from expertmesh.config.errors import InputError
 from expertmesh.data.blocks import Block, BlockEncoder
 from expertmesh.data.build import Recipe, encoder_of, joined, source_report
-from expertmesh.data.loader import BatchLayout, Step, accumulation_of
-from expertmesh.data.packing import PackedRows, Row, Rows
+from expertmesh.data.loader import BatchLayout, PackedRows, Row, Rows, Step, accumulation_of
 from expertmesh.data.report import DataReport, SourceReport
 from expertmesh.data.sources import BLOCK_ROWS, Location, RawRow, locations
 from expertmesh.data.tokenized import TokenizedDataset, Tokens

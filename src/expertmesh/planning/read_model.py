@@ -5,19 +5,15 @@ is downloaded.
 import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, group_by_kind, head_of, is_classifier, is_inside
-from expertmesh.config import LoraConfig, PrecisionConfig
-from expertmesh.distributed.layout import Layout
+from expertmesh.config import LoraConfig
 from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
-from expertmesh.model import ModelOptions, build_model, plan_model
-from expertmesh.parallel.shard_plan import KeptInFp32, ShardOptions, ShardPlan, expert_traffic, top_k_router
+from expertmesh.parallel.shard_plan import KeptInFp32, ShardPlan, expert_traffic, top_k_router
 from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
 from expertmesh.planning.model_figures import (
     Block,
@@ -40,37 +36,15 @@ if TYPE_CHECKING:
     from expertmesh.parallel.context import ContextPlan
 
 
-def figures_of(
-    config: PreTrainedConfig,
-    *,
-    length: int,
-    precision: PrecisionConfig,
-    lora: LoraConfig | None = None,
-    packed: bool = True,
-    device: str = "cuda",
+def figures_of_plan(
+    plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool, device: str
 ) -> ModelFigures:
-    """Build the model on meta and read its figures; no weights, no ranks, no communication.
+    """Return the figures of a model whose shards are planned, in any layout. The plan's meta copy is left unchanged.
 
     Args:
         length: Tokens of a sequence.
         packed: Whether rows are packed, so that masks or attention by samples are counted.
         device: Torch device type that rows are attended on; it decides which of the two.
-
-    Raises:
-        InputError: `train` would refuse the model.
-    """
-    model = build_model(config, Path(config.name_or_path or ""), ModelOptions(precision, lora))
-    return figures_of_plan(
-        plan_model(model, Layout(), ShardOptions(precision)), length=length, lora=lora, packed=packed, device=device
-    )
-
-
-def figures_of_plan(
-    plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool, device: str
-) -> ModelFigures:
-    """Return the figures of a model whose shards are planned, in any layout; arguments as in `figures_of`.
-
-    The plan's meta copy is run and left unchanged.
     """
     meta_model: Any = plan.view.meta
     compute = plan.dtypes.compute
@@ -87,7 +61,7 @@ def figures_of_plan(
 
 
 def figures_of_teacher(teacher: Teacher | None, *, length: int, packed: bool, device: str) -> ModelFigures | None:
-    """Return the figures of a teacher, of which nothing trains; None without one. Arguments as in `figures_of`."""
+    """Return the figures of a teacher, of which nothing trains; None without one. Arguments as in `figures_of_plan`."""
     if teacher is None:
         return None
     return figures_of_plan(teacher.plan, length=length, lora=None, packed=packed, device=device)
