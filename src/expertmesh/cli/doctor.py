@@ -219,7 +219,7 @@ def hub() -> ReportLine:
 
 
 def _ask_hub(answers: list[float]) -> None:
-    """Append the seconds until the hub answers, with whatever status; nothing if it does not."""
+    """Note the seconds until the hub answers, with whatever status; nothing if it does not."""
     started = time.monotonic()
     try:
         request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
