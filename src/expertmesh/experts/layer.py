@@ -427,7 +427,7 @@ def copies_of_step(model: nn.Module) -> Iterator[None]:
     """
     exchanged = list[tuple[Copies, Sequence[torch.Tensor]]]()
     plan = sharded(model).shard_plan
-    copied = () if plan is None else plan.placement.copies
+    copied = () if plan is None else plan.experts.placement.copies
     for experts in map(model.get_submodule, stage_names(model, copied) if copied else ()):
         layer = layer_of(experts)
         if layer.copies is not None and (own := _tensors(layer.own_adapters(experts))):
