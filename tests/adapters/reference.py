@@ -17,9 +17,8 @@ from torch import nn
 
 import expertmesh as em
 from expertmesh.adapters.peft_format import peft_keys
-from expertmesh.adapters.plan import plan_of
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.state.model_view import mesh_of
+from expertmesh.state.model_view import mesh_of, sharded
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
 from tests.support.reference import (
@@ -223,7 +222,7 @@ def trainables(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def in_files(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole adapters by our names, in PEFT's layout by PEFT's keys; written out here once more, in plain torch."""
-    plan = plan_of(model)
+    plan = sharded(model).lora_plan
     assert plan is not None
     files = {}
     for target in plan.targets:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import expertmesh as em
 from expertmesh.adapters import save, targets
 from expertmesh.adapters.peft_format import file_keys, file_tensors
-from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.targets import Replaced, Target
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import slices
+from expertmesh.state.model_view import sharded
 from expertmesh.state.shards import local_tensor, stored_box
 from expertmesh.training.reporting.weights import adapter_lines
 from expertmesh.weights import write
@@ -156,7 +156,7 @@ def _of_expert_r(directory: Path) -> tuple[dict[str, tuple[int, float]], Tensor]
     em.parallelize(model, mesh, lora=lora)
     take_steps(model, mesh, [rows_of_step(step, ()) for step in range(3)])
     em.save_adapter(model, directory)
-    plan = plan_of(model)
+    plan = sharded(model).lora_plan
     assert plan is not None
     return {target.weight: (target.r, target.scaling) for target in plan.targets}, logits_of(model)
 

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import expertmesh as em
-from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.save import unread_by_engines
 from expertmesh.cli.main import main
 from expertmesh.model import ModelOptions, build_model
+from expertmesh.state.model_view import sharded
 from tests.adapters.stock import base_model, write_family
 from tests.support.ranks import shared_ranks
 
@@ -143,7 +143,7 @@ def _written(family: str, root: Path) -> tuple[Path, Path | None]:
 def test_what_engines_cannot_read_is_said_by_name(family: str, lora: dict[str, Any], says: list[str]) -> None:
     model = base_model(family)
     adapted = build_model(model.config, Path(), ModelOptions(em.PrecisionConfig(), em.LoraConfig(**lora)))
-    plan = plan_of(adapted)
+    plan = sharded(adapted).lora_plan
     assert plan is not None
     for sentence, part in zip(unread_by_engines(adapted, plan), says, strict=True):
         assert part in sentence

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 
 import expertmesh as em
 from expertmesh.adapters.peft_format import file_keys, is_parameter, peft_keys
-from expertmesh.adapters.plan import plan_adapters, plan_of
+from expertmesh.adapters.plan import plan_adapters
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import InputError
+from expertmesh.state.model_view import sharded
 from expertmesh.verification.reference import unsharded
 from expertmesh.weights.meta_model import build_meta_model
 from tests.adapters.reference import in_files, random_adapter, trainables
@@ -190,7 +191,7 @@ def _rank(
     )
     weight = max(error_of(final[key], value, 1e-8) for key, value in expected.final.items())
     em.save_adapter(model, target)
-    plan = plan_of(model)
+    plan = sharded(model).lora_plan
     assert plan is not None
     names = [
         zip(file_keys(target, plan.targets), peft_keys(target, plan.targets), strict=True) for target in plan.targets

@@ -56,7 +56,7 @@ from expertmesh.config.base import is_named
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import AdapterState, adapter_state, number_rows, running_adapters_of
 from expertmesh.io.safetensors_reader import open_weight_files
-from expertmesh.state.model_view import ModelView, attach, attach_to_module, module_state, sharded
+from expertmesh.state.model_view import ModelView, attach, attach_to_module, module_state
 from expertmesh.state.patching import exchanged, mix_in
 from expertmesh.weights.mapping import classifier_head, plan_load
 from expertmesh.weights.quantised.published import published_formats
@@ -183,12 +183,6 @@ def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = 
     plan = replace(plan, targets=_named_in_files(model, plan.targets))
     if plan.lora.dropout:
         _refuse_dropout(plan, anatomy or describe(model))
-    return plan
-
-
-def plan_of(model: nn.Module) -> AdapterPlan | None:
-    """Return the plan that was attached to the model, or None for a model without adapters."""
-    plan: AdapterPlan | None = sharded(model).lora_plan
     return plan
 
 

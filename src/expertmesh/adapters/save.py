@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, file_tensors
-from expertmesh.adapters.plan import AdapterPlan, plan_of
+from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.start import base_bytes
 from expertmesh.adapters.targets import Replaced, Target, new_values_of
 from expertmesh.config.errors import InputError, IntegrityError
@@ -91,7 +91,7 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: To
     """
     directory = Path(directory).absolute()
     with raise_on_all_ranks("planning what to save"):
-        plan = plan_of(model)
+        plan = sharded(model).lora_plan
         if plan is None:
             raise InputError(
                 f"{type(model).__name__} has no adapters; load it with lora, or use save_model", key="model.no-adapters"
@@ -203,7 +203,7 @@ def iter_hf_weights(
         view = ModelView(model)
         lazies = plan_save(view)
         specs = saved_specs(view, lazies, dtype)
-    plan = plan_of(model) if merge else None
+    plan = sharded(model).lora_plan if merge else None
     values = _Values(view, plan)
     mesh = sharded(model).mesh
     device = next(model.parameters()).device if mesh is None else mesh.device

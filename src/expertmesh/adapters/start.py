@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.adapters.peft_format import BASE_FILE, WEIGHTS_FILE, base_copies, model_tensors_from
-from expertmesh.adapters.plan import AdapterPlan, plan_of
+from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.targets import Replaced, Target, new_values_of
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import IntegrityError
@@ -62,7 +62,7 @@ def start_adapters(model: nn.Module, seed: int) -> None:
     Collectives: every rank calls it; one or two small all-reduces on the default group, one for the rows of each
     embedding that train, and those of `fetch_copies`. Errors are raised on all ranks.
     """
-    plan, state = plan_of(model), adapter_state(model)
+    plan, state = sharded(model).lora_plan, adapter_state(model)
     if plan is None or state is None:
         return
     state.seed = seed
@@ -176,7 +176,7 @@ def copy_adapter(model: nn.Module, plan: AdapterPlan, values: Mapping[str, torch
 
 def check_adapter(model: nn.Module) -> None:
     """Raise the error of `read_adapter` for files that do not fit the model's plan, from their header alone."""
-    plan = plan_of(model)
+    plan = sharded(model).lora_plan
     if plan is not None and plan.weights is not None:
         with open_weight_files(plan.weights, WEIGHTS_FILE) as checkpoint:
             files = lazy_tensors(checkpoint.tensors)

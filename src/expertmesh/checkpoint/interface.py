@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.start import read_adapter
 from expertmesh.checkpoint.directory import clean, locate
 from expertmesh.checkpoint.read import OpenCheckpoint, check_fits, check_hashes, open_state
@@ -226,7 +225,7 @@ def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
 
     Collectives: every rank calls it; one small all-reduce on the default group. Errors are raised on all ranks.
     """
-    plan = plan_of(model)
+    plan = sharded(model).lora_plan
     if plan is not None:
         with raise_on_all_ranks("reading the adapter"):
             read_adapter(model, plan, Path(directory))

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from expertmesh.adapters.peft_format import BASE_FILE
-from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.save import small_files
 from expertmesh.adapters.start import base_of, check_base, read_base
 from expertmesh.checkpoint.manifest import MANIFEST, MEND, FileEntry, Manifest, damaged, expecting
@@ -30,7 +29,7 @@ from expertmesh.io.directory import sync, write_synced
 from expertmesh.io.reading import MAX_MANIFEST_BYTES, parse_json, read_file
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header
 from expertmesh.io.safetensors_writer import CODES
-from expertmesh.state.model_view import ModelView, Source
+from expertmesh.state.model_view import ModelView, Source, sharded
 from expertmesh.weights.mapping import plan_load, plan_save
 from expertmesh.weights.sidecars import Tokenizer, config_files
 
@@ -60,7 +59,7 @@ def sidecar_files(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtyp
         "save_dtype": save_dtype,
     }
     files = {f"{HUGGINGFACE}/{name}": content for name, content in config_files(view, tokenizer).items()}
-    if (plan := plan_of(model)) is not None:
+    if (plan := sharded(model).lora_plan) is not None:
         files |= {f"{ADAPTER}/{name}": content for name, content in small_files(model, plan).items()}
     return {**files, LAYOUT_FILE: json.dumps(layout).encode()}
 
@@ -98,7 +97,7 @@ def read_save_dtype(directory: Path, manifest: Manifest) -> str:
 
 def check_adapter_base(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:
     """Raise unless the checkpoint's adapters were trained on the base of `model`; do nothing without adapters."""
-    if plan_of(model) is not None:
+    if sharded(model).lora_plan is not None:
         base = directory / ADAPTER / BASE_FILE
         check_base(base, read_base(base, read_small(directory, manifest, f"{ADAPTER}/{BASE_FILE}")), base_of(model))
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.adapters.plan import plan_lines, plan_of
+from expertmesh.adapters.plan import plan_lines
 from expertmesh.cli.printing import Terminal
 from expertmesh.config import Config, InputError
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError
@@ -54,6 +54,7 @@ from expertmesh.distributed.layout import CONFIGURED_AXES
 from expertmesh.io.terminal import counted, plural, printable
 from expertmesh.launcher.launch import has_room_for, job_size
 from expertmesh.planning.forecast import forecast
+from expertmesh.state.model_view import sharded
 from expertmesh.training.reporting.start import pieces_of
 from expertmesh.training.startup.data import held_by_another, refuse_idle_tower, stop_where_taught, with_images
 from expertmesh.training.startup.model_check import Checked
@@ -165,7 +166,7 @@ def _print_job(console: Console, config: Config, checked: Checked, nproc: int | 
         console.print(
             f"{accumulation} micro-batch{'es' * (accumulation > 1)} a step {checked.order_line(accumulation)}"
         )
-    adapters = plan_of(checked.model)
+    adapters = sharded(checked.model).lora_plan
     for line in () if adapters is None else plan_lines(adapters, checked.anatomy):
         console.print(f"lora {line}")
 

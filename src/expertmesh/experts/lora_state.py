@@ -68,19 +68,13 @@ class AdapterState:
 
 def running_adapters_of(module: nn.Module) -> AdapterState | None:
     """Return `adapter_state_of` for a forward: None also while the adapters are off."""
-    state = adapter_state_of(module)
+    state = module_state(module).lora_state
     return None if state is None or state.is_off else state
-
-
-def adapter_state_of(module: nn.Module) -> AdapterState | None:
-    """Return what the adapters of this very module share with all others, or None if it has none."""
-    state: AdapterState | None = module_state(module).lora_state
-    return state
 
 
 def adapter_state(model: nn.Module) -> AdapterState | None:
     """Return the state that the model's adapters share, or None for a model without adapters."""
-    attached: AdapterState | None = sharded(model).lora_state
+    attached = sharded(model).lora_state
     states = (module_state(module).lora_state for module in model.modules())
     return attached or next((state for state in states if state is not None), None)
 
@@ -89,7 +83,7 @@ def drop_adapters(module: nn.Module) -> None:
     """Restore this very module as it was before it got adapters."""
     for name in [name for name in parameter_slots(module) if is_adapter(name)]:
         delattr(module, name)
-    if adapter_state_of(module) is not None:
+    if module_state(module).lora_state is not None:
         attach_to_module(module, lora_state=None, lora_scaling={}, lora_rows=None)
 
 

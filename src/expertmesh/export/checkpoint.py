@@ -34,7 +34,7 @@ from expertmesh.adapters.peft_format import (
     new_values,
     published_parts,
 )
-from expertmesh.adapters.plan import AdapterPlan, adapt, plan_of
+from expertmesh.adapters.plan import AdapterPlan, adapt
 from expertmesh.adapters.save import unread_by_engines, write_adapter
 from expertmesh.checkpoint.manifest import Manifest, unsafe_content
 from expertmesh.checkpoint.read import OpenCheckpoint, check_fits, check_hashes, open_state
@@ -45,7 +45,7 @@ from expertmesh.config.errors import InputError, SecurityError
 from expertmesh.io.boxes import Box
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import DTYPES
-from expertmesh.state.model_view import ModelView
+from expertmesh.state.model_view import ModelView, sharded
 from expertmesh.weights.lazy import LazyTensor, as_lazy
 from expertmesh.weights.load import remember
 from expertmesh.weights.mapping import StateTensor
@@ -244,7 +244,7 @@ def _export_adapter(
         dtype: None for the dtypes that they were trained in.
     """
     started = time.monotonic()
-    directory, plan = target.absolute(), plan_of(model)
+    directory, plan = target.absolute(), sharded(model).lora_plan
     assert plan is not None
     small = {
         name: read_small(state.directory, state.manifest, f"{ADAPTER}/{name}") for name in (CONFIG_FILE, BASE_FILE)

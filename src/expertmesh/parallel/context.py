@@ -338,7 +338,7 @@ def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
 
 def _context_of(module: nn.Module) -> ContextAttention:
     """Return the exchange of a module. Raises `InputError` for one outside of the decoder's blocks."""
-    context: ContextAttention | None = module_state(module).context_attention
+    context = module_state(module).context_attention
     if context is None:
         raise InputError(
             f"parallel.cp: {type(module).__name__} attends with the configuration of a model that is split over cp but "

@@ -40,7 +40,7 @@ from expertmesh.parallel.stages import (
     rehearse_each,
     stages_of,
 )
-from expertmesh.state.model_view import ModelView, StageView, attach, mesh_of, sharded
+from expertmesh.state.model_view import ModelView, StageView, attach, mesh_of, shard_plan_of, sharded
 from expertmesh.state.patching import exchanged
 
 
@@ -75,12 +75,6 @@ class Pipeline:
     def is_last(self, stage: int) -> bool:
         """Return whether `stage` is the last, which holds the head."""
         return stage == len(self.stages) - 1
-
-
-def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """Return the pipeline stages of `model`; None if it is not cut."""
-    pipeline: Pipeline | None = sharded(model).pipeline
-    return pipeline
 
 
 def cut(model: nn.Module, plan: ShardPlan, cuts: Cut, absent: Sequence[str], mesh: Mesh) -> Anatomy:
@@ -155,7 +149,7 @@ def running(
 def _refuse_direct_call(model: nn.Module, args: Any) -> None:
     """Raise `InputError` if a cut model is called directly; a forward pre-hook."""
     # `model(...)` or `generate` on one stage would silently return wrong values.
-    pipeline = pipeline_of(model)
+    pipeline = sharded(model).pipeline
     if pipeline is not None and pipeline.running is None:
         raise InputError(
             "this model is cut into pipeline stages, of which each rank holds its own, and cannot be called alone; "
@@ -204,10 +198,9 @@ def layers_of(model: nn.Module) -> Layers:
     Raises:
         InputError: the model is cut into pipeline stages already, or its blocks cannot run one by one; names the block.
     """
-    planned: Layers | None = sharded(model).layers
-    if planned is not None:
+    if (planned := sharded(model).layers) is not None:
         return planned
-    plan, mesh = sharded(model).shard_plan, mesh_of(model)
+    plan, mesh = shard_plan_of(model), mesh_of(model)
     layers_cut, compute = _cut_into_layers(plan, plan.layout.pp), plan.dtypes.compute
     stages = layers_cut.stages
     pipeline = Pipeline(mesh, layers_cut.blocks, stages, tuple(range(len(stages))), layers_cut.hidden, compute)

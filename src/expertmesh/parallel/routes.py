@@ -28,9 +28,8 @@ from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.experts.lora_state import drop_adapters
 from expertmesh.experts.micro_batch import Routing, routing
 from expertmesh.experts.pairs import sorted_choice
-from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import Batch, refuse_length, sequence_share
-from expertmesh.state.model_view import attach, mesh_of, sharded
+from expertmesh.state.model_view import attach, mesh_of, shard_plan_of, sharded
 from expertmesh.state.patching import exchanged, replace_forward
 
 _TOKENS = 7
@@ -98,7 +97,7 @@ def refuse_routes(model: nn.Module, batches: Sequence[Batch]) -> None:
 
 def _refuse(model: nn.Module, routes: torch.Tensor, rows: tuple[int, ...]) -> None:
     """Raise `InputError` unless `routes` are int `[B, S, L, K]`, each token's experts different, or all -1."""
-    experts = sharded(model).shard_plan.anatomy.experts
+    experts = shard_plan_of(model).anatomy.experts
     wanted, last = (*rows, len(experts), experts[0].top_k), experts[0].num_experts - 1
     if tuple(routes.shape) != wanted or routes.dtype not in (torch.int32, torch.int64):
         raise InputError(
@@ -126,13 +125,13 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if routes is None and recorded is None:
         return args, others
     if not sharded(model).follows_routes:  # proven at the first use
-        plan = sharded(model).shard_plan
+        plan = shard_plan_of(model)
         confirm_routes(plan.view.meta, plan.anatomy)
         attach(model, follows_routes=True)
     ids = next(x for x in (others.get("input_ids"), others.get("inputs_embeds"), *args) if x is not None)
     if routes is not None:
         share = sequence_share(model)
-        if pipeline_of(model) is None:  # with stages, what runs them has compared the ranks
+        if sharded(model).pipeline is None:  # with stages, what runs them has compared the ranks
             refuse_routes(model, [{"input_ids": ids, "routes": routes}])
         refuse_length(ids.shape[1], share)
         routes = share.local(routes, 1).flatten(0, 1).to(mesh_of(model).device)
@@ -146,7 +145,7 @@ def _leave(model: nn.Module, args: Any, output: Any) -> None:
     routing.set(None)
     if output is None or now is None or now.recorded is None:
         return
-    experts = sharded(model).shard_plan.anatomy.experts
+    experts = shard_plan_of(model).anatomy.experts
     if len(now.chosen) < len(experts):
         raise InputError(
             f"record_routes: a forward ran {len(now.chosen)} of {len(experts)} MoE layers; accumulate by_micro_batch",

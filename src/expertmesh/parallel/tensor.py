@@ -23,7 +23,7 @@ from torch import nn
 from expertmesh.compat import buffer_slots, parameter_slots
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
-from expertmesh.experts.lora_state import adapter_state, adapter_state_of
+from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.small_copies import TensorCut
 from expertmesh.parallel.packing import BySamples
 from expertmesh.parallel.tensor_plan import TensorPart
@@ -43,7 +43,7 @@ class _Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class RunningPart:
     """The data that a mixin needs about its module."""
 
     axes: tuple[_Axis, ...]
@@ -112,7 +112,7 @@ def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
     kinds.append(("", _Gathering))
     for name, kind in kinds:
         counts = tuple(leaf for _, owner, _, leaf in counted if owner == name)
-        running = _Running(axes, name, owned.get(name, {}), counts, isinstance(module, BySamples))
+        running = RunningPart(axes, name, owned.get(name, {}), counts, isinstance(module, BySamples))
         attach_to_module(module.get_submodule(name), tensor_part=running)
         mix_in(module.get_submodule(name), kind)
     # Hooks around the part, because torch.compile traces the code inside.
@@ -121,10 +121,10 @@ def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
     module.register_forward_hook(lambda *_: placed.close(), always_call=True)
 
 
-def _running(module: nn.Module) -> _Running:
+def _running(module: nn.Module) -> RunningPart:
     """Return the data of a module that has a mixin."""
     running = module_state(module).tensor_part
-    assert isinstance(running, _Running)
+    assert isinstance(running, RunningPart)
     return running
 
 
@@ -188,7 +188,7 @@ class _Rows(nn.Module):
         number = 0
         for axis in split:
             number = number * axis.group.size() + axis.group.rank()
-        adapters = adapter_state_of(self)
+        adapters = module_state(self).lora_state
         if adapters is not None and adapters.dropout > 0.0:
             # The dropout mask depends on the column number in the unsplit layer.
             attach_to_module(self, first_column=number * x.shape[-1])
@@ -238,7 +238,7 @@ def _cut(module: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _with_shares(module: nn.Module, running: _Running) -> Iterator[None]:
+def _with_shares(module: nn.Module, running: RunningPart) -> Iterator[None]:
     """Put this rank's share of parameters, buffers and head counts in place of the full ones inside the block."""
     group = running.axes[-1].group  # only cp cuts tensors in forward, and it is the last axis
     with ExitStack() as stack:

@@ -8,8 +8,8 @@ A view answers at the first question and keeps the answer: after parameters were
 into stages) make a new one.
 
 What outlives a view is one object on the model, `ShardedModel`, and one on a module, `ModuleState`; functions that get
-only a model (loss, clipping) read it there. A field is `Any` if its type belongs to a package that imports this one;
-the accessor named beside the field returns it with its type. Nothing here communicates.
+only a model (loss, clipping) read it there. A field whose type belongs to a package above this one is imported for
+type checkers alone. Nothing here communicates.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,16 @@ from expertmesh.state.shards import (
     place,
     placed_like,
 )
+
+if TYPE_CHECKING:
+    from expertmesh.adapters.plan import AdapterPlan
+    from expertmesh.adapters.start import Base
+    from expertmesh.experts.layer import ExpertLayer
+    from expertmesh.experts.lora_state import AdapterState
+    from expertmesh.parallel.context import ContextAttention
+    from expertmesh.parallel.pipeline import Layers, Pipeline
+    from expertmesh.parallel.shard_plan import ShardPlan
+    from expertmesh.parallel.tensor import RunningPart
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -80,19 +90,18 @@ class ShardedModel:
     """The ranks that the model is sharded over: `mesh_of`."""
     stage_view: StageView | None = None
     """Only for a model that was split into stages."""
-    pipeline: Any = None
-    """The split into stages: `parallel.pipeline.pipeline_of`."""
-    shard_plan: Any = None
-    """The plan that it was sharded by, a `parallel.shard_plan.ShardPlan`; of its parts
-    `parallel.tensor_plan.attached_plan` and `experts.balance.attached_balance`."""
-    layers: Any = None
-    """Its layers, once a step was accumulated by layer: `parallel.pipeline.layers_of`."""
-    lora_state: Any = None
-    """The state that its adapters share while they run: `experts.lora_state.adapter_state`."""
-    lora_plan: Any = None
-    """Its adapters: `adapters.plan.plan_of`."""
-    lora_base: Any = None
-    """Hash of the frozen weights: `adapters.base.base_of`."""
+    pipeline: "Pipeline | None" = None
+    """The split into stages."""
+    shard_plan: "ShardPlan | None" = None
+    """The plan that it was sharded by."""
+    layers: "Layers | None" = None
+    """Its layers, once a step was accumulated by layer."""
+    lora_state: "AdapterState | None" = None
+    """The state that its adapters share while they run."""
+    lora_plan: "AdapterPlan | None" = None
+    """Its adapters."""
+    lora_base: "Base | None" = None
+    """Hash of the frozen weights."""
     frozen_formats: Mapping[str, PackedFormat] | None = None
     """Formats of the weights that stay packed, by parameter, or None: `parallel.shard_plan.plan_frozen`."""
     follows_routes: bool = False
@@ -109,13 +118,13 @@ class ShardedModel:
 class ModuleState:
     """The code and state that run beside or instead of a module's own code."""
 
-    expert_layer: Any = None
-    """The expert layer: `experts.layer.layer_of`."""
-    lora_state: Any = None
-    """The model's adapter state, if this module itself is adapted: `experts.lora_state.adapter_state_of`."""
+    expert_layer: "ExpertLayer | None" = None
+    """The expert layer."""
+    lora_state: "AdapterState | None" = None
+    """The model's adapter state, if this module itself is adapted."""
     lora_scaling: Mapping[str, float] = field(default_factory=dict)
     """The factor of the adapter's product, by the name of the adapted parameter."""
-    lora_rows: Any = None
+    lora_rows: Tensor | None = None
     """The rows of its weight that training replaces, int64 `[n]`; None if it replaces the whole weight, or none."""
     lora_name: str = ""
     """The adapted module's name in the model."""
@@ -123,10 +132,10 @@ class ModuleState:
     """The start of this rank's part of the inputs, if tensor parallelism splits them."""
     row_bias: Tensor | None = None
     """The bias of a linear layer whose inputs are split, added once to the sum of the ranks' outputs."""
-    tensor_part: Any = None
-    """Its part in tensor parallelism: parallel/tensor.py."""
-    context_attention: Any = None
-    """Its attention under context parallelism: parallel/context.py."""
+    tensor_part: "RunningPart | None" = None
+    """Its part in tensor parallelism."""
+    context_attention: "ContextAttention | None" = None
+    """Its attention under context parallelism."""
 
 
 def sharded(model: nn.Module) -> ShardedModel:
@@ -158,6 +167,13 @@ def mesh_of(model: nn.Module) -> Mesh:
             key="model.not-parallelized",
         )
     return mesh
+
+
+def shard_plan_of(model: nn.Module) -> "ShardPlan":
+    """Return the plan that `model`, which is parallelized, was sharded by."""
+    plan = sharded(model).shard_plan
+    assert plan is not None, f"{type(model).__name__} is not parallelized"
+    return plan
 
 
 def module_state(module: nn.Module) -> ModuleState:

@@ -26,10 +26,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.config.errors import InputError
 from expertmesh.experts.layer import copies_of_step
-from expertmesh.parallel.pipeline import Layers, Pipeline, layers_of, pipeline_of
+from expertmesh.parallel.pipeline import Layers, Pipeline, layers_of
 from expertmesh.parallel.routes import refuse_routes
 from expertmesh.parallel.sequence import Batch, sequence_share
-from expertmesh.state.model_view import ModelView, mesh_of
+from expertmesh.state.model_view import ModelView, mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.shards import placement_of, to_local
 from expertmesh.step.base_model import model_inputs
@@ -156,7 +156,7 @@ def run_step(
         sums = _Sums(micro_batches, objective)
         if order.by_layer and len(micro_batches) > 1:
             return _by_layer(model, layers_of(model), micro_batches, objective, sums, chunk_tokens, order)
-        if (pipeline := pipeline_of(model)) is not None:
+        if (pipeline := sharded(model).pipeline) is not None:
             return _through_stages(model, pipeline, micro_batches, objective, sums, chunk_tokens)
         return _one_by_one(model, micro_batches, objective, sums, chunk_tokens)
 
@@ -183,7 +183,7 @@ def evaluate_terms(model: nn.Module, batches: Sequence[Batch], objective: Object
 
     Collectives: every rank calls it, with equally many batches (the same ones along pp); those of the model's forward.
     """
-    pipeline = pipeline_of(model)
+    pipeline = sharded(model).pipeline
     if pipeline is None:
         return [loss_of_batch(model, batch, objective) for batch in batches]
     batches = same_shape(batches, sequence_share(model).parts)

@@ -29,7 +29,6 @@ from expertmesh.compat import add_to_all_, child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.experts.micro_batch import real_tokens_of
-from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
 from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
@@ -70,7 +69,7 @@ def causal_lm_loss(
     are collective. A model with a vision tower issues one small all-reduce first, and so do routes.
     """
     refuse_no_targets(target_tokens)
-    if pipeline_of(model) is not None:
+    if sharded(model).pipeline is not None:
         raise InputError(
             "causal_lm_loss computes the loss of one rank's whole model, and this one is cut into pipeline stages; use "
             "expertmesh.forward_backward(model, micro_batches, target_tokens=n), which works for every layout",

@@ -19,9 +19,8 @@ from torch import nn
 
 from expertmesh.config.errors import InputError
 from expertmesh.experts.balance import attached_balance, chosen_pairs, probability_sums, squared_logsumexp
-from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import Batch, padded, sequence_share
-from expertmesh.state.model_view import mesh_of, sharded
+from expertmesh.state.model_view import mesh_of, shard_plan_of, sharded
 from expertmesh.step.base_model import real_tokens_here, run_base
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline
 
@@ -44,9 +43,9 @@ def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator[
     Collectives: every rank calls it; one all-reduce of E + 1 numbers over all ranks, and those of the extra forwards.
     """
     losses = RouterLosses(model, micro_batches)
-    if losses.balance.aux_loss_coef and (len(micro_batches) > 1 or pipeline_of(model) is not None):
+    if losses.balance.aux_loss_coef and (len(micro_batches) > 1 or sharded(model).pipeline is not None):
         losses.run_ahead(micro_batches)
-    elif losses.balance.has_losses and pipeline_of(model) is not None:
+    elif losses.balance.has_losses and sharded(model).pipeline is not None:
         losses.run_ahead([])
     with losses.collecting():
         yield losses
@@ -68,7 +67,7 @@ class RouterLosses:
         self.model = model
         self.balance = attached_balance(model)
         self.aux_loss = self.z_loss = nothing_on_device_of(micro_batches)
-        self._pipeline = pipeline_of(model)
+        self._pipeline = sharded(model).pipeline
         local_stages = 1 if self._pipeline is None else len(self._pipeline.local_stages)
         self._left = len(micro_batches) * (layers or local_stages)
         self._at_once = self._pipeline is None and layers is None
@@ -147,7 +146,7 @@ class RouterLosses:
         real_T = self._real_here(batch)
         if self._step is None:
             self._step = self._join(self._pairs(logits, real_T))
-        layers = len(logits) if self._at_once else len(sharded(self.model).shard_plan.anatomy.experts)
+        layers = len(logits) if self._at_once else len(shard_plan_of(self.model).anatomy.experts)
         rows, share = self._step.tokens * layers, torch.zeros((), device=real_T.device)
         if not logits:  # a stage or layer without MoE layers
             self._share = share

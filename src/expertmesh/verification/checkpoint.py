@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.start import read_base
 from expertmesh.checkpoint.manifest import (
     MANIFEST,
@@ -58,7 +57,7 @@ from expertmesh.io.boxes import Box, blocks, full_box
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_json
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, as_bytes, read_header
 from expertmesh.io.terminal import tracked
-from expertmesh.state.model_view import ModelView, is_adapter
+from expertmesh.state.model_view import ModelView, is_adapter, sharded
 from expertmesh.training.optimizers.adamw import scale_shape
 from expertmesh.training.resume import read_counters
 from expertmesh.weights.audit import ExpertTensors, HashedSlice, expert_tensors
@@ -399,7 +398,7 @@ def look_at_experts(model: PreTrainedModel, stored: OpenCheckpoint) -> Iterator[
     Raises:
         InputError: If the experts are not recognised.
     """
-    plan = plan_of(model)
+    plan = sharded(model).lora_plan
     view = ModelView(model)
     state = view.tensors if plan is None else view.adapters
     if plan is None:

@@ -22,9 +22,9 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, is_classifier
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.pairs import sorted_choice
-from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.parallel.stages import Placeholder
+from expertmesh.state.model_view import sharded
 from expertmesh.step.base_model import model_inputs
 from expertmesh.step.loss import head_logits, loss_of_base, loss_of_batch
 from expertmesh.step.objective import LogProbabilities, Term
@@ -108,7 +108,7 @@ def record_forward(job: ProvenJob, data: StepData) -> ForwardRecord:
     # Compiled blocks round differently and may choose other experts. They run compiled in training mode alone.
     job.model.train(job.setup.config.train.compile)
     with recording(modules, job.setup.anatomy, recorder.last_outputs, recorder.last_choices):
-        if (pipeline := pipeline_of(job.model)) is None:
+        if (pipeline := sharded(job.model).pipeline) is None:
             share = sequence_share(job.model)
             for number, batch in enumerate(padded(each, share) for each in step.micro_batches):
                 if is_classifier(job.model):

@@ -21,8 +21,8 @@ from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.experts.layer import ExpertLayer, layer_of
-from expertmesh.parallel.pipeline import layers_of, pipeline_of
-from expertmesh.state.model_view import as_stored, stage_names
+from expertmesh.parallel.pipeline import layers_of
+from expertmesh.state.model_view import as_stored, sharded, stage_names
 from expertmesh.state.shards import cut_local, local_tensor
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import ProvenJob
@@ -187,7 +187,7 @@ def _drop_router(job: ProvenJob) -> None:
 
 def _lose_between_stages(job: ProvenJob) -> None:
     """Zero the gradient that the last stage sends back, as if schedule and FSDP2 disagreed on who runs a backward."""
-    pipeline = pipeline_of(job.model)
+    pipeline = sharded(job.model).pipeline
     if pipeline is None or not pipeline.is_last(pipeline.local_stages[-1]):
         return
 

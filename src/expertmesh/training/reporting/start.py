@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 
 from expertmesh import __version__
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
-from expertmesh.adapters.plan import plan_of
 from expertmesh.anatomy import Anatomy, decoder_blocks, names_without_blocks
 from expertmesh.config import Config, InputError
 from expertmesh.data import IGNORE, TokenizedDataset
@@ -40,8 +39,8 @@ from expertmesh.io.boxes import volume
 from expertmesh.io.directory import replace_synced
 from expertmesh.io.terminal import gib, plural
 from expertmesh.parallel.packing import packed_attention_line
-from expertmesh.parallel.pipeline import Pipeline, pipeline_of
-from expertmesh.state.model_view import is_adapter
+from expertmesh.parallel.pipeline import Pipeline
+from expertmesh.state.model_view import is_adapter, sharded
 from expertmesh.state.shards import owns_copy, stored_box
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.reporting.record import (
@@ -157,14 +156,14 @@ def _model_lines(run: Prepared) -> Iterator[str]:
     if config.data.packing and mesh.device.type != "cpu":
         how = packed_attention_line(model, checked.anatomy, mesh.device, plan.dtypes.compute)
         yield f"packed     rows attend {how}"
-    if (pipeline := pipeline_of(model)) is not None:
+    if (pipeline := sharded(model).pipeline) is not None:
         yield from (f"stages     {line}" for line in _stage_lines(pipeline, run.batches.accumulation))
     if checked.layout_reason is not None:
         yield f"layout     {checked.layout_reason}"
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(run.bytes_to_load)} to load"
-    precision, lora = config.precision, plan_of(model)
+    precision, lora = config.precision, sharded(model).lora_plan
     what, base = ("parameters", "") if lora is None else ("adapters", "base and ")
     kept = "" if precision.frozen is None or lora is None else f", experts and linear layers in {precision.frozen}"
     yield f"precision  {precision.params} {what}, {precision.compute} {base}compute, {precision.reduce} reduce{kept}"
@@ -175,7 +174,7 @@ def _model_lines(run: Prepared) -> Iterator[str]:
 
 def _expert_lines(run: Prepared) -> Iterator[str]:
     """Describe what is computed of experts and routers, how they are balanced, and which adapters they get."""
-    checked, accumulation, lora = run.checked, run.batches.accumulation, plan_of(run.model)
+    checked, accumulation, lora = run.checked, run.batches.accumulation, sharded(run.model).lora_plan
     resolved, balance = checked.plan.resolved, checked.plan.balance
     router: str = run.config.moe.router
     if lora is not None:
@@ -187,7 +186,7 @@ def _expert_lines(run: Prepared) -> Iterator[str]:
     if resolved["kernels"] != "torch":
         yield f"           kernels {resolved['kernels']}"
     if balance.aux_loss_coef:
-        counted = accumulation if accumulation > 1 or pipeline_of(run.model) is not None else 0
+        counted = accumulation if accumulation > 1 or sharded(run.model).pipeline is not None else 0
         if checked.order.by_layer and checked.order.rounds(accumulation) == 1:
             counted = 0  # the forward of the round counts
         cost = plural(counted, "counting forward") if counted else "no counting forward"

@@ -25,10 +25,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.plan import AdapterPlan, plan_of
+from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.targets import Target, new_values_of
 from expertmesh.compat import apply_to_tensors
-from expertmesh.state.model_view import ModelView
+from expertmesh.state.model_view import ModelView, sharded
 from expertmesh.state.shards import cut_local, local_tensor
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
@@ -78,7 +78,7 @@ class Weights:
             if isinstance(checkpoint, FirstValues):
                 self.files = checkpoint
             self.plan = rounded_plan(self.job_model, plan_load(view, checkpoint))
-        self.adapters = plan_of(self.job_model) if self.adapted else None
+        self.adapters = sharded(self.job_model).lora_plan if self.adapted else None
         self.state = view.tensors
         targets = self.adapters.targets if self.adapters is not None else ()
         self.targets = {target.weight: target for target in targets}
@@ -273,7 +273,7 @@ class _Leaves(torch.autograd.Function):
 @torch.no_grad()
 def set_adapters(model: PreTrainedModel) -> None:
     """Set the adapters of a sharded model to the values that the reference has. Collectives: none."""
-    if (plan := plan_of(model)) is None:
+    if (plan := sharded(model).lora_plan) is None:
         return
     state = dict(model.named_parameters())
     for weight in (*(target.weight for target in plan.targets), *plan.replaced):
