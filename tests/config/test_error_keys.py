@@ -20,6 +20,23 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "expertmesh"
 CLASSES = (InputError, IntegrityError, SecurityError, DistributedFailure)
 KEY = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
+# Kinds of failure, which are told where they happen. The key of a rule is raised in one file, by a function that other
+# files call.
+KINDS = {
+    "a setting or an option has a value that it does not take": ("cli.usage", "config.wrong-value"),
+    "two settings, each with the room that knows both": ("config.combination",),
+    "something is absent": (
+        *("checkpoint.not-found", "data.not-found", "model.not-found", "storage.not-found"),
+        "install.missing-package",
+    ),
+    "a file cannot be read, or is not as it was written": (
+        *("file.unreadable", "checkpoint.unsafe", "weights.damaged", "run.damaged-record"),
+        *("data.damaged-file", "data.damaged-preparation"),
+    ),
+    "a row or a batch is not as its reader needs it": ("data.malformed-row", "data.batch-shape"),
+    "something cannot be written": ("output.not-empty", "output.unwritable", "storage.failed"),
+    "ranks no longer do the same": ("model.replicas-differ", "rank.hung", "rank.lost"),
+}
 
 
 @functools.cache
@@ -63,6 +80,18 @@ def test_every_key_is_documented_with_its_exit_code() -> None:
     keys = {(key.value, code): where for where, code, key in raised() if isinstance(key, ast.Constant)}
     assert {key: where for key, where in keys.items() if not KEY.fullmatch(str(key[0]))} == {}
     assert {key: where for key, where in keys.items() if key not in documented()} == {}
+
+
+def test_a_rule_is_refused_in_one_file_and_only_a_kind_of_failure_in_several() -> None:
+    files: dict[str, set[str]] = {}
+    for file, tree in trees().items():
+        for node in (node for call in ast.walk(tree) if isinstance(call, ast.Call) for node in call.keywords):
+            if node.arg == "key" and isinstance(node.value, ast.Constant) and KEY.fullmatch(str(node.value.value)):
+                files.setdefault(str(node.value.value), set()).add(file)
+    several = {key: found for key, found in files.items() if len(found) > 1}
+    kinds = {key for keys in KINDS.values() for key in keys}
+    assert {key: found for key, found in several.items() if key not in kinds} == {}
+    assert kinds - several.keys() == set()
 
 
 def test_every_documented_key_is_in_the_source_and_listed_once() -> None:

@@ -75,7 +75,7 @@ def test_a_server_that_only_some_ranks_would_ask(name: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize("parallel", [None, em.ParallelConfig()], ids=["none", "auto"])
 def test_without_an_ep_the_argument_is_named(parallel: Any, args: Any) -> None:
-    with refused("layout.auto-ep-without-experts", naming="parallel=em.ParallelConfig(ep=N)"):
+    with refused("trainer.ep-not-given", naming="parallel=em.ParallelConfig(ep=N)"):
         _make(args, parallel=parallel)
 
 
@@ -195,8 +195,6 @@ def test_adapters_of_peft(args: Any, preferences: DPOConfig) -> None:
         _make(preferences, DPOTrainer, model=adapted(lora_dropout=0.05))
     with refused("adapter.unsupported-option", naming="use_dora"):
         _make(args, lora=peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
-    with refused("adapter.unsupported-option", naming="modules_to_save"):
-        _make(args, model=adapted(modules_to_save=["lm_head"]))
     with refused("adapter.not-lora", naming="PROMPT_TUNING"):
         _make(args, peft_config=peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with refused("adapter.ambiguous-targets", naming="down_proj"):

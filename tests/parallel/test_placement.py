@@ -269,7 +269,7 @@ def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
     def refusals() -> None:
         with refused("moe.placement-unsupported", naming="ep 1"):
             parallelized(1, moe)
-        with refused("moe.placement-unsupported", naming="balanced"):
+        with refused("moe.balanced-placement-of-a-run", naming="balanced"):
             parallelized(2, em.MoeConfig(placement="balanced"))
         with refused("moe.replicas-unsupported", naming="add lora"):
             parallelized(2, moe.model_copy(update={"replicas": 1}))

@@ -127,9 +127,9 @@ def test_what_makes_it_another_run_is_refused_by_name_and_nothing_is_written(
     expected = [*cases.values(), "optim.name was adamw and is sgd"]
     for text, here, there in zip(expected, first[: len(expected)], first[len(expected) :], strict=True):
         assert text in here
-        assert here.startswith(f"output_dir {four} holds a run with another configuration: ")
+        assert here.startswith(f"output_dir {four} is of a run with another configuration: ")
         assert text in there
-        assert "step-00000004 cannot be resumed, because this would be another run: " in there
+        assert "step-00000004 is of a run with another configuration: " in there
     assert _contents(four) == before
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["prepared"]  # tokens are no part of a run
 
@@ -307,7 +307,7 @@ def test_a_run_goes_on_with_another_learning_rate_and_its_moments(
     assert str(said.value).partition("; put it back ")[2] == (
         "to continue that run, set checkpoint.resume_changed to [optim.learning_rate, schedule] to go on with the "
         f"change, set checkpoint.resume to {newest} and checkpoint.resume_weights_only to true, with another "
-        "output_dir, to start anew from its weights, or choose another directory"
+        "output_dir, to start anew from its weights, or choose another output_dir"
     )
     triple[1] = "checkpoint.resume_changed=[optim.learning_rate, schedule]"
     run_ranks(train, 2, run_config(inputs, tmp_path / "as it was", *RUN, five))

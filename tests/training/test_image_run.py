@@ -188,11 +188,11 @@ def test_every_gradient_of_rows_with_images_is_exact(inputs: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "key", "naming"),
     [
-        (["data.packing=true"], "data.packing-unsupported", "rows.jsonl:1 has images"),
-        (["parallel.ep=1", "parallel.tp=2"], "layout.input-per-position", "parallel.tp 2"),
-        (["parallel.ep=1", "parallel.cp=2"], "layout.input-per-position", "parallel.cp 2"),
-        (["parallel.ep=1", "parallel.pp=2"], "layout.pp-takes-text-alone", "parallel.pp 2"),
-        (["data.eval=[{rows}]", "eval.samples=1"], "config.combination", "eval.samples is 1"),
+        (["data.packing=true"], "data.images-unsupported", "rows.jsonl:1 has images"),
+        (["parallel.ep=1", "parallel.tp=2"], "data.images-unsupported", "parallel.tp 2"),
+        (["parallel.ep=1", "parallel.cp=2"], "data.images-unsupported", "parallel.cp 2"),
+        (["parallel.ep=1", "parallel.pp=2"], "layout.pp-takes-text-alone", "rows.jsonl:1 has images"),
+        (["data.eval=[{rows}]", "eval.samples=1"], "data.images-unsupported", "eval.samples 1"),
         (["train.accumulate=by_layer"], "train.accumulate-unsupported", "rows.jsonl:1 has images"),
     ],
 )

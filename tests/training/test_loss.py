@@ -100,7 +100,7 @@ def test_the_head_is_the_models_own_code() -> None:
 
 
 def test_a_step_without_any_target_is_refused() -> None:
-    with refused("data.no-targets"):
+    with refused("data.step-without-targets"):
         causal_lm_loss(tiny_model("qwen3_moe"), _batch(), target_tokens=0)
 
 

@@ -182,10 +182,7 @@ def refuse_content(content: Mapping[str, Any], path: Path | str, *, in_memory: b
         key = said[0] if said else "bias"
         of_full = "give the base model with lora=, or save it and give lora.from_adapter"
         instead = of_full if key in _TRAINED_IN_FULL else "train a plain LoRA adapter"
-        raise InputError(
-            f"{path}: {key} is {shortened(repr(content[key]))}, which is not supported; {instead}",
-            key="adapter.unsupported-option",
-        )
+        refuse_field(path, key, content[key], f"it is not supported; {instead}")
     init = content.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_CHANGES_BASE):
         raise InputError(
@@ -295,9 +292,9 @@ def refuse_start(content: Mapping[str, Any], where: str) -> None:
         refuse_field(where, "inference_mode", True, "its adapters would stay frozen; set it to False")
 
 
-def refuse_field(where: str, field: str, value: Any, why: str) -> NoReturn:
+def refuse_field(where: Path | str, field: str, value: Any, why: str) -> NoReturn:
     """Raise `InputError` for the value of a field."""
-    raise InputError(f"{where}: {field} is {value!r}: {why}", key="adapter.unsupported-option")
+    raise InputError(f"{where}: {field} is {shortened(repr(value))}: {why}", key="adapter.unsupported-option")
 
 
 def as_peft_reads(content: Mapping[str, Any], model: nn.Module, path: Path | str) -> dict[str, Any]:

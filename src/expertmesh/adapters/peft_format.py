@@ -171,10 +171,7 @@ def model_tensors_from(
                 a, b = as_lazy(b.transpose(1, 2)), as_lazy(a.transpose(1, 2))
         tensors |= zip(target.factors, (a, b), strict=True)
     if left:
-        raise IntegrityError(
-            f"{path}: holds {min(left)}, which fits no target of the adapter's config",
-            key="adapter.differs-from-its-config",
-        )
+        raise differs(path, f"holds {min(left)}, which fits no target of the adapter's config")
     return tensors
 
 
@@ -217,17 +214,17 @@ def base_copies(files: Mapping[str, LazyTensor], targets: Sequence[Target]) -> d
 def stored(path: Path, files: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...], name: str) -> LazyTensor:
     """Return the tensor `key`, of this shape and a floating-point dtype. Raises `IntegrityError` if there is none."""
     if key not in files:
-        raise IntegrityError(
-            f"{path}: has no {key}, although the adapter's config names {name}",
-            key="adapter.differs-from-its-config",
-        )
+        raise differs(path, f"has no {key}, although the adapter's config names {name}")
     if tuple(files[key].shape) != shape:
-        raise IntegrityError(
-            f"{path}: {key} is {list(files[key].shape)}, not {list(shape)}", key="adapter.differs-from-its-config"
-        )
+        raise differs(path, f"{key} is {list(files[key].shape)}, not {list(shape)}")
     if not files[key].dtype.is_floating_point:
-        raise IntegrityError(f"{path}: {key} is {files[key].dtype}, not numbers", key="adapter.differs-from-its-config")
+        raise differs(path, f"{key} is {files[key].dtype}, not numbers")
     return files[key]
+
+
+def differs(path: Path, how: str) -> IntegrityError:
+    """Return the error for weights that are not those of the targets in the adapter's config."""
+    return IntegrityError(f"{path}: {how}", key="adapter.differs-from-its-config")
 
 
 def is_parameter(target: Target) -> bool:

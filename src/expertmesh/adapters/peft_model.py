@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from expertmesh.adapters.peft_config import lora_of, plain_content, refuse_content, refuse_start
 from expertmesh.adapters.peft_format import PREFIX
-from expertmesh.adapters.plan import AdapterPlan, attach_adapters, plan_targets
+from expertmesh.adapters.plan import AdapterPlan, attach_adapters, plan_targets, unadaptable
 from expertmesh.adapters.start import copy_adapter
 from expertmesh.adapters.targets import Target, candidates
 from expertmesh.anatomy import describe
@@ -98,10 +98,7 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
     if not layers and not isinstance(model, PeftModel):
         return None
     if lora is not None:
-        raise InputError(
-            f"parallelize: lora is given, and {_WHERE} has adapters of its own; leave one of them out",
-            key="adapter.unsupported-peft-model",
-        )
+        _refuse("lora is given, and it has adapters of its own; leave one of them out")
     name, content = _only_config(model)
     refuse_content(content, _WHERE, in_memory=True)
     refuse_start(content, _WHERE)
@@ -186,10 +183,7 @@ def _targets(meta_model: nn.Module, layers: Mapping[str, Any], adapter: str) -> 
             rank, alpha = layer.r[adapter], float(layer.lora_alpha[adapter])
             yield replace(target, r=rank, alpha=alpha, scaling=layer.scaling[adapter])
     if adapted:
-        raise InputError(
-            f"{_WHERE}: {next(iter(adapted.values()))} cannot be adapted here; leave it out of the adapter's targets",
-            key="adapter.unsupported-target",
-        )
+        raise unadaptable(_WHERE, next(iter(adapted.values())))
 
 
 def _values(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:

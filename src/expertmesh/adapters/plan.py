@@ -244,11 +244,8 @@ def _plan_from_adapter(
         raise InputError(f"{directory}: its targets match nothing in this model", key="adapter.targets-nothing")
     init = content.get("init_lora_weights", True)
     if init not in (True, "gaussian") and not weights.exists():
-        raise InputError(
-            f"{directory}: has no weights, and init_lora_weights is {init!r}; only true and "
-            '"gaussian" can be started here',
-            key="adapter.unsupported-option",
-        )
+        why = 'there are no weights, and only true and "gaussian" can be started here'
+        refuse_field(directory, "init_lora_weights", init, why)
     resolved = said.model_copy(update={"targets": tuple(target.name for target in targets)})
     replaced = replaced_by(model, content, str(directory))
     return AdapterPlan(resolved, targets, directory if weights.exists() else None, base, parts=parts, replaced=replaced)
@@ -284,11 +281,9 @@ def _joined(target: Target, parts: Sequence[Part], lora: LoraConfig, directory: 
     """
     ranks = {lora.of(part.key.removeprefix(PREFIX)) for part in parts}
     if len(ranks) > 1:
-        raise InputError(
-            f"{directory}: rank_pattern or alpha_pattern tell parts of {target.name} apart, which are one weight here; "
-            "train a plain LoRA adapter",
-            key="adapter.unsupported-option",
-        )
+        key = "rank_pattern" if len({r for r, _ in ranks}) > 1 else "alpha_pattern"
+        why = f"it tells parts of {target.name} apart, which are one weight here; train a plain LoRA adapter"
+        refuse_field(directory, key, dict(getattr(lora, key)), why)
     ((r, alpha),) = ranks
     count, scaling = len(parts) // (target.experts or 1), lora.scaling_of(r, alpha)
     # The joined rank may be larger: choose alpha so that the scaling is still that of the parts.
@@ -334,18 +329,18 @@ def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Ta
         if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d) and name not in known:
             probe = Target(name, None, 0, 0, None, "")
             if config_selects(content, probe):
-                kind = type(module).__name__
-                raise InputError(
-                    f"{where}: targets {name} ({kind}), which cannot be adapted here",
-                    key="adapter.unsupported-target",
-                )
+                raise unadaptable(where, f"{name} ({type(module).__name__})")
     for name, _ in model.named_parameters():
         probe = Target(name.rpartition(".")[0], name.rpartition(".")[2], 0, 0, None, "")
         if name not in known and config_selects(content, probe):
-            raise InputError(
-                f"{where}: targets the parameter {name}, which cannot be adapted here",
-                key="adapter.unsupported-target",
-            )
+            raise unadaptable(where, f"the parameter {name}")
+
+
+def unadaptable(where: Path | str, target: str) -> InputError:
+    return InputError(
+        f"{where}: {target} cannot be adapted here; leave it out of the adapter's targets",
+        key="adapter.unsupported-target",
+    )
 
 
 def _named_in_files(model: Any, targets: Sequence[Target]) -> tuple[Target, ...]:
@@ -536,16 +531,20 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     """
     state = adapter_state(model)
     if state is None:
-        raise InputError(
-            f"{type(model).__name__} has no adapters to turn off; load it with lora, or take a second model",
-            key="model.no-adapters",
-        )
+        raise no_adapters(model, "take a second model")
     before = state.is_off
     state.is_off = True
     try:
         yield
     finally:
         state.is_off = before
+
+
+def no_adapters(model: nn.Module, otherwise: str) -> InputError:
+    """Return the error for a model without adapters where some are needed. `otherwise`: what else one can do."""
+    return InputError(
+        f"{type(model).__name__} has no adapters; load it with lora, or {otherwise}", key="model.no-adapters"
+    )
 
 
 class _LinearForward(nn.Module):

@@ -23,14 +23,13 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, file_tensors
-from expertmesh.adapters.plan import AdapterPlan
+from expertmesh.adapters.plan import AdapterPlan, no_adapters
 from expertmesh.adapters.start import base_bytes
 from expertmesh.adapters.targets import Replaced, Target, new_values_of
-from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.io.boxes import Box, extents, full_box, slices
 from expertmesh.io.directory import check_target, io_errors, write_synced
-from expertmesh.io.safetensors_writer import FilesLayout, lay_out_file
+from expertmesh.io.safetensors_writer import FilesLayout, lay_out_file, too_narrow
 from expertmesh.state.model_view import ModelView, sharded
 from expertmesh.state.shards import held_parts, owns_copy
 from expertmesh.weights.lazy import LazyTensor
@@ -93,9 +92,7 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: To
     with raise_on_all_ranks("planning what to save"):
         plan = sharded(model).lora_plan
         if plan is None:
-            raise InputError(
-                f"{type(model).__name__} has no adapters; load it with lora, or use save_model", key="model.no-adapters"
-            )
+            raise no_adapters(model, "use save_model")
         check_target(directory)
         view = ModelView(model)
         files = file_tensors(view.adapters, plan.targets, plan.replaced)
@@ -224,10 +221,7 @@ def iter_hf_weights(
                 dist.all_reduce(stored, dist.ReduceOp.MAX)
             fits = not bool(stored[-1])
         if not fits:
-            raise IntegrityError(
-                f"{name}: has values that {tensor.dtype} cannot hold; stream it in bfloat16 or float32",
-                key="weights.dtype-too-narrow",
-            )
+            raise too_narrow(name, tensor.dtype)
         yield name, tensor
 
 

@@ -192,10 +192,7 @@ def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor,
     for box, local in held_parts(base) if fits else ():
         fits = fits and torch.equal(read_values(lazy, fetch, box).to(local), local)
     if not fits:
-        raise IntegrityError(
-            f"{directory}: {key} is not the weight of the model's; the adapter has another base",
-            key="adapter.other-base",
-        )
+        raise other_base(directory, f"{key} is not the weight of the model's")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +239,10 @@ def read_base(path: Path, content: bytes | None = None) -> Base:
     """Read the description that `base_bytes` made from `path`, or from its `content`. Raises `IntegrityError`."""
     try:
         base = Base(**parse_json(read_file(path) if content is None else content))
-        if not isinstance(base.sha256, str) or not isinstance(base.dtype, str) or base.frozen not in _FROZEN:
+        if not isinstance(base.sha256, str) or base.frozen not in _FROZEN:
             raise TypeError("not text")
+        if not isinstance(getattr(torch, base.dtype, None), torch.dtype):
+            raise TypeError(f"{base.dtype} is no dtype")
     except (TypeError, ValueError) as error:
         raise IntegrityError(
             f"{path}: does not say which base the adapter belongs to ({error})", key="adapter.damaged"
@@ -258,11 +257,13 @@ def check_base(path: Path, saved: Base, here: Base, otherwise: str = "") -> None
         otherwise: The end of the sentence, for another way to continue.
     """
     if saved != here:
-        raise IntegrityError(
-            f"{path}: the adapter was trained on another base (weights {saved}, here {here}); use the model, the "
-            f"precision.compute and the precision.frozen it was trained with{otherwise}",
-            key="adapter.other-base",
-        )
+        as_trained = "the model, the precision.compute and the precision.frozen it was trained with"
+        raise other_base(path, f"its weights were {saved}, here they are {here}; use {as_trained}{otherwise}")
+
+
+def other_base(path: Path, how: str) -> IntegrityError:
+    """Return the error for the adapter at `path`. `how`: by what one sees it, and the cure."""
+    return IntegrityError(f"{path}: the adapter was trained on another base: {how}", key="adapter.other-base")
 
 
 @torch.no_grad()

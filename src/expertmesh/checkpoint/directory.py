@@ -87,6 +87,12 @@ def locate(path: Path) -> tuple[Path, int | None]:
     return checkpoints[-1][1], len(checkpoints)
 
 
+def later_exists(what: str, where: object, holds: str, mend: str) -> InputError:
+    """Return the error for a checkpoint before a later one: `auto` would continue from that, `keep_last` keep that."""
+    way = "which is later and would be in the way"
+    return InputError(f"{what}, but {where} holds {holds}, {way}; {mend}", key="checkpoint.later-exists")
+
+
 def clean(directory: Path) -> list[str]:
     """Remove what interrupted saves and removals of checkpoints and models have left there, and return the names.
 

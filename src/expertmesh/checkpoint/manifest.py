@@ -283,6 +283,10 @@ def damaged(problem: str) -> IntegrityError:
     return IntegrityError(problem, key="checkpoint.damaged")
 
 
+def does_not_fit(problem: str) -> IntegrityError:
+    return IntegrityError(problem, key="checkpoint.does-not-fit")
+
+
 @contextmanager
 def expecting(path: Path, what: str) -> Iterator[None]:
     """Turn errors of parsing a file that has another form into an `IntegrityError`: `PATH: WHAT (reason)`."""

@@ -17,9 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import MEND, Manifest, damaged, expecting, is_tensor_file, read_manifest
+from expertmesh.checkpoint.manifest import (
+    MEND,
+    Manifest,
+    damaged,
+    does_not_fit,
+    expecting,
+    is_tensor_file,
+    read_manifest,
+)
 from expertmesh.checkpoint.small_files import other_content
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.errors import InputError
 from expertmesh.io.boxes import Box, Piece, extents, full_box, slices, volume
 from expertmesh.io.reading import open_file, parse_json, shortened
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
@@ -163,10 +171,7 @@ def check_fits(state: OpenCheckpoint, targets: Mapping[str, Tensor]) -> None:
             )
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise IntegrityError(
-            f"{state.directory}: does not fit the model: {'; '.join(sorted(problems)[:5])}{more}",
-            key="checkpoint.does-not-fit",
-        )
+        raise does_not_fit(f"{state.directory}: does not fit the model: {'; '.join(sorted(problems)[:5])}{more}")
 
 
 def saved_offsets(path: Path) -> dict[str, list[int]]:

@@ -62,6 +62,13 @@ log = logging.getLogger(__name__)
 Put = Callable[[Storage, Path, list[str]], None]
 
 
+def other_run(where: str, why: str, go_on: str = "") -> InputError:
+    """Return the error for storage that another run writes to. `go_on`: how to continue that run."""
+    return InputError(
+        f"{where} holds another run: {why}; {go_on}choose another checkpoint.remote", key="storage.other-run"
+    )
+
+
 class RemoteCheckpoints:
     """The checkpoints in `directory` below `run`, a run's directory in object storage; in `run` itself for ""."""
 
@@ -113,11 +120,7 @@ class RemoteCheckpoints:
             return False
         later = newest is not None and newest > manifest.step and not directory.with_name(step_name(newest)).is_dir()
         if there is not None or later:
-            raise InputError(
-                f"{self.storage.url}: holds {step_name(newest or 0)}, which this run has not written; give each run a "
-                "checkpoint.remote of its own",
-                key="storage.other-run",
-            )
+            raise other_run(self.storage.url, f"{step_name(newest or 0)} is not of this one")
         self._remove(manifest.step)  # what an interrupted upload of this step has left
         target = self.storage.below(name)
         put(target, directory, [file.name for file in manifest.files])

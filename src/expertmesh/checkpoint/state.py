@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.checkpoint.manifest import FileEntry, tensor_file
+from expertmesh.checkpoint.manifest import FileEntry, does_not_fit, tensor_file
 from expertmesh.checkpoint.small_files import rng_state
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import Box, blocks, full_box, slices
 from expertmesh.io.directory import io_errors, sync, write_at, write_synced
@@ -107,10 +107,7 @@ def allocate_optimizer_state(
         if name in on_other_stages:
             continue
         if name not in updated:
-            raise IntegrityError(
-                f"the checkpoint has optimizer state {slot} of {name}, which this job does not train",
-                key="checkpoint.does-not-fit",
-            )
+            raise does_not_fit(f"the checkpoint has optimizer state {slot} of {name}, which this job does not train")
         parameter = updated[name]
         value: Tensor | None = None
         if isinstance(optimizer, HasEmptyState):
@@ -124,10 +121,9 @@ def allocate_optimizer_state(
         elif shape == parameter.shape:
             value = torch.empty_like(parameter, dtype=dtype).detach()
         if value is None:
-            raise IntegrityError(
+            raise does_not_fit(
                 f"optimizer state {slot} of {name} is {dtype} {list(shape)}, which {type(optimizer).__name__} does not "
-                f"keep of a parameter of {list(parameter.shape)}",
-                key="checkpoint.does-not-fit",
+                f"keep of a parameter of {list(parameter.shape)}"
             )
         slots[key] = placed_like(value, parameter)
         places.append((parameter, slot, key))

@@ -26,7 +26,7 @@ import transformers
 from torch import Tensor, nn
 
 from expertmesh import __version__
-from expertmesh.checkpoint.directory import prune, published, step_name
+from expertmesh.checkpoint.directory import later_exists, prune, published, step_name
 from expertmesh.checkpoint.manifest import AXES, CONFIG_FILE, KINDS, MANIFEST, FileEntry, Manifest, TensorEntry, Tiling
 from expertmesh.checkpoint.small_files import write_generators
 from expertmesh.checkpoint.state import (
@@ -57,6 +57,7 @@ from expertmesh.io.directory import (
 )
 from expertmesh.state.model_view import ModelView, mesh_of
 from expertmesh.state.shards import on_other_stage
+from expertmesh.weights.write import not_as_declared
 
 if TYPE_CHECKING:
     from expertmesh.checkpoint.remote import Uploads
@@ -350,14 +351,10 @@ def _create(step: int, target: Path, temporary: Path, needed: int, files: Mappin
     """
     if target.exists():
         raise InputError(f"{target}: exists already; a checkpoint is never written over", key="checkpoint.exists")
-    # Otherwise `keep_last` would remove the new one as the oldest, and `auto` would resume from another run's.
     latest = max(published(target.parent), default=None)
     if latest is not None and latest[0] > step:
-        raise InputError(
-            f"{target.parent}: holds {latest[1].name}, which is later than step {step}; choose another directory, or "
-            "remove what is later",
-            key="checkpoint.later-exists",
-        )
+        mend = "choose another directory, or remove what is later"
+        raise later_exists(f"step {step} is to be saved", target.parent, latest[1].name, mend)
     with io_errors(temporary, needed):
         target.parent.mkdir(parents=True, exist_ok=True)
         sync(target.parent.parent)  # the entry of the new directory has to survive a power loss as well
@@ -512,7 +509,4 @@ def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Holders]) -> Ti
         orders = {held.shared.order for held in boxes.values()}
         return Tiling.of(shape, writers, counts.pop(), next(iter(orders), None))
     except ValueError as error:
-        raise IntegrityError(
-            f"{name}: cannot be saved: {error}; the model is not sharded as its DTensors say",
-            key="model.not-sharded-as-declared",
-        ) from error
+        raise not_as_declared(name, str(error)) from error

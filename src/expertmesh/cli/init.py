@@ -30,13 +30,14 @@ from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.data import build_dataset, load_tokenizer
 from expertmesh.data.sources import locations
 from expertmesh.distributed.layout import Layout, resolve_layout
+from expertmesh.io.directory import report_errors
 from expertmesh.io.terminal import plural
 from expertmesh.launcher.launch import local_ranks
 from expertmesh.model import ModelOptions
 from expertmesh.planning.forecast import devices_here, forecast
-from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
+from expertmesh.planning.hardware import Devices, hardware_table, parse_devices, unknown_device
 from expertmesh.planning.read_model import figures_of_teacher
-from expertmesh.planning.search import GIB, Candidate, Job, checkpoint_bytes, plan, variants
+from expertmesh.planning.search import GIB, Candidate, Job, checkpoint_bytes, nothing_fits, plan, variants
 from expertmesh.training.objective import Teacher
 from expertmesh.training.startup.model_check import Checked, OrderWish
 from expertmesh.training.startup.preflight import preflight
@@ -171,13 +172,12 @@ def run(options: InitOptions) -> int:
         del comments[key]
     text = "\n".join([*head, *_lines(values, comments)]) + "\n"
     assert config_from(text, str(path)) == written
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise _refuse_existing(path) from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})", key="cli.unwritable-report") from error
+    with report_errors(path):
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise _refuse_existing(path) from None
     sys.stdout.write(text)
     print(f"wrote {path}")
     if options.devices is None:
@@ -372,7 +372,7 @@ def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devic
     if len(refusals) == len(ways):
         raise refusals[0]
     title = f"{options.model} does not fit on {devices} with rows of {sizes.length:,} tokens; more devices may"
-    raise InputError("\n".join([title, *passed_over]), key="plan.nothing-fits")
+    raise nothing_fits(title, *passed_over)
 
 
 def _ways(lora: bool | None, wishes: Wishes, *, quantised: bool) -> Iterator[Way]:
@@ -400,10 +400,7 @@ def devices_of(options: InitOptions) -> Devices:
         return parse_devices(options.devices, hardware_table())
     here = devices_here(local_ranks(None))
     if here is None:
-        raise InputError(
-            "the planner does not know the devices of this machine; name similar ones with --devices",
-            key="plan.unknown-device",
-        )
+        raise unknown_device("the devices of this machine", "name similar ones with --devices")
     return here
 
 

@@ -25,14 +25,23 @@ from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
 from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
-from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, divisors, explicit, node_crossing
+from expertmesh.distributed.layout import (
+    CONFIGURED_AXES,
+    Layout,
+    divisors,
+    explicit,
+    node_crossing,
+    refuse_divided_experts,
+)
 from expertmesh.experts.placement import (
     Placement,
     balanced,
     check_layers,
     least_busiest,
+    no_copies,
     read_loads,
     read_pairs,
+    too_many_copies,
     write_placement,
 )
 from expertmesh.introspection.attention import packing_refusal
@@ -50,6 +59,7 @@ from expertmesh.planning.search import (
     Plan,
     checkpoint_bytes,
     measured_imbalance,
+    nothing_fits,
     plan,
 )
 from expertmesh.planning.stages import Batch, resident_state
@@ -103,8 +113,7 @@ def _run(options: PlanOptions) -> int:
     found = plan(job, options.goal)
     best = found.best
     if best is None:
-        lines = [f"no layout fits on {devices}", *rejection_lines(found)]
-        raise InputError("\n".join(lines), key="plan.nothing-fits")
+        raise nothing_fits(f"no layout fits on {devices}", *rejection_lines(found))
     if options.yaml:
         print(_yaml(options, job, best, lora, why_unpacked), end="")
         return 0
@@ -405,16 +414,9 @@ def run_placement(options: PlanOptions) -> int:
         raise InputError(f"{path} exists already and stays as it is; choose another --output", key="placement.exists")
     loads = read_loads(options.placement)
     for name, load_E in loads.items():
-        if len(load_E) % ep:
-            raise InputError(
-                f"--ep {ep}: does not divide the {len(load_E)} experts of {name}", key="layout.ep-divides-experts"
-            )
-        if options.replicas is not None and options.replicas > len(load_E) - len(load_E) // ep:
-            raise InputError(
-                f"--replicas {options.replicas}: a rank holds {len(load_E) // ep} of {len(load_E)} experts of {name}, "
-                "and can copy the others alone",
-                key="moe.replicas-unsupported",
-            )
+        refuse_divided_experts(f"--ep {ep}", ep, len(load_E), len(load_E), f" of {name}")
+        if why := too_many_copies(options.replicas or 0, len(load_E), ep):
+            raise no_copies(f"--replicas {options.replicas}", why)
     placement = balanced(loads, ep, options.replicas or 0, read_pairs(options.placement, loads))
     write_placement(placement, path)
     console = Terminal()

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from expertmesh.config.errors import InputError
+from expertmesh.io.directory import report_errors
 from expertmesh.io.terminal import printable
 
 
@@ -80,11 +80,8 @@ def refuse_unwritable(report: str | None) -> None:
     if report is None:
         return
     path = Path(report)
-    try:
+    with report_errors(path):
         if path.exists():
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         else:
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-    except OSError as error:
-        raise InputError(f"--json {path}: cannot be written: {error.strerror}", key="cli.unwritable-report") from error
+            tempfile.TemporaryFile(dir=path.parent).close()

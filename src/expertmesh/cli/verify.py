@@ -17,6 +17,7 @@ from expertmesh.config import Config, load_config, make_config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.distributed.environment import find_place
 from expertmesh.distributed.layout import CONFIGURED_AXES, DENSE_AXES
+from expertmesh.io.directory import report_errors
 from expertmesh.io.terminal import plural, tell
 from expertmesh.launcher.launch import RunOptions, job_size
 from expertmesh.launcher.launch import run as run_ranks
@@ -179,7 +180,5 @@ def _write_report(path: Path, verified: "Verification") -> None:
         "experts": [asdict(experts) for experts in verified.experts],
         "experts_left_out": verified.experts_left_out,
     }
-    try:
+    with report_errors(path):
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--json {path}: cannot be written: {error.strerror}", key="cli.unwritable-report") from error

@@ -7,7 +7,9 @@ adds the key); the Python interface raises the exception. Never used for broken 
 How a key is named: `subject.cause` in lower-case words with hyphens, as in `layout.ep-divides-experts` or
 `config.unknown-key`. The subject is what the user has to change (config, cli, launch, layout, model, data, checkpoint,
 adapter ...), not the module that raises; the cause is the rule that was broken. One rule has one key, wherever it is
-checked. A key is a literal at its `raise`, never built from values, and keeps its meaning once released.
+checked, and one file that raises it: the room that owns the rule has a function that others call. A kind of failure (a
+file is absent, damaged, cannot be written) is raised where it happens. A key is a literal at its `raise`, never built
+from values, and keeps its meaning once released.
 """
 
 from typing import ClassVar

@@ -27,7 +27,7 @@ from expertmesh.data.formats import FORMATS, PREFERENCE, UNPAIRED, fitting_forma
 from expertmesh.data.images import Images
 from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport
 from expertmesh.data.sources import BLOCK_ROWS, Columns, RawRow, RowShare, SourceFile, locations
-from expertmesh.data.tokenized import TokenizedDataset
+from expertmesh.data.tokenized import TokenizedDataset, no_data
 
 _ROWS_TRIED_FOR_A_FORMAT = 1000
 
@@ -271,7 +271,7 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
     if unreadable is not None:
         skip = ", or set data.on_error: skip" * (recipe.config.on_error == "stop")
         raise InputError(f"{none}; correct the row{'s' * (tried > 1)}{skip}.", key="data.malformed-row")
-    raise InputError(f"the data source {source.path} holds no row; name a source that does.", key="data.empty")
+    raise no_data(f"the data source {source.path} holds no row", "name a source that does")
 
 
 def _how_to_name(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> str:

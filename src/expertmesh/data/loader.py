@@ -30,7 +30,7 @@ from expertmesh.config import DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.data.images import Images
 from expertmesh.data.report import DataReport
-from expertmesh.data.tokenized import IGNORE, TokenizedDataset
+from expertmesh.data.tokenized import IGNORE, TokenizedDataset, no_data
 
 if TYPE_CHECKING:
     from expertmesh.data.stream import StreamPosition
@@ -278,9 +278,7 @@ class TrainingBatches:
         mixture: Mixture | None = None,
     ) -> None:
         if not len(dataset):
-            raise InputError(
-                "the training data has no sample, so there is no step to train; correct data.train.", key="data.empty"
-            )
+            raise no_data("the training data has no sample, so there is no step to train", "correct data.train")
         self.accumulation = accumulation_of(global_batch_size, layout.micro_batch_size, layout.data_ranks)
         self._dataset = dataset
         self._layout = layout
@@ -365,9 +363,7 @@ class EvaluationBatches:
 
     def __init__(self, dataset: TokenizedDataset, layout: BatchLayout) -> None:
         if not len(dataset):
-            raise InputError(
-                "the evaluation data has no sample; correct data.eval, or leave it empty.", key="data.empty"
-            )
+            raise no_data("the evaluation data has no sample", "correct data.eval, or leave it empty")
         self.dataset = dataset
         self._layout = layout
         self._rows = layout.plan(dataset, np.arange(len(dataset) // dataset.samples_per_row)).rows

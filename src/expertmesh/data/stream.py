@@ -30,7 +30,7 @@ from expertmesh.data.build import Recipe, encoder_of, joined, source_report
 from expertmesh.data.loader import BatchLayout, PackedRows, Row, Rows, Step, accumulation_of
 from expertmesh.data.report import DataReport, SourceReport
 from expertmesh.data.sources import BLOCK_ROWS, Location, RawRow, locations
-from expertmesh.data.tokenized import TokenizedDataset, Tokens
+from expertmesh.data.tokenized import TokenizedDataset, Tokens, no_data
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 log = logging.getLogger(__name__)
@@ -128,9 +128,7 @@ class _Files:
                         yield source, row
                 self.cursor = Cursor(self.cursor.passes, self.cursor.file + 1)
             if empty:
-                raise InputError(
-                    f"the data source {self._files[0][1].name} holds no row; name a source that does.", key="data.empty"
-                )
+                raise no_data(f"the data source {self._files[0][1].name} holds no row", "name a source that does")
             self.cursor = Cursor(self.cursor.passes + 1)
 
 

@@ -273,6 +273,10 @@ def index_of(
     )
 
 
+def no_data(what: str, mend: str) -> InputError:
+    return InputError(f"{what}; {mend}.", key="data.empty")
+
+
 def refuse_unknown_id(position: str, token_id: int, vocab_size: int) -> NoReturn:
     """Raise the `InputError` for a token id that the model has no embedding for."""
     raise InputError(

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.config import ModelConfig
 from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
-from expertmesh.io.hub import hub_mend, model_at
+from expertmesh.io.hub import hub_mend, model_at, remote_code
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, opened, parse_json, read_file
 from expertmesh.io.storage import is_url
 
@@ -46,11 +46,7 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
     except Exception as error:  # transformers, the hub client and the Rust library share no base class
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason and not model.trust_remote_code:
-            raise InputError(
-                f"the tokenizer of {name} is Python code that the model brings along; read that code, and "
-                "set model.trust_remote_code: true if you trust it.",
-                key="model.remote-code",
-            ) from error
+            raise remote_code(f"the tokenizer of {name} is Python code that the model brings along") from error
         local = "set model.name_or_path to a directory that has its files"
         files_there = "check model.name_or_path and that the tokenizer's files are there and whole"
         raise InputError(

@@ -254,6 +254,21 @@ def _refuse_other_job(found: Rank, task: Rank, environment: Environment) -> None
         )
 
 
+def local_world_sizes_differ(what: str, mend: str) -> InputError:
+    """Return the error for nodes with different numbers of ranks where they have to be equal."""
+    return InputError(
+        f"{what}, as not every node has as many ranks (LOCAL_WORLD_SIZE); {mend}", key="launch.local-world-sizes-differ"
+    )
+
+
+def too_few_accelerators(what: str, count: int, otherwise: str = "") -> InputError:
+    """Return the error for more ranks than the `count` accelerators that are seen here."""
+    return InputError(
+        f"{what}, but there are {count} accelerators here; start at most {count} ranks{otherwise}",
+        key="launch.too-few-accelerators",
+    )
+
+
 def _number(environment: Environment, name: str, default: str | None = None) -> int:
     text = environment.get(name, default)
     if text is None:

@@ -285,12 +285,19 @@ def _checked_ep(ep: int, expert_ranks: int, num_experts: int | None) -> int:
             f"parallel.ep {ep} does not divide fsdp * cp * tp = {expert_ranks} ranks; valid values: {choices}",
             key="layout.ep-divides-ranks",
         )
-    if num_experts is not None and num_experts % ep:
+    if num_experts is not None:
+        refuse_divided_experts(f"parallel.ep {ep}", ep, num_experts, expert_ranks)
+    return ep
+
+
+def refuse_divided_experts(what: str, ep: int, num_experts: int, expert_ranks: int, of: str = "") -> None:
+    """Raise `InputError` unless ep, one of the divisors of `expert_ranks`, divides the experts."""
+    if num_experts % ep:
+        choices = _listed(_ep_choices(expert_ranks, num_experts))
         raise InputError(
-            f"parallel.ep {ep} does not divide the model's {num_experts} experts; valid values: {choices}",
+            f"{what} does not divide the model's {num_experts} experts{of}; valid values: {choices}",
             key="layout.ep-divides-experts",
         )
-    return ep
 
 
 def explicit(layout: Layout) -> ParallelConfig:

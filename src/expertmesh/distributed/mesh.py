@@ -19,7 +19,12 @@ from expertmesh.compat import set_group_timeout
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
-from expertmesh.distributed.environment import choose_interface, join_job
+from expertmesh.distributed.environment import (
+    choose_interface,
+    join_job,
+    local_world_sizes_differ,
+    too_few_accelerators,
+)
 from expertmesh.distributed.layout import (
     CONFIGURED_AXES,
     DENSE_AXES,
@@ -174,11 +179,8 @@ def _agreed_nodes(layout: Layout) -> int:
     least, most = ends[: len(own)].tolist(), (-ends[len(own) :]).tolist()
     for axis, low, high in zip(CONFIGURED_AXES, least, most, strict=False):
         if low != high:
-            raise InputError(
-                f"parallel.{axis} is {low} on some ranks and {high} on others, as the launcher has set another "
-                f"LOCAL_WORLD_SIZE there; set parallel.{axis} to a number",
-                key="launch.local-world-sizes-differ",
-            )
+            what = f"parallel.{axis} is {low} on some ranks and {high} on others"
+            raise local_world_sizes_differ(what, f"set parallel.{axis} to a number")
     return int(most[-1]) if least[-1] == most[-1] else 1
 
 
@@ -217,11 +219,7 @@ def current_device() -> torch.device:
         )
     local = int(os.environ.get("LOCAL_RANK", 0))
     if local >= count > 1:
-        raise InputError(
-            f"LOCAL_RANK is {local}, but this process sees {count} accelerators; start {count} ranks on this machine, "
-            "or let each see one",
-            key="launch.too-few-accelerators",
-        )
+        raise too_few_accelerators(f"LOCAL_RANK is {local}", count, ", or let each rank see one")
     device = torch.device(kind.type, local if count > 1 else 0)
     torch.accelerator.set_device_index(device.index)
     return device

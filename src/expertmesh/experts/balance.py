@@ -76,10 +76,7 @@ def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
             key="moe.aux-loss-of-frozen-router",
         )
     if moe.z_loss_coef and (refusal := router_logits_refusal(model)):
-        raise InputError(
-            f"moe.z_loss_coef is {moe.z_loss_coef}, but {family} {refusal}; set moe.z_loss_coef to 0.0",
-            key="moe.no-router-logits",
-        )
+        raise no_router_logits(model, f"moe.z_loss_coef is {moe.z_loss_coef}", refusal)
     biases = tuple(_biases(model, anatomy, moe.bias_update_rate)) if moe.bias_update_rate else ()
     top_k = getattr(model, "num_experts_per_tok", None) or anatomy.experts[0].top_k or 0
     if aux and not top_k:
@@ -88,6 +85,14 @@ def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
             key="moe.aux-loss-unsupported",
         )
     return Balance(aux, moe.z_loss_coef, moe.bias_update_rate, anatomy.num_experts, top_k, biases)
+
+
+def no_router_logits(model: nn.Module, setting: str, why: str) -> InputError:
+    """Return the error for a router loss of a model that does not give the logits it is computed from."""
+    family = model.config.model_type  # type: ignore[union-attr]
+    return InputError(
+        f"{setting}, but {family} {why}; set moe.z_loss_coef and moe.aux_loss_coef to 0.0", key="moe.no-router-logits"
+    )
 
 
 def attached_balance(model: nn.Module) -> Balance:

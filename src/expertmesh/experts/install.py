@@ -21,6 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.compat import default_apply_gate, set_experts
 from expertmesh.config.errors import InputError, MissingHereError
+from expertmesh.distributed.environment import local_world_sizes_differ
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import deepep, triton_ops
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, HierarchicalDispatcher, LocalDispatcher
@@ -309,11 +310,8 @@ def _dispatcher(name: str, num_experts: int, mesh: Mesh, triton: bool) -> Dispat
         return LocalDispatcher(num_experts, triton)
     if name == "hierarchical":
         if mesh.ep_nodes is None:
-            raise InputError(
-                f"moe.dispatch: hierarchical needs EP groups of whole nodes with the same number of ranks, which ep "
-                f"{mesh.layout.ep} has not here; set moe.dispatch to auto",
-                key="moe.dispatch-needs-nodes",
-            )
+            what = "moe.dispatch: hierarchical needs EP groups of equal nodes"
+            raise local_world_sizes_differ(what, "set moe.dispatch to auto")
         across, inside = (mesh.ep_nodes.get_group(axis) for axis in ("across", "inside"))
         return HierarchicalDispatcher(num_experts, across, inside, triton)
     return AllToAllDispatcher(num_experts, mesh.ep_group, triton)

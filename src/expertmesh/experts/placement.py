@@ -460,6 +460,16 @@ def check_fits(placement: Placement, layers: Mapping[str, int], ep: int) -> None
     check_layers("moe.placement", {name: len(order) for name, order in placement.orders.items()}, layers)
 
 
+def too_many_copies(replicas: int, num_experts: int, ep: int) -> str | None:
+    """Return why a rank cannot have so many copies, or None."""
+    others = num_experts - num_experts // ep
+    return None if replicas <= others else f"other ranks have {others} experts; set it to fewer"
+
+
+def no_copies(setting: str, why: str) -> InputError:
+    return InputError(f"{setting}: {why}", key="moe.replicas-unsupported")
+
+
 def check_layers(what: str, found: Mapping[str, int], layers: Mapping[str, int]) -> None:
     """Raise `InputError` unless a file has the model's layers, with as many experts.
 

@@ -35,12 +35,13 @@ from expertmesh.adapters.peft_format import (
     WEIGHTS_FILE,
     Part,
     base_copies,
+    differs,
     keys_in,
     model_tensors_from,
 )
 from expertmesh.adapters.plan import AdapterPlan, plan_adapters
 from expertmesh.adapters.save import add_delta
-from expertmesh.adapters.start import Base, element_sum, joined_hash, read_base
+from expertmesh.adapters.start import Base, element_sum, joined_hash, other_base, read_base
 from expertmesh.adapters.targets import Replaced, Target, new_values_of
 from expertmesh.anatomy import describe, is_classifier
 from expertmesh.config import LoraConfig, ModelConfig
@@ -53,7 +54,7 @@ from expertmesh.parallel.shard_plan import quantised_formats
 from expertmesh.state.model_view import ModelView, attach
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.lazy import LazyTensor, Rounded, lazy_tensors, read_box, read_values
-from expertmesh.weights.load import differing_copies, first_not_finite, named_source, remember_files
+from expertmesh.weights.load import differing_copies, first_not_finite, named_source, not_finite, remember_files
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, StateTensor, classifier_head, plan_load, rounded_plan
 from expertmesh.weights.meta_model import (
     DATA_FILES,
@@ -212,10 +213,7 @@ def _labels(adapter: Path) -> int:
     with open_weight_files(adapter, WEIGHTS_FILE) as files:
         head = files.tensors.get(f"{PREFIX}score.weight")
     if head is None:
-        raise IntegrityError(
-            f"{adapter / WEIGHTS_FILE}: has no head, although the adapter is a classifier's",
-            key="adapter.differs-from-its-config",
-        )
+        raise differs(adapter / WEIGHTS_FILE, "has no head, although the adapter is a classifier's")
     return int(head.shape[0])
 
 
@@ -233,22 +231,15 @@ def _check_base(
     path: Path, trained_on: Base, model: PreTrainedModel, load: LoadPlan, files: WeightFiles, trust_remote_code: bool
 ) -> None:
     """Raise `IntegrityError` unless the weights that `load` plans from `files` are those that `path` names."""
-    dtype = getattr(torch, trained_on.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise IntegrityError(
-            f"{path}: says that the base was {trained_on.dtype}, which is no dtype", key="adapter.damaged"
-        )
+    dtype = getattr(torch, trained_on.dtype)
     labels = model.config.num_labels if is_classifier(model) else None
     as_trained = build_meta_model(model.config, dtype, trust_remote_code=trust_remote_code, num_labels=labels)
     view = ModelView(as_trained)
     heads = classifier_head(view)
     here = base_hash({name: tensor for name, tensor in view.unique.items() if name not in heads}, load, files)
     if here != trained_on.sha256:
-        raise IntegrityError(
-            f"{path}: the adapter was trained on another base (weights {trained_on}) than "
-            f"{files.directory} ({here[:12]}); give --base the one it was trained on",
-            key="adapter.other-base",
-        )
+        how = f"its weights were {trained_on}, those of {files.directory} are {here[:12]}"
+        raise other_base(path, f"{how}; give --base the one it was trained on")
 
 
 def take_layout(view: ModelView, load: LoadPlan, files: WeightFiles) -> None:
@@ -382,11 +373,7 @@ class Deltas:
 
     def _refuse_non_finite(self, name: str, values: Tensor) -> None:
         if first_not_finite(values) is not None:
-            raise IntegrityError(
-                f"{self._files.directory}: {name} holds a value that is not finite; the adapter is damaged, or its "
-                "training diverged",
-                key="weights.not-finite",
-            )
+            raise not_finite(f"{self._files.directory}: {name}", "; the adapter is damaged, or its training diverged")
 
 
 class FileValues:
@@ -447,10 +434,7 @@ def check_adapter_copies(targets: Sequence[Target], factors: WeightFiles, load: 
         dtype = min(copy.dtype, base.dtype, key=lambda dtype: dtype.itemsize)
         pairs = zip(_read_in_blocks(copy, factors, dtype), _read_in_blocks(base, files, dtype), strict=False)
         if copy.shape != base.shape or not all(torch.equal(values, other) for (_, values), (_, other) in pairs):
-            raise IntegrityError(
-                f"{factors.directory}: {key} is not the weight of {files.directory}; the adapter has another base",
-                key="adapter.other-base",
-            )
+            raise other_base(factors.directory, f"{key} is not the weight of {files.directory}")
 
 
 def compare_sample(

@@ -163,40 +163,45 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
     """
     for name, why in _ARGUMENTS.items():
         if value := getattr(args, name, None):
-            raise InputError(f"args.{name} is {value!r}: {why}", key="trainer.unsupported-argument")
+            raise unsupported_argument(f"args.{name} is {value!r}", why)
     for name, why in _GIVEN.items():
         value = given.get(name)
         if value is not None and not (isinstance(value, tuple) and all(each is None for each in value)):
-            raise InputError(f"{name}= is given: {why}", key="trainer.unsupported-argument")
-    if (mixed := _mixed_precision(args)) not in ("no", "bf16"):
-        raise InputError(f"mixed precision is {mixed}; use bf16 or none", key="trainer.unsupported-argument")
-    if not args.accelerator_config.even_batches:
-        raise InputError(
-            "args.accelerator_config.even_batches is False: ranks would run different numbers of batches, and each "
-            "forward needs them all",
-            key="trainer.unsupported-argument",
-        )
-    if getattr(args, "use_vllm", False) and not _has_vllm():
-        raise InputError(
-            "args.use_vllm is True, but vllm is not installed; install trl[vllm], or leave it out, and the sharded "
-            "model generates",
-            key="trainer.unsupported-argument",
-        )
+            raise unsupported_argument(f"{name}= is given", why)
+    mixed, template = _mixed_precision(args), getattr(args, "chat_template_path", None)
     tools = next((name for name in ("tools", "environment_factory") if given.get(name)), None)
-    if tools and args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
-        raise InputError(
-            f"{tools}= is given with args.use_vllm: ranks ask vLLM together, and only some have completions that call "
-            'a tool; set vllm_mode to "colocate" with vllm_tensor_parallel_size 1, or use_vllm to False',
-            key="trainer.unsupported-argument",
-        )
-    template = getattr(args, "chat_template_path", None)
-    if template is not None and not template.endswith((".jinja", ".j2")):
-        raise InputError(
-            f"args.chat_template_path is {template!r}: taking over a tokenizer's template resizes the embeddings of a "
-            "sharded model; give a .jinja file",
-            key="trainer.unsupported-argument",
-        )
+    use_vllm = getattr(args, "use_vllm", False)
+    for wrong, what, why in (
+        (mixed not in ("no", "bf16"), f"mixed precision is {mixed}", "use bf16 or none"),
+        (
+            not args.accelerator_config.even_batches,
+            "args.accelerator_config.even_batches is False",
+            "ranks would run different numbers of batches, and each forward needs them all; set it to True",
+        ),
+        (
+            use_vllm and not _has_vllm(),
+            "args.use_vllm is True",
+            "vllm is not installed; install trl[vllm], or leave it out, and the sharded model generates",
+        ),
+        (
+            tools and use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1),
+            f"{tools}= is given with args.use_vllm",
+            "ranks ask vLLM together, and only some have completions that call a tool; set vllm_mode to "
+            '"colocate" with vllm_tensor_parallel_size 1, or use_vllm to False',
+        ),
+        (
+            template is not None and not template.endswith((".jinja", ".j2")),
+            f"args.chat_template_path is {template!r}",
+            "taking over a tokenizer's template resizes the embeddings of a sharded model; give a .jinja file",
+        ),
+    ):
+        if wrong:
+            raise unsupported_argument(what, why)
     _refuse_optimizer(args, given.get("optimizer_cls_and_kwargs"))
+
+
+def unsupported_argument(what: str, why: str) -> InputError:
+    return InputError(f"{what}: {why}", key="trainer.unsupported-argument")
 
 
 def _has_vllm() -> bool:
@@ -234,11 +239,8 @@ def refuse_checkpointing(options: Mapping[str, Any]) -> None:
     if options.get("use_reentrant"):
         others.append("use_reentrant=True")
     if others:
-        raise InputError(
-            f"gradient_checkpointing_kwargs has {others[0]}; gradient_checkpointing becomes this package's own, whose "
-            "options are selective and every_n_layers",
-            key="trainer.unsupported-argument",
-        )
+        why = "gradient_checkpointing becomes this package's own, whose options are selective and every_n_layers"
+        raise unsupported_argument(f"gradient_checkpointing_kwargs has {others[0]}", why)
 
 
 def known_init_options(args: Any) -> dict[str, Any]:
@@ -249,11 +251,8 @@ def known_init_options(args: Any) -> dict[str, Any]:
     found["attention"] = given.pop("attn_implementation", None) or "auto"
     if given:
         key, value = next(iter(given.items()))
-        raise InputError(
-            f"args.model_init_kwargs has {key}={value!r}; revision, trust_remote_code and attn_implementation are "
-            "taken, and precision= says the dtypes",
-            key="trainer.unsupported-argument",
-        )
+        why = "revision, trust_remote_code and attn_implementation are taken, and precision= says the dtypes"
+        raise unsupported_argument(f"args.model_init_kwargs has {key}={value!r}", why)
     return found
 
 
@@ -267,7 +266,7 @@ def refuse_parallel(parallel: ParallelConfig | None) -> None:
         raise InputError(
             f"{what}, and a Trainer has to be told how many ranks share the experts; give "
             "parallel=em.ParallelConfig(ep=N), where N divides the number of ranks and that of experts",
-            key="layout.auto-ep-without-experts",
+            key="trainer.ep-not-given",
         )
     for axis in ("tp", "cp", "pp"):
         size = getattr(parallel, axis, 1)
@@ -306,11 +305,8 @@ def refuse_launcher(trainer: Trainer) -> None:
         (config is not None, "a parallelism config"),
     ):
         if on:
-            raise InputError(
-                f"accelerate's own configuration asks for {what}, but the model is sharded by parallel=; start with "
-                "torchrun, or take it out of the configuration",
-                key="trainer.unsupported-argument",
-            )
+            why = "the model is sharded by parallel=; start with torchrun, or take it out of the configuration"
+            raise unsupported_argument(f"accelerate's own configuration asks for {what}", why)
 
 
 def refuse_moe(moe: MoeConfig | None, args: Any, of_trl: str | None) -> None:
@@ -374,7 +370,7 @@ def refuse_replay(replays: bool, args: Any, given: Mapping[str, Any], of_trl: st
         ),
     ):
         if replays and unknown:
-            raise InputError(f"replay_routes is True, but {what}; {mend}", key="trainer.routes")
+            raise routes.not_replayed(what, mend)
 
 
 def _adapts_head(lora: LoraConfig) -> bool:
@@ -413,15 +409,7 @@ def refuse_in_memory(model: Any, args: Any, of_trl: str | None) -> None:
             key="trainer.unsupported-model",
         )
     for config in model.peft_config.values() if is_of_peft(model) else ():
-        lora = em.lora_from_peft(config)
-        refuse_lora(lora, args, None)
-        for key in ("modules_to_save", "trainable_token_indices"):
-            if given := getattr(lora, key):
-                raise InputError(
-                    f"model is a PeftModel with {key} {list(given)}, of which low-rank adapters alone are taken over; "
-                    "give the base model with lora=",
-                    key="adapter.unsupported-option",
-                )
+        refuse_lora(em.lora_from_peft(config), args, None)
     if of_trl is not None:
         refuse_adapted_head(inner)
 

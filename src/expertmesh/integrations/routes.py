@@ -198,10 +198,9 @@ class _Recorder:
         """
         prompts, rows = self.routes[0].shape[1], len(prompt_ids)
         if any(part.shape[:2] != (rows, 1) for part in self.routes[1:]) or len(self.routes[0]) != rows:
-            raise InputError(
-                "replay_routes: a forward of generate has other rows, or more than one new position; leave options "
-                "out of args.generation_kwargs that change how tokens are searched",
-                key="trainer.routes",
+            raise not_replayed(
+                "a forward of generate has other rows, or more than one new position",
+                "leave options out of args.generation_kwargs that change how tokens are searched",
             )
         self._note(torch.tensor([ids[-1] for ids in completion_ids], device=self.routes[0].device))
         routes_BSLK = torch.cat(self.routes, dim=1).cpu()
@@ -251,12 +250,13 @@ def _brought(routes: Any, prompt_ids: Tokens, completion_ids: Tokens) -> list[to
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if problem := next((each for each in problems if each is not None), None):
-        raise InputError(
-            f"replay_routes: rollout_func {problem}; give for each completion integers [tokens of prompt and "
-            "completion, MoE layers, top-k], -1 where there are none",
-            key="trainer.routes",
-        )
+        form = "integers [tokens of prompt and completion, MoE layers, top-k], -1 where there are none"
+        raise not_replayed(f"rollout_func {problem}", f"give for each completion {form}")
     return [_lengthened(row.to("cpu", torch.int32), length) for row, length in zip(rows, lengths, strict=True)]
+
+
+def not_replayed(why: str, mend: str) -> InputError:
+    return InputError(f"replay_routes is True, but {why}; {mend}", key="trainer.routes")
 
 
 def _lengthened(routes: torch.Tensor, length: int) -> torch.Tensor:

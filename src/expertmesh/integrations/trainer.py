@@ -19,8 +19,8 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
-from expertmesh.config.errors import InputError
 from expertmesh.integrations import checkpoints, patches, refusals
+from expertmesh.integrations.refusals import unsupported_argument
 from expertmesh.integrations.routes import RouteReplay
 from expertmesh.launcher.torchrun import OneSentence
 
@@ -216,7 +216,7 @@ def _stock_arguments(of_trl: str | None, model: Any) -> Any:
 def _lora(lora: Any, peft_config: Any) -> LoraConfig | None:
     """Return the requested adapters, from either argument, as our configuration."""
     if lora is not None and peft_config is not None:
-        raise InputError("lora= and peft_config= are both given; leave one out", key="trainer.unsupported-argument")
+        raise unsupported_argument("lora= and peft_config= are both given", "leave one out")
     requested = peft_config if lora is None else lora
     return requested if requested is None or isinstance(requested, LoraConfig) else em.lora_from_peft(requested)
 

@@ -79,10 +79,13 @@ def confirm_experts(model: nn.Module, anatomy: Anatomy) -> None:
         experts = model.get_submodule(spec.name)
         key = proof_key(experts, spec.call, spec.flat_gate, spec.gated, spec.transposed, spec.biased)
         if reason := refusal_by_proof("experts", key, partial(_why_not_experts, experts, spec)):
-            raise InputError(
-                f"{spec.name}: {type(experts).__name__} {reason}; it is not supported",
-                key="model.experts-not-weighted-sum",
-            )
+            raise not_weighted_sum(spec.name, experts, reason)
+
+
+def not_weighted_sum(name: str, module: nn.Module, why: str) -> InputError:
+    return InputError(
+        f"{name}: {type(module).__name__} {why}; it is not supported", key="model.experts-not-weighted-sum"
+    )
 
 
 def _why_not_experts(experts: nn.Module, spec: ExpertsSpec) -> str | None:

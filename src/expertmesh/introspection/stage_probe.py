@@ -62,9 +62,17 @@ class Decoder:
 class CannotCut(InputError):
     """Error for a decoder whose blocks cannot run in stages; `why` is the sentence without its setting and cure."""
 
-    def __init__(self, why: str, key: str) -> None:
-        super().__init__(f"parallel.pp: {why}; set parallel.pp to 1", key=key)
-        self.why = why
+    def __init__(self, model: nn.Module, why: object, key: str, to: str = "1") -> None:
+        self.why = f"{model.config.model_type} cannot be cut into stages: {why}"  # type: ignore[union-attr]
+        super().__init__(f"parallel.pp: {self.why}; set parallel.pp to {to}", key=key)
+
+
+def cannot_cut(model: nn.Module, why: str) -> CannotCut:
+    return CannotCut(model, why, key="layout.pp-cannot-cut")
+
+
+def carries_more(model: nn.Module, why: object, to: str = "1") -> CannotCut:
+    return CannotCut(model, why, key="layout.pp-carries-more-than-hidden-state", to=to)
 
 
 class _Carried(Exception):
@@ -86,7 +94,6 @@ def probe(meta_model: nn.Module, blocks: Sequence[str], experts: Sequence[Expert
         InputError: the decoder cannot be cut, or cannot run without values; names the block that needs more than the
             hidden state.
     """
-    family = meta_model.config.model_type  # type: ignore[union-attr]
     watch = _Watch(meta_model, blocks)
     try:
         with watch.hooks():
@@ -94,14 +101,13 @@ def probe(meta_model: nn.Module, blocks: Sequence[str], experts: Sequence[Expert
         if watch.joined and len(watch.joined) == len(blocks) - 1:
             raise _Carried(next(iter(watch.joined.values())))
     except _Carried as carried:
-        raise CannotCut(
-            f"{family} cannot be cut into stages: {carried}", key="layout.pp-carries-more-than-hidden-state"
-        ) from None
+        raise carries_more(meta_model, carried) from None
     except Exception as cause:
         # The family's code may fail in any way on tensors without values; nothing is known then.
         raise CannotCut(
-            f"{family} cannot be run without values ({type(cause).__name__}: {str(cause)[:160]}), so it is not known "
-            "whether its blocks need more than the hidden state",
+            meta_model,
+            f"it cannot be run without values ({type(cause).__name__}: {str(cause)[:160]}), so it is not known whether "
+            "its blocks need more than the hidden state",
             key="layout.pp-not-provable",
         ) from cause
     return watch.decoder()
@@ -117,14 +123,13 @@ def rehearse(meta_model: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None
     Raises:
         InputError: the forward does not run.
     """
-    family = meta_model.config.model_type  # type: ignore[union-attr]
     try:
         run_text(meta_model, experts)
     except Exception as cause:
         # The family's forward uses more of a module than its call, which a placeholder does not have.
         raise CannotCut(
-            f"{family} cannot be cut into stages: its forward does not run without the modules of another stage "
-            f"({type(cause).__name__}: {str(cause)[:160]})",
+            meta_model,
+            f"its forward does not run without another stage's modules ({type(cause).__name__}: {str(cause)[:160]})",
             key="layout.pp-needs-other-stage",
         ) from cause
 
@@ -145,7 +150,9 @@ class _Watch(WithoutValues):
         for number, name in enumerate(blocks):
             for parameter in model.get_submodule(name).parameters():
                 if parameter in self.labels:
-                    raise CannotCut(f"{name} shares a parameter with another block", key="layout.pp-shared-parameter")
+                    raise CannotCut(
+                        model, f"{name} shares a parameter with another block", key="layout.pp-shared-parameter"
+                    )
                 self.labels[parameter] = number
                 inside.add(id(parameter))
         # List parameters under each of their names: a tied weight is used before and after the blocks.
@@ -192,9 +199,9 @@ class _Watch(WithoutValues):
         """
         behind = len(self.blocks)
         if self.at != behind:
-            raise self._refusal(f"{self.blocks[self.at + 1]} was not run in a forward of text")
+            raise cannot_cut(self.model, f"{self.blocks[self.at + 1]} was not run in a forward of text")
         if len(self.items) > 1:
-            raise self._refusal("not all of its blocks return alike")
+            raise cannot_cut(self.model, "not all of its blocks return alike")
         names: dict[int, set[str]] = {_BEFORE: set(), behind: set()}
         model: Any = self.model
         modules = {id(module): name for name, module in model.named_modules()}
@@ -205,11 +212,11 @@ class _Watch(WithoutValues):
             beside = [self.used[id(p)] for other, p in self.outside.items() if other.rpartition(".")[0] == owner]
             uses = self.used[id(parameter)] or set().union(*beside)
             if not uses <= {_BEFORE, behind}:
-                raise self._refusal(f"{name} is used between blocks")
+                raise cannot_cut(self.model, f"{name} is used between blocks")
             if len(uses) == 2:
                 # A tied weight: only for the embedding and the head is it known on which side its module is.
                 if owner not in (embedding, head):
-                    raise self._refusal(f"{name} is used before the blocks and behind them")
+                    raise cannot_cut(self.model, f"{name} is used before the blocks and behind them")
                 uses = {_BEFORE} if owner == embedding else {behind}
             # Parameters that text never uses (a vision tower) stay with the embedding.
             names[min(uses, default=_BEFORE)].add(name)
@@ -219,10 +226,6 @@ class _Watch(WithoutValues):
         )
         before, after = frozenset(names[_BEFORE]), frozenset(names[behind])
         return Decoder(before, after, self.hidden, unused, self.items.pop(), dict(sorted(self.joined.items())))
-
-    def _refusal(self, why: str) -> CannotCut:
-        family = self.model.config.model_type  # type: ignore[union-attr]
-        return CannotCut(f"{family} cannot be cut into stages: {why}", key="layout.pp-cannot-cut")
 
     def _join(self, labels: set[int], how: str) -> None:
         """Join the running block to the stage of the blocks whose values it reads.

@@ -63,6 +63,17 @@ def io_errors(directory: Path, needed: int) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def report_errors(path: str | Path) -> Iterator[None]:
+    """Turn an `OSError` of a write of the one file that a command was told to write into an `InputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be written: {error.strerror}; choose another file", key="cli.unwritable-report"
+        ) from error
+
+
 def nearest(directory: Path) -> Path:
     """Return the directory, or the innermost of its parents that exists.
 

@@ -32,6 +32,14 @@ _BUSY = 429
 _MODELSCOPE = "ms://"
 
 
+def remote_code(what: str) -> InputError:
+    return InputError(
+        f"{what}; read it, then set model.trust_remote_code to true (--trust-remote-code where there is no config) if "
+        "you want it to run",
+        key="model.remote-code",
+    )
+
+
 def local_model(url: str, trust_remote_code: bool = False, *, weights: bool = True, holds: str = "config.json") -> Path:
     """Return the local directory with the files of the model, or the adapter, at `url`.
 

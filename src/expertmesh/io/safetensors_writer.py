@@ -130,6 +130,13 @@ def create_index(directory: Path, index: dict[str, Any]) -> None:
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
 
 
+def too_narrow(name: str, dtype: torch.dtype) -> IntegrityError:
+    """Return the error for finite values of a tensor that the dtype they are to be written in cannot hold."""
+    return IntegrityError(
+        f"{name}: has values that {dtype} cannot hold; take bfloat16 or float32", key="weights.dtype-too-narrow"
+    )
+
+
 class OpenFiles:
     """The files of a layout, each opened at its first write. Counts the bytes `written`."""
 
@@ -148,10 +155,7 @@ class OpenFiles:
         # Cast on the device, before the copy to the host: a narrower dtype moves fewer bytes.
         cast = values.to(target.dtype)
         if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
-            raise IntegrityError(
-                f"{name}: has values that {target.dtype} cannot hold; save it in bfloat16 or float32",
-                key="weights.dtype-too-narrow",
-            )
+            raise too_narrow(name, target.dtype)
         if target.path not in self._descriptors:
             self._descriptors[target.path] = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC)
         self.written += write_box(self._descriptors[target.path], target, box, cast.cpu().contiguous())

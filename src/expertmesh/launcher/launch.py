@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
-from expertmesh.distributed.environment import LOCALHOST, Rank, find_place, processors
+from expertmesh.distributed.environment import LOCALHOST, Rank, find_place, processors, too_few_accelerators
 from expertmesh.io.terminal import lasting_output, plural, print_log, tell
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, read_stack, timed_out
 from expertmesh.launcher.rank_files import (
@@ -189,10 +189,7 @@ def local_ranks(nproc: int | None) -> int:
     """Return how many ranks to start here: `nproc`, else one per accelerator, else two on the CPU."""
     devices = _accelerators()
     if devices and nproc is not None and nproc > devices:
-        raise InputError(
-            f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer",
-            key="launch.too-few-accelerators",
-        )
+        raise too_few_accelerators(f"--nproc is {nproc}", devices)
     return nproc or devices or CPU_RANKS
 
 

@@ -387,12 +387,13 @@ def _of_group(group: _Group, x: torch.Tensor) -> torch.Tensor:
         hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
         return mask.masked_fill(~group.is_real_NL[:, None, None, :], hidden)
     if x.dim() < 2 or x.shape[0] not in (1, rows) or x.shape[1] != length:
-        raise InputError(
-            f"data.packing: a layer that carries state along the sequence gets a tensor {tuple(x.shape)} beside its "
-            "hidden states, which cannot be cut into samples; set data.packing to false",
-            key="data.packing-unsupported",
-        )
+        what = f"a layer that carries state along the sequence gets a tensor {tuple(x.shape)} beside its hidden states"
+        raise cannot_pack(f"{what}, which cannot be cut into samples")
     return x.expand(rows, *x.shape[1:]).reshape(rows * length, *x.shape[2:])[place_NL]
+
+
+def cannot_pack(why: str) -> InputError:
+    return InputError(f"data.packing: {why}; set data.packing to false", key="data.packing-unsupported")
 
 
 def _of_rows(values: Sequence[Any], samples: _Samples) -> torch.Tensor | None:

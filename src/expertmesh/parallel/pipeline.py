@@ -151,11 +151,17 @@ def _refuse_direct_call(model: nn.Module, args: Any) -> None:
     # `model(...)` or `generate` on one stage would silently return wrong values.
     pipeline = sharded(model).pipeline
     if pipeline is not None and pipeline.running is None:
-        raise InputError(
-            "this model is cut into pipeline stages, of which each rank holds its own, and cannot be called alone; "
-            "train it by expertmesh.forward_backward, or save it and load it without parallel.pp",
-            key="layout.pp-needs-forward-backward",
-        )
+        raise not_callable("a call of the model runs a whole one")
+
+
+def not_callable(what: str) -> InputError:
+    """Return the error for code that runs a model as if it were not cut into stages."""
+    return InputError(
+        f"{what}, and this one is cut into pipeline stages, of which each rank holds its own; train it by "
+        "expertmesh.forward_backward(model, micro_batches, target_tokens=n), which works for every layout, or save it "
+        "and load it without parallel.pp",
+        key="layout.pp-needs-forward-backward",
+    )
 
 
 def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, meta_model: nn.Module) -> StageView:
@@ -233,14 +239,17 @@ def refuse_by_layer(plan: ShardPlan, pp: int) -> None:
     _cut_into_layers(plan, pp)
 
 
+def not_by_layer(why: str) -> InputError:
+    return InputError(
+        f"train.accumulate: by_layer: {why}; set train.accumulate to by_micro_batch",
+        key="train.accumulate-unsupported",
+    )
+
+
 def _cut_into_layers(plan: ShardPlan, pp: int) -> Cut:
     """Cut the model of a shard plan into layers, each the only stage of a pp rank of its own."""
     if pp > 1:
-        raise InputError(
-            "train.accumulate: by_layer is for models that are not cut, and parallel.pp is "
-            f"{pp}; set train.accumulate to by_micro_batch, or parallel.pp to 1",
-            key="train.accumulate-unsupported",
-        )
+        raise not_by_layer(f"it needs an uncut model (parallel.pp 1), and parallel.pp is {pp}")
     meta, anatomy = plan.view.meta, plan.anatomy
     blocks = decoder_blocks(anatomy)
     try:
@@ -251,8 +260,5 @@ def _cut_into_layers(plan: ShardPlan, pp: int) -> Cut:
         if not decoder.hands_on_hidden_alone:
             rehearse_each(meta, anatomy, blocks, decoder, stages)
     except CannotCut as cannot:
-        raise InputError(
-            f"train.accumulate: by_layer: {cannot.why}; set train.accumulate to by_micro_batch",
-            key="train.accumulate-unsupported",
-        ) from cannot
+        raise not_by_layer(cannot.why) from cannot
     return Cut(tuple(blocks), stages, parts, decoder.hidden, decoder.items, decoder.joined)

@@ -4,7 +4,6 @@
 Nothing here reads weights or communicates.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside, is_within
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, MissingHereError
-from expertmesh.distributed.layout import Layout, nodes_of_ep
+from expertmesh.distributed.layout import Layout, nodes_of_ep, refuse_divided_experts
 from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.lora_state import adapter_state
-from expertmesh.experts.placement import Placement, check_fits, read_placement
+from expertmesh.experts.placement import Placement, check_fits, no_copies, read_placement, too_many_copies
 from expertmesh.introspection.compute_dtype import DtypePolicy, plan_compute, with_wide_routers
 from expertmesh.introspection.small_copies import confirm_experts, shared_behind_routed
 from expertmesh.state.model_view import ModelView, is_adapter
@@ -83,8 +82,8 @@ def choose_placement(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: 
             f"{what}: at ep 1 each rank holds all experts; leave it out, or set parallel.ep to more",
             key="moe.placement-unsupported",
         )
-    if moe.replicas and (refusal := _replicas_refusal(model, moe, layout, anatomy)) is not None:
-        raise InputError(f"moe.replicas: {refusal}", key="moe.replicas-unsupported")
+    if moe.replicas and (why := _why_no_copies(model, moe, layout, anatomy)) is not None:
+        raise no_copies(f"moe.replicas {moe.replicas}", why)
     if moe.placement == "balanced":
         return Placement(layout.ep, {})
     placement = read_placement(Path(moe.placement))
@@ -98,7 +97,7 @@ def choose_placement(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: 
     return placement
 
 
-def _replicas_refusal(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> str | None:
+def _why_no_copies(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> str | None:
     """Return why experts cannot be copied here, or None."""
     experts = {f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters}
     if adapter_state(model) is None or any(model.get_parameter(name).requires_grad for name in experts):
@@ -111,8 +110,7 @@ def _replicas_refusal(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy:
         return "deepep's kernels were not tried with it; set moe.dispatch to auto"
     if (flat := next((spec.name for spec in anatomy.experts if spec.flat_gate is not None), None)) is not None:
         return f"{flat} keeps gate and up projections apart, in one matrix of all experts; set moe.replicas to 0"
-    others = anatomy.num_experts - anatomy.num_experts // layout.ep
-    return None if moe.replicas <= others else f"{moe.replicas}: other ranks have {others} experts; set it to fewer"
+    return too_many_copies(moe.replicas, anatomy.num_experts, layout.ep)
 
 
 def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:
@@ -158,16 +156,9 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
     Raises:
         InputError: ep does not divide the experts, or efsdp divides no dim.
     """
-    if spec.num_experts % layout.ep:
-        # Checked here again: a mesh may have been made without a model (`init_mesh`).
-        both = math.gcd(spec.num_experts, layout.efsdp * layout.ep)
-        valid = ", ".join(str(size) for size in range(1, both + 1) if both % size == 0)
-        raise InputError(
-            f"parallel.ep {layout.ep} does not divide the {spec.num_experts} experts of {spec.name}; valid values: "
-            f"{valid}",
-            key="layout.ep-divides-experts",
-        )
-    efsdp, here = layout.efsdp, spec.num_experts // layout.ep
+    # Again: a mesh may have been made without a model (`init_mesh`).
+    ep, efsdp, here = layout.ep, layout.efsdp, spec.num_experts // layout.ep
+    refuse_divided_experts(f"parallel.ep {ep}", ep, spec.num_experts, efsdp * ep, f" of {spec.name}")
     width = spec.intermediate_size * (2 if spec.gated else 1)
     dims = (spec.hidden_size, width) if spec.transposed else (width, spec.hidden_size)
     down = (spec.intermediate_size, spec.hidden_size) if spec.transposed else (spec.hidden_size, spec.intermediate_size)

@@ -27,6 +27,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.attention import decoder_of, takes_masks
 from expertmesh.parallel.packing import kinds_of_masks, masks_of
 from expertmesh.state.model_view import sharded
+from expertmesh.state.other_code import ranks_share_rows
 
 Batch = Mapping[str, torch.Tensor]
 # Values for padded positions. Position ids restart there, so that the padding is a separate sample of a packed row.
@@ -144,11 +145,12 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
             pads = 0 if tensor.shape[1:2] == (to,) else missing
             longer[key] = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, pads), value=-1)
         elif key not in (*OF_ROWS, "labels"):  # a classifier's are of rows
-            raise InputError(
-                f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out",
-                key="data.batch-not-paddable",
-            )
+            raise not_paddable(f"{key} of a batch {refusal}", f"pad rows to {to} positions, or leave it out")
     return longer
+
+
+def not_paddable(what: str, mend: str) -> InputError:
+    return InputError(f"parallel: {what}; {mend}", key="data.batch-not-paddable")
 
 
 def refuse_blocks(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
@@ -187,7 +189,7 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callab
     if share.parts == 1:
         return
     if is_classifier(model):
-        head_of(model).register_forward_pre_hook(_refuse_call)
+        head_of(model).register_forward_pre_hook(partial(_refuse_call, mesh.layout))
     decoder: Any = decoder_of(model, anatomy)
     decoder.register_forward_pre_hook(_refuse_added, with_kwargs=True)
     if decoder_cuts := _decoder_stores(model, anatomy):
@@ -199,13 +201,9 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callab
         block.register_forward_pre_hook(partial(_enter_block, entered), with_kwargs=True)
 
 
-def _refuse_call(head: nn.Module, args: Any) -> None:
+def _refuse_call(layout: Layout, head: nn.Module, args: Any) -> None:
     """Refuse a call of a classifier itself, whose head would look for the last token in a part of each row."""
-    raise InputError(
-        "a sequence classifier is called, but ranks along tp and cp hold parts of each row; use em.forward_backward, "
-        "or set parallel.tp and parallel.cp to 1",
-        key="layout.ranks-share-rows",
-    )
+    raise ranks_share_rows("a sequence classifier is called", layout, "use em.forward_backward")
 
 
 def _refuse_added(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

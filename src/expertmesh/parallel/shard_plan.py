@@ -50,7 +50,7 @@ from expertmesh.parallel.refusals import (
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.stages import Cut, find_decoder, plan_cut
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
-from expertmesh.state.codes import PackedFormat, quantised_format
+from expertmesh.state.codes import PackedFormat, not_packed, quantised_format
 from expertmesh.state.model_view import ModelView
 
 KeptInFp32 = Callable[[str], bool]
@@ -126,7 +126,7 @@ class ShardOptions:
             raise InputError(
                 "moe.placement: balanced looks at the data of a run, which `expertmesh train` has; give a file that "
                 "`expertmesh plan --placement` has written",
-                key="moe.placement-unsupported",
+                key="moe.balanced-placement-of-a-run",
             )
         return cls(precision, moe, mode, checkpoint_layers, compile)
 
@@ -473,11 +473,11 @@ def plan_frozen(
     for name, kind in formats.items():
         parameter = view.module.get_parameter(name)
         if parameter.requires_grad:
-            raise _refused(frozen, f"{name} trains; add lora, or set precision.frozen to null")
+            raise not_packed(frozen, f"{name} trains; add lora, or set precision.frozen to null")
         if kind.by_rows:
             _refuse_cut_rows(frozen, name, parameter.shape, kind, layout, splits.get(name))
         elif expert_dims[name] != 0:
-            raise _refused(
+            raise not_packed(
                 frozen,
                 f"efsdp cuts {name} inside its experts, which stay whole when they are packed; choose parallel sizes "
                 "at which ep * efsdp divides the number of experts",
@@ -494,10 +494,10 @@ def _refuse_cut_rows(
     # FSDP2 shards parameters that tp does not split over the tp ranks too.
     ranks = layout.fsdp * layout.cp * (1 if split is not None else layout.tp)
     if rows % ranks:
-        raise _refused(frozen, f"{ranks} ranks cannot share the {rows} rows of {name} evenly; choose other sizes")
+        raise not_packed(frozen, f"{ranks} ranks cannot share the {rows} rows of {name} evenly; choose other sizes")
     part = columns // layout.tp
     if split is not None and split.dim == 1 and (part % 2 or (kind.grid[1] > 1 and part % kind.block[1])):
-        raise _refused(
+        raise not_packed(
             frozen,
             f"tp {layout.tp} cuts {name} inside its blocks of {kind.block[1]} columns, of which it has {columns}; "
             "choose a smaller tp",
@@ -516,7 +516,7 @@ def packed_formats(view: ModelView, anatomy: Anatomy, frozen: str | None) -> dic
         return quantised_formats(view.module, anatomy, frozen)
     formats: Mapping[str, PackedFormat] | None = view.attached.frozen_formats
     if formats is None:
-        raise _refused("as_published", "a model in memory has no files with codes; choose nf4, mxfp4, nvfp4 or float8")
+        raise not_packed(frozen, "a model in memory has no files with codes; choose nf4, mxfp4, nvfp4 or float8")
     return dict(formats)
 
 
@@ -529,13 +529,13 @@ def quantised_formats(model: nn.Module, anatomy: Anatomy, frozen: str) -> dict[s
     formats = {}
     for spec in anatomy.experts:
         if spec.flat_gate is not None or isinstance(model.get_submodule(spec.name), FusedExperts):
-            raise _refused(frozen, f"{spec.name} does not hold its experts as one stack of matrices")
+            raise not_packed(frozen, f"{spec.name} does not hold its experts as one stack of matrices")
         for name in (f"{spec.name}.{spec.up}", f"{spec.name}.{spec.down}"):
             rows, columns = model.get_parameter(name).shape[1:]
             if spec.transposed:
                 rows, columns = columns, rows
             if columns % 2:
-                raise _refused(
+                raise not_packed(
                     frozen, f"{name} has {columns} columns, and a byte holds the codes of two; choose float8"
                 )
             formats[name] = quantised_format(frozen, rows, columns, transposed=spec.transposed)
@@ -545,7 +545,3 @@ def quantised_formats(model: nn.Module, anatomy: Anatomy, frozen: str) -> dict[s
         if columns % 2 == 0:
             formats[f"{layer}.weight"] = quantised_format(frozen, rows, columns, by_rows=True)
     return formats
-
-
-def _refused(frozen: str, why: str) -> InputError:
-    return InputError(f"precision.frozen: {frozen}: {why}", key="precision.frozen-unsupported")

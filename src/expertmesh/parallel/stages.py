@@ -27,7 +27,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.meta_run import LENGTH, ROWS
-from expertmesh.introspection.stage_probe import CannotCut, Decoder, probe, rehearse
+from expertmesh.introspection.stage_probe import Decoder, cannot_cut, carries_more, probe, rehearse
 from expertmesh.state.patching import set_at
 
 
@@ -46,14 +46,10 @@ def plan_stages(
     stages = layout.pp * layout.pp_virtual_stages
     refuse_few_blocks(len(blocks), layout)
     if len(blocks) - len(joined) < stages:
-        family = model.config.model_type  # type: ignore[union-attr]
         starts = [str(number) for number in range(1, len(blocks)) if number not in joined]
         where = f"only before block {', '.join(starts)}" if starts else "nowhere"
-        raise InputError(
-            f"parallel.pp: {family} cannot be cut into {stages} stages, {where}: {next(iter(joined.values()))}; set "
-            f"parallel.pp to {'less' if starts else '1'}",
-            key="layout.pp-carries-more-than-hidden-state",
-        )
+        why = f"into {stages}, {where}: {next(iter(joined.values()))}"
+        raise carries_more(model, why, "less" if starts else "1")
     return balanced(_work(model, anatomy, blocks), stages, joined)
 
 
@@ -289,12 +285,8 @@ def _outermost(
             return name
     if parameter in unused:
         return parameter
-    family = model.config.model_type  # type: ignore[union-attr]
-    raise CannotCut(
-        f"{family} cannot be cut into stages: {parameter} belongs to a module that holds the blocks, or parameters "
-        "from both ends of them",
-        key="layout.pp-cannot-cut",
-    )
+    both = "a module that holds the blocks, or parameters from both ends of them"
+    raise cannot_cut(model, f"{parameter} belongs to {both}")
 
 
 @contextmanager

@@ -137,11 +137,7 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     family = str(model.config.model_type)  # type: ignore[union-attr]
     head = head_of(model)
     if not isinstance(head, nn.Linear):
-        raise InputError(
-            f"parallel.tp {tp}: the output embedding of {family} ({type(head).__name__}) is no linear layer whose rows "
-            "could be split; set parallel.tp to 1",
-            key="layout.tp-output-embedding",
-        )
+        raise head_not_split(f"that of {family} ({type(head).__name__}) is no linear layer")
     blocks = decoder_blocks(anatomy)
     styles = _styles(model, anatomy, blocks)
     parts: list[TensorPart] = []
@@ -204,6 +200,13 @@ def shared_by_heads(model: nn.Module, plan: TensorPlan) -> set[str]:
         for leaf, child in model.get_submodule(part.name).named_children()
         if leaf in part.norms or (leaf in _SHARED_BY_HEADS and not isinstance(child, nn.Linear))
     }
+
+
+def head_not_split(why: str) -> InputError:
+    return InputError(
+        f"parallel.tp: the rows of the output embedding cannot be split: {why}; set parallel.tp to 1",
+        key="layout.tp-output-embedding",
+    )
 
 
 def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, str]:

@@ -15,10 +15,10 @@ import torch
 from expertmesh.config import Config, InputError, ParallelConfig
 from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, explicit, node_crossing
 from expertmesh.io.terminal import gib, plural
-from expertmesh.planning.hardware import Devices, hardware_table, name_of
+from expertmesh.planning.hardware import Devices, hardware_table, name_of, unknown_device
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan, figures_of_teacher
-from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, plan, supported_mode
+from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, nothing_fits, plan, supported_mode
 from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
 from expertmesh.training.reporting.record import ChosenLayout, Forecast, Prediction
@@ -55,15 +55,13 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     alone = {"parallel": ParallelConfig(), "moe": config.moe.unplaced, "train": one_row}
     checked, devices = preflight(config.model_copy(update=alone), 1), devices_here(world_size)
     if devices is None:
-        raise InputError(f"--elastic: the planner does not know this device, and {why}", key="plan.nothing-fits")
+        raise unknown_device("the devices of this --elastic job", f"start another number of ranks, as {why}")
     found = plan(_job(config, checked, devices))
     across = config.parallel.ep_across_nodes
     fitting = (each for each in found.candidates if across or node_crossing(each.layout, devices.per_node) is None)
     if (best := next(fitting, None)) is None:
         reason = found.rejected[0].reason if found.rejected else why
-        raise InputError(
-            f"--elastic: no layout of {plural(world_size, 'rank')} fits: {reason}", key="plan.nothing-fits"
-        )
+        raise nothing_fits(f"--elastic: no layout of {plural(world_size, 'rank')} fits: {reason}")
     rows = 1 if config.objective.pairs else best.workload.batch.rows
     axes = ", ".join(f"{axis} {best.layout.size(axis)}" for axis in CONFIGURED_AXES if best.layout.size(axis) > 1)
     reason = f"planned anew ({axes or 'one rank'}, micro-batch {rows}), as {why}"

@@ -139,6 +139,10 @@ def name_of(called: str, table: Mapping[str, Hardware]) -> str | None:
     return next((name for name, each in table.items() if any(p.lower() in called.lower() for p in each.matches)), None)
 
 
+def unknown_device(which: str, mend: str) -> InputError:
+    return InputError(f"the planner does not know {which}; {mend}", key="plan.unknown-device")
+
+
 def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
     """Read `2x8 h200` or `2x8xh200` (nodes x devices), `16 h200` or `16xh200` (full nodes, or a part of one).
 
@@ -151,10 +155,7 @@ def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
         )
     nodes, count, name = int(matched[1] or 1), int(matched[2]), matched[3]
     if name not in table:
-        raise InputError(
-            f"--devices {text!r}: {name} is not known; use one of {', '.join(table)}, or --hardware FILE",
-            key="plan.unknown-device",
-        )
+        raise unknown_device(f"{name} (--devices {text!r})", f"use one of {', '.join(table)}, or --hardware FILE")
     per_node = table[name].devices_per_node
     if matched[1] is None and count > per_node:
         if count % per_node:

@@ -185,6 +185,10 @@ class NotProbed(InputError):
     """A family whose blocks cannot be run on meta, or of which too little is known; there is no plan for it."""
 
 
+def not_probed(model: nn.Module, why: str) -> NotProbed:
+    return NotProbed(f"{model.config.model_type}: {why}", key="plan.model-not-probed")  # type: ignore[union-attr]
+
+
 @dataclass(frozen=True, slots=True)
 class Probed:
     """The figures of a model's blocks and of what is around them, for one sequence."""
@@ -235,10 +239,7 @@ def probe(
     except Exception as error:
         # Another package's code on tensors without values may raise anything; there is no plan for it then.
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise NotProbed(
-            f"{model.config.model_type}: its code does not run without values ({cause})",  # type: ignore[union-attr]
-            key="plan.model-not-probed",
-        ) from error
+        raise not_probed(model, f"its code does not run without values ({cause})") from error
     figures = []
     for name in measured:
         if (single := one.seen.get(name)) is None:

@@ -26,7 +26,7 @@ from expertmesh.planning.model_figures import (
     TensorParallelParts,
     Weight,
 )
-from expertmesh.planning.probe import NotProbed, Packed, kept_apart, probe
+from expertmesh.planning.probe import Packed, kept_apart, not_probed, probe
 from expertmesh.state.model_view import is_adapter
 from expertmesh.training.objective import Teacher
 from expertmesh.training.optimizers.muon import matrices_of
@@ -203,10 +203,7 @@ class _FiguresReader:
         own = {name: p for name, p in module.named_parameters() if self._is_expert(f"{spec.name}.{name}")}
         router = top_k_router(self.model, spec)
         if router is None:
-            raise NotProbed(
-                f"{self.model.config.model_type}: its config does not say how many experts a token is sent to",
-                key="plan.model-not-probed",
-            )
+            raise not_probed(self.model, "its config does not say how many experts a token is sent to")
         return Experts(
             spec=spec,
             router=router,

@@ -144,6 +144,10 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
     return Plan(job, tuple(sorted(found.values(), key=order)), tuple(rejected))
 
 
+def nothing_fits(*lines: str) -> InputError:
+    return InputError("\n".join(lines), key="plan.nothing-fits")
+
+
 def _least_moved(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     """Return the candidate, of several that differ in ep, that `ep: auto` takes."""
     workload, model = candidates[0].workload, job.model

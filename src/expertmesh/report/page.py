@@ -24,8 +24,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from expertmesh import __version__
-from expertmesh.config.errors import InputError
-from expertmesh.io.directory import replace_synced
+from expertmesh.io.directory import replace_synced, report_errors
 from expertmesh.io.terminal import duration, plural
 from expertmesh.report.metrics import WORST
 from expertmesh.report.plots import (
@@ -205,13 +204,8 @@ def _filled(template: str, **content: Any) -> str:
 
 def write(path: Path, page: str) -> None:
     """Put the page at `path`, completely or not at all. Raises `InputError` if that cannot be written."""
-    try:
+    with report_errors(path):
         replace_synced(path, page.encode())
-    except OSError as error:
-        raise InputError(
-            f"{path}: the report cannot be written: {error.strerror}; choose another --output",
-            key="cli.unwritable-report",
-        ) from error
 
 
 def _visible(value: object) -> object:

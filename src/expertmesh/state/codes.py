@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from expertmesh.config.errors import InputError
+
 Code = Literal["nf4", "e2m1", "int4", "e4m3"]
 # The effect of one further number for a full matrix on its scales.
 Factor = Literal["none", "times", "divides"]
@@ -295,6 +297,10 @@ class PackedFormat:
         block = self.block[::-1] if self.transposed else self.block[-len(self.shape) :]
         sides = zip(box, self.shape, block, strict=True)
         return tuple((start // run * run, min(size, -(-stop // run) * run)) for (start, stop), size, run in sides)
+
+
+def not_packed(frozen: str, why: str) -> InputError:
+    return InputError(f"precision.frozen: {frozen}: {why}", key="precision.frozen-unsupported")
 
 
 def quantised_format(

@@ -74,11 +74,8 @@ def like_ddp(model: M) -> M:
     """
     layout = mesh_of(model).layout
     if layout.data_ranks != layout.world_size:
-        raise InputError(
-            f"like_ddp averages over ranks that have rows of their own, but ranks along {_shared(layout)} share "
-            "theirs; use em.forward_backward, which knows every layout",
-            key="layout.ranks-share-rows",
-        )
+        what = "like_ddp averages over ranks that have rows of their own"
+        raise ranks_share_rows(what, layout, "use em.forward_backward, which knows every layout")
     if not sharded(model).averages_gradients:
         attach(model, averages_gradients=True)
         model.register_forward_pre_hook(_refuse_media_of_call, with_kwargs=True)
@@ -315,11 +312,8 @@ def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if layout.pp > 1 or not _has_labels(model, args, kwargs):
         return  # with pp, a pipeline stage refuses every call on its own
     if layout.cp * layout.tp > 1:
-        raise InputError(
-            f"the model is called with labels, but ranks along {_shared(layout)} hold parts of each row, so its own "
-            "loss cannot be computed; use em.causal_lm_loss(model, batch, target_tokens=n)",
-            key="layout.ranks-share-rows",
-        )
+        what = "the model is called with labels, and its own loss is of whole rows"
+        raise ranks_share_rows(what, layout, "use em.causal_lm_loss(model, batch, target_tokens=n)")
     if model.training and torch.is_grad_enabled() and _sums(model):
         raise _summed(layout)
 
@@ -362,8 +356,13 @@ def _has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return {**dict(zip(names, args, strict=False)), **kwargs}.get("labels") is not None
 
 
-def _shared(layout: Layout) -> str:
-    return ", ".join(axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1)
+def ranks_share_rows(what: str, layout: Layout, instead: str) -> InputError:
+    """Return the error for code that takes the rows of a rank for its own."""
+    axes = ", ".join(axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1)
+    return InputError(
+        f"{what}, but ranks along {axes} share each row; {instead}, or set these axes to 1",
+        key="layout.ranks-share-rows",
+    )
 
 
 def _refuse_pickling(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

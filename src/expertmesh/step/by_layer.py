@@ -24,9 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
-from expertmesh.parallel.pipeline import Layers, running
+from expertmesh.parallel.pipeline import Layers, not_by_layer, running
 from expertmesh.parallel.sequence import Batch, padded, sequence_share
 from expertmesh.parallel.stages import BlockCall
 from expertmesh.state.other_code import media_in
@@ -138,11 +137,7 @@ class Round:
         self.batches = [padded(batch, share) for batch in batches]
         for batch in batches:
             if media := media_in(model_inputs(batch)):
-                raise InputError(
-                    f"train.accumulate: by_layer: a batch has {', '.join(media)}, and layers hand on text alone; set "
-                    "train.accumulate to by_micro_batch",
-                    key="train.accumulate-unsupported",
-                )
+                raise not_by_layer(f"a batch has {', '.join(media)}, and layers hand on text alone")
         self._adapters = adapter_state(model)
         self._forwards: list[list[_Forward | None]] = []
         self._calls: list[_Calls] = []

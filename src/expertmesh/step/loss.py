@@ -29,7 +29,9 @@ from expertmesh.compat import add_to_all_, child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.experts.micro_batch import real_tokens_of
+from expertmesh.parallel.pipeline import not_callable
 from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
+from expertmesh.parallel.tensor_plan import head_not_split
 from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
@@ -70,11 +72,7 @@ def causal_lm_loss(
     """
     refuse_no_targets(target_tokens)
     if sharded(model).pipeline is not None:
-        raise InputError(
-            "causal_lm_loss computes the loss of one rank's whole model, and this one is cut into pipeline stages; use "
-            "expertmesh.forward_backward(model, micro_batches, target_tokens=n), which works for every layout",
-            key="layout.pp-needs-forward-backward",
-        )
+        raise not_callable("causal_lm_loss computes the loss of a whole model")
     refuse_media_on_some_ranks(model, [model_inputs(batch)])
     refuse_labels(model, [batch])
     return loss_of_batch(model, batch, CrossEntropy(target_tokens), chunk_tokens).loss
@@ -85,7 +83,7 @@ def refuse_no_targets(target_tokens: int | torch.Tensor) -> None:
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(
             f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
-            key="data.no-targets",
+            key="data.step-without-targets",
         )
 
 
@@ -507,11 +505,8 @@ class VocabularyShare:
     def refuse_other_rows(self, logits_CW: torch.Tensor) -> None:
         """Raise `InputError` unless the logits are those of this rank's rows."""
         if logits_CW.shape[-1] != self.stop - self.start:
-            raise InputError(
-                f"parallel.tp: the model makes {logits_CW.shape[-1]} logits of {self.stop - self.start} rows of its "
-                "output embedding, so the vocabulary cannot be split; set parallel.tp to 1",
-                key="layout.tp-output-embedding",
-            )
+            rows = self.stop - self.start
+            raise head_not_split(f"the model makes {logits_CW.shape[-1]} logits of {rows} rows of it")
 
     def argmax(self, logits_CW: torch.Tensor) -> torch.Tensor:
         """Return the first token with the largest logit, `[C]`, equal on every rank of the group.

@@ -30,7 +30,7 @@ from transformers.utils.generic import ModelOutput
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.pipeline import Pipeline, running
-from expertmesh.parallel.sequence import Batch, lengthened, sequence_share
+from expertmesh.parallel.sequence import Batch, lengthened, not_paddable, sequence_share
 from expertmesh.state.other_code import media_in
 from expertmesh.step.base_model import model_inputs, run_base
 
@@ -111,14 +111,17 @@ def same_shape(batches: Sequence[Batch], parts: int) -> list[Batch]:
     """
     for batch in batches:
         if media := media_in(model_inputs(batch)):
-            raise InputError(
-                f"parallel.pp: a batch has {', '.join(media)}, and stages hand on text alone; set parallel.pp to 1",
-                key="layout.pp-takes-text-alone",
-            )
+            raise takes_text_alone(f"a batch has {', '.join(media)}")
     rows = max(len(batch["input_ids"]) for batch in batches)
     length = max(batch["input_ids"].shape[1] for batch in batches)
     length += -length % parts
     return [_with_rows(lengthened(batch, length, "cannot be padded for a pipeline"), rows) for batch in batches]
+
+
+def takes_text_alone(what: str) -> InputError:
+    return InputError(
+        f"parallel.pp: {what}, and stages hand on text alone; set parallel.pp to 1", key="layout.pp-takes-text-alone"
+    )
 
 
 def _with_rows(batch: Batch, rows: int) -> Batch:
@@ -129,10 +132,8 @@ def _with_rows(batch: Batch, rows: int) -> Batch:
         return batch
     real = batch.get("real_tokens", batch.get("attention_mask", torch.ones_like(ids)))
     if real.shape != ids.shape:
-        raise InputError(
-            f"attention_mask {list(real.shape)} of a batch cannot be padded for a pipeline; give [B, S]",
-            key="data.batch-not-paddable",
-        )
+        what = f"attention_mask {list(real.shape)} of a batch cannot be padded for a pipeline"
+        raise not_paddable(what, "give [B, S]")
     longer = {}
     for key, tensor in batch.items():
         # Position ids may be shared by all rows, or have several axes before the rows.

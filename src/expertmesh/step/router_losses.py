@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from expertmesh.config.errors import InputError
-from expertmesh.experts.balance import attached_balance, chosen_pairs, probability_sums, squared_logsumexp
+from expertmesh.experts.balance import (
+    attached_balance,
+    chosen_pairs,
+    no_router_logits,
+    probability_sums,
+    squared_logsumexp,
+)
 from expertmesh.parallel.sequence import Batch, padded, sequence_share
 from expertmesh.state.model_view import mesh_of, shard_plan_of, sharded
 from expertmesh.step.base_model import real_tokens_here, run_base
@@ -137,11 +143,7 @@ class RouterLosses:
                 key="moe.router-loss-order",
             )
         if self._at_once and not logits:
-            family = self.model.config.model_type  # type: ignore[union-attr]
-            raise InputError(
-                f"{family} gave no router logits; set moe.aux_loss_coef and moe.z_loss_coef to 0.0",
-                key="moe.no-router-logits",
-            )
+            raise no_router_logits(self.model, "there is a router loss", "gave no router logits")
         self._left -= 1
         real_T = self._real_here(batch)
         if self._step is None:

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, get_args
 import torch.distributed as dist
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from expertmesh.checkpoint.directory import CHECKPOINTS, find, published
-from expertmesh.checkpoint.manifest import read_manifest
+from expertmesh.checkpoint.directory import CHECKPOINTS, find, later_exists, published
+from expertmesh.checkpoint.manifest import damaged, read_manifest
 from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file
 from expertmesh.config import Config, ScheduleConfig
 from expertmesh.config.errors import InputError, IntegrityError
@@ -62,6 +62,7 @@ _FROM_WEIGHTS = "checkpoint.resume_weights_only"
 _WANTED = "checkpoint.resume_changed"
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
+_LISTED = 4
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -119,8 +120,7 @@ def read_counters(checkpoint: Path, saved: Any, step: int) -> Counters:
 
 
 def _damaged(checkpoint: Path, problem: object) -> IntegrityError:
-    where = checkpoint / STATE_FILE
-    return IntegrityError(f"{where}: is not the state of a training run ({problem})", key="checkpoint.damaged")
+    return damaged(f"{checkpoint / STATE_FILE}: is not the state of a training run ({problem})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +259,34 @@ def find_start(config: Config) -> Path | None:
     directory = Path(config.output_dir) / CHECKPOINTS
     found = find(directory, "auto" if config.checkpoint.resume_weights_only else config.checkpoint.resume)
     if config.checkpoint.resume == "never" and (checkpoints := published(directory)):
-        raise InputError(
-            f"checkpoint.resume is never, but {directory} holds {checkpoints[-1][1].name}; set checkpoint.resume to "
-            "auto to continue, or choose another output_dir",
-            key="checkpoint.resume-is-never",
-        )
+        raise resume_is_never(directory, checkpoints[-1][1].name, "output_dir")
     return found
+
+
+def resume_is_never(where: object, holds: str, place: str) -> InputError:
+    """Return the error for checkpoints where a run is not to find any. `place`: the key that says where."""
+    return InputError(
+        f"checkpoint.resume is never, but {where} holds {holds}; set checkpoint.resume to auto to continue, or choose "
+        f"another {place}",
+        key="checkpoint.resume-is-never",
+    )
+
+
+def in_the_way(resume: object, where: object, holds: str, place: str) -> InputError:
+    """Return the error for a start before a later checkpoint. `place`: the key that says where."""
+    mend = f"set checkpoint.resume to auto to continue from that, or choose another {place}"
+    return later_exists(f"checkpoint.resume names {resume}", where, holds, mend)
+
+
+def other_configuration(where: str, forbidden: Mapping[str, str], checkpoint: Path | None) -> InputError:
+    """Return the error for what is of another run by its configuration or data; arguments as of `ways_on`."""
+    shown = "; ".join([*forbidden.values()][:_LISTED])
+    shown += f"; and {len(forbidden) - _LISTED} more" * (len(forbidden) > _LISTED)
+    return InputError(
+        f"{where} is of a run with another configuration: {shown}; put it back to continue that "
+        f"run{ways_on(forbidden, checkpoint)}, or choose another output_dir",
+        key="run.other-configuration",
+    )
 
 
 def find_weights(config: Config) -> Path | None:
@@ -308,11 +330,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _damaged(path, error) from error
     if forbidden:
-        raise InputError(
-            f"{path} cannot be resumed, because this would be another run: {'; '.join(forbidden.values())}; put it "
-            f"back{ways_on(forbidden, path)}, or choose another output_dir",
-            key="run.other-configuration",
-        )
+        raise other_configuration(str(path), forbidden, path)
     if step > total_steps:
         raise InputError(
             f"{path} is after step {step}, but this configuration ends after {plural(total_steps, 'step')}; raise "
@@ -322,11 +340,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
     own = Path(config.output_dir) / CHECKPOINTS
     later = [checkpoint.name for number, checkpoint in published(own) if number > step]
     if later:
-        raise InputError(
-            f"checkpoint.resume names {path}, but {own} holds {later[-1]}, which is later and "
-            "would be in the way; set checkpoint.resume to auto to continue from that, or choose another output_dir",
-            key="checkpoint.later-exists",
-        )
+        raise in_the_way(path, own, later[-1], "output_dir")
     return [f"written by {plural(manifest.world_size, 'rank')}", *changed, *([": ".join(rates)] if rates else [])]
 
 

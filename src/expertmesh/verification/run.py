@@ -18,9 +18,10 @@ import transformers
 
 from expertmesh import __version__
 from expertmesh.config import Config
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.mesh import current_device, start_process_group
+from expertmesh.io.directory import io_errors, report_errors
 from expertmesh.io.terminal import plural
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.control import Control
@@ -86,12 +87,8 @@ def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
     path = options.report or (None if options.random_data else str(Path(config.output_dir) / REPORT_FILE))
     with raise_on_all_ranks("writing the report"):
         if path is not None and dist.get_rank() == 0:
-            try:
+            with report_errors(path):
                 write_json(report, Path(path))
-            except OSError as error:
-                raise InputError(
-                    f"{path}: the report cannot be written: {error.strerror}", key="cli.unwritable-report"
-                ) from error
     where = f"; {path}" if path is not None else ""
     if failures:
         count = len(report.failures)
@@ -156,13 +153,8 @@ def _scratch(config: Config, options: VerifyOptions) -> Iterator[Path]:
     directory = Path(from_rank_0(str(beside / f".expertmesh-verify-{time.time_ns():x}")))
     with raise_on_all_ranks("making a directory for what is saved"):
         if dist.get_rank() == 0:
-            try:
+            with io_errors(directory, 0):
                 directory.mkdir()
-            except OSError as error:
-                raise InputError(
-                    f"{directory}: cannot be made: {error.strerror}; output_dir must be writable",
-                    key="output.unwritable",
-                ) from error
     try:
         yield directory
     finally:

@@ -39,6 +39,7 @@ from expertmesh.data import (
     padding_token_id,
 )
 from expertmesh.data.images import Images
+from expertmesh.data.tokenized import no_data
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.planning.forecast import forecast
@@ -398,7 +399,7 @@ def steps_of(
     if config.data.shuffle:
         order = np.random.default_rng([train.seed, 0]).permutation(len(order))
     if not len(dataset):
-        raise InputError("the training data has no sample to verify on; correct data.train", key="data.empty")
+        raise no_data("the training data has no sample to verify on", "correct data.train")
     samples = itertools.cycle(index for row in order.tolist() for index in range(row * each, (row + 1) * each))
     form, made = BatchLayout(train.micro_batch_size, 0, 1, packing, pad_token_id, length, images), []
     for _ in range(steps):

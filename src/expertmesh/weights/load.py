@@ -216,19 +216,16 @@ def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> N
         if (expert := local.not_finite()) is None:
             return
         index = [box[0][0] + expert, *(start for start, _ in box[1:])]
-        raise IntegrityError(
-            f"{named_source(lazy, index)}: expert {index[0]} of {name} holds a value that is not finite; the "
-            "checkpoint is damaged",
-            key="weights.not-finite",
-        )
+        raise not_finite(f"{named_source(lazy, index)}: expert {index[0]} of {name}", "; the checkpoint is damaged")
     if (first := first_not_finite(local)) is not None:
         offsets = torch.unravel_index(torch.tensor(first), local.shape)
         index = [int(offset) + start for offset, (start, _) in zip(offsets, box, strict=True)]
-        raise IntegrityError(
-            f"{named_source(lazy, index)} holds a value that is not finite in {local.dtype} "
-            f"(parameter {name} at {index}); the checkpoint is damaged or needs a wider dtype",
-            key="weights.not-finite",
-        )
+        cause = "the checkpoint is damaged or needs a wider dtype"
+        raise not_finite(named_source(lazy, index), f" in {local.dtype} (parameter {name} at {index}); {cause}")
+
+
+def not_finite(where: str, details: str) -> IntegrityError:
+    return IntegrityError(f"{where} holds a value that is not finite{details}", key="weights.not-finite")
 
 
 def first_not_finite(values: Tensor) -> int | None:

@@ -33,7 +33,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.compat import apply_to_tensors, class_mapping, declared, mark_initialised
 from expertmesh.config.errors import ExpertmeshError, InputError
-from expertmesh.io.hub import MODEL_FILES, hub_mend, model_at, model_patterns
+from expertmesh.io.hub import MODEL_FILES, hub_mend, model_at, model_patterns, remote_code
 from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.storage import is_url
 from expertmesh.state.model_view import attach, tied_names
@@ -434,11 +434,7 @@ def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: 
         raise InputError(f"{path}: auto_map is not an object of names", key="model.invalid-config")
     if remote and content.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         code = ", ".join(sorted({str(reference) for reference in remote.values()}))
-        raise InputError(
-            f"{path}: the model brings its own code ({code}); read it, then set model.trust_remote_code to "
-            "true (--trust-remote-code where there is no config) if you want it to run",
-            key="model.remote-code",
-        )
+        raise remote_code(f"{path}: the model brings its own code ({code})")
 
 
 def _download(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> Path:

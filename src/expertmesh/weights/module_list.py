@@ -32,6 +32,7 @@ from expertmesh.experts.install import mlp_spec_of
 from expertmesh.experts.layer import ExpertLayer
 from expertmesh.experts.module_list import FusedExperts, fuse
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
+from expertmesh.introspection.small_copies import not_weighted_sum
 from expertmesh.state.model_view import attach_to_module
 
 _ROWS, _LENGTH = 2, 9
@@ -59,10 +60,7 @@ def fuse_lists_of_experts(model: PreTrainedModel) -> None:
         if kind not in proven:
             proven.append(kind)
             if reason := refusal_by_proof("block", proof_key(block), partial(_refusal, block, module_spec)):
-                raise InputError(
-                    f"{name}: {type(block).__name__} with a list of experts {reason}",
-                    key="model.experts-not-weighted-sum",
-                )
+                raise not_weighted_sum(name, block, f"with a list of experts {reason}")
         fuse(block, model.config, module_spec)
     if blocks:
         set_weight_conversions(model, [*(weight_conversions(model) or rules), *list_rules(model)])

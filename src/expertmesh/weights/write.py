@@ -106,11 +106,15 @@ def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
     counts = sum_over_ranks(torch.tensor(owned, dtype=torch.int64))
     for (name, lazy), count in zip(lazies.items(), counts.tolist(), strict=True):
         if not is_computed(lazy) and count != lazy.numel():
-            raise IntegrityError(
-                f"cannot save {name}: all ranks together own {count} of its {lazy.numel()} elements; "
-                "the model is not sharded over all ranks as its DTensors say",
-                key="model.not-sharded-as-declared",
-            )
+            raise not_as_declared(name, f"all ranks together own {count} of its {lazy.numel()} elements")
+
+
+def not_as_declared(name: str, why: str) -> IntegrityError:
+    """Return the error for a tensor of which the ranks do not hold the parts that its DTensor declares."""
+    return IntegrityError(
+        f"cannot save {name}: {why}; the model is not sharded over all ranks as its DTensors say",
+        key="model.not-sharded-as-declared",
+    )
 
 
 def _owned_pieces(lazy: LazyTensor) -> Iterator[Piece]:

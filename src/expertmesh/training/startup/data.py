@@ -41,12 +41,24 @@ from expertmesh.distributed.all_ranks import (
     sum_over_ranks,
 )
 from expertmesh.io.terminal import counted
+from expertmesh.parallel.pipeline import not_by_layer
 from expertmesh.step.forward_backward import Order
+from expertmesh.step.pipeline_schedule import takes_text_alone
 from expertmesh.training.lock import RunLock
 from expertmesh.training.startup.model_check import Checked
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+# Of keys that rows with images exclude: the values with which they go, why others do not, and the cure.
+_OFF_WITH_IMAGES: dict[str, tuple[object, str, str]] = {
+    "data.packing": (False, "whose positions are not kept apart in packed rows", "set it to false"),
+    "parallel.cp": (1, "whose positions it is not proven to split", "set it to 1"),
+    "parallel.tp": (1, "whose positions it is not proven to split", "set it to 1"),
+    "objective.name": ("sft", "which only sft trains on", "set it to sft, or leave images out"),
+    "eval.samples": (0, "which answers are not generated to", "set it to 0"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,43 +132,16 @@ def with_images(config: Config, checked: Checked, dataset: TokenizedDataset) -> 
     """
     if not dataset.has_images:
         return checked
-    row = dataset.position(int(np.flatnonzero(dataset.images_of)[0]))
-    layout = checked.layout
-    if config.data.packing:
-        raise InputError(
-            f"data.packing: {row} has images, whose positions are not kept apart in packed rows; set data.packing to "
-            "false",
-            key="data.packing-unsupported",
-        )
-    if layout.pp > 1:
-        raise InputError(
-            f"parallel.pp {layout.pp}: {row} has images, and stages hand on text alone; set parallel.pp to 1",
-            key="layout.pp-takes-text-alone",
-        )
-    for axis in ("cp", "tp"):
-        if layout.size(axis) > 1:
-            raise InputError(
-                f"parallel.{axis} {layout.size(axis)}: {row} has images, whose positions it is not proven to split; "
-                f"set parallel.{axis} to 1",
-                key="layout.input-per-position",
-            )
-    if config.objective.name != "sft":
-        raise InputError(
-            f"objective.name {config.objective.name}: {row} has images, which only sft trains on",
-            key="data.other-objective",
-        )
-    if config.eval.samples:
-        raise InputError(
-            f"eval.samples is {config.eval.samples}: {row} has images, which answers are not generated to; set "
-            "eval.samples to 0",
-            key="config.combination",
-        )
+    row = f"{dataset.position(int(np.flatnonzero(dataset.images_of)[0]))} has images"
+    if checked.layout.pp > 1:
+        raise takes_text_alone(row)
     if config.train.accumulate == "by_layer":
-        raise InputError(
-            f"train.accumulate: by_layer: {row} has images, and layers hand on text alone; set train.accumulate to "
-            "by_micro_batch",
-            key="train.accumulate-unsupported",
-        )
+        raise not_by_layer(f"{row}, and layers hand on text alone")
+    for key, (off, why, mend) in _OFF_WITH_IMAGES.items():
+        section, name = key.split(".")
+        value = checked.layout.size(name) if section == "parallel" else getattr(getattr(config, section), name)
+        if value != off:
+            raise InputError(f"{key} {value}: {row}, {why}; {mend}", key="data.images-unsupported")
     return checked.in_order((Order(), "rows have images"))
 
 

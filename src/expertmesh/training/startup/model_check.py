@@ -24,6 +24,7 @@ from expertmesh.introspection.attention import packing_refusal
 from expertmesh.io.terminal import plural
 from expertmesh.model import ModelOptions, build_model, plan_model, vision_parameters
 from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.parallel.packing import cannot_pack
 from expertmesh.parallel.pipeline import refuse_by_layer
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, expert_traffic
 from expertmesh.step.forward_backward import Order
@@ -294,7 +295,7 @@ def _refuse_rows(config: Config, teacher: Teacher) -> None:
 
 def _refuse_packing(config: Config, model: nn.Module) -> None:
     if reason := packing_refusal(model):
-        raise InputError(f"data.packing: {reason}; set data.packing to false", key="data.packing-unsupported")
+        raise cannot_pack(reason)
     if config.model.attention == "flash_attention_2" and config.train.micro_batch_size > 1:
         # transformers derives sample borders from position ids only for a batch of one row.
         raise InputError(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, prune, published, step_name
 from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST, step_of
-from expertmesh.checkpoint.remote import Put, RemoteCheckpoints, Shares, Uploads, download, open_shares
+from expertmesh.checkpoint.remote import Put, RemoteCheckpoints, Shares, Uploads, download, open_shares, other_run
 from expertmesh.config import Config, TrainConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import config_from
@@ -24,13 +24,21 @@ from expertmesh.experts.placement import LOAD_FILE, PAIRS_FILE
 from expertmesh.io.directory import io_errors, nearest, rename_synced, replace_synced
 from expertmesh.io.reading import MAX_METRICS_BYTES, MAX_PAIRS_BYTES, MAX_SMALL_BYTES, read_file
 from expertmesh.io.storage import Storage
-from expertmesh.training.resume import config_differences, find_start, find_weights, flat, ways_on
+from expertmesh.training.resume import (
+    config_differences,
+    find_start,
+    find_weights,
+    flat,
+    in_the_way,
+    other_configuration,
+    resume_is_never,
+    ways_on,
+)
 
 log = logging.getLogger(__name__)
 _PROBE = "expertmesh-probe"
 MODEL, ADAPTER = "model", "adapter"
 # Of how many differences a refusal speaks.
-_LISTED = 4
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
 # `verify` and `prepare` write before there is a run.
 _LEFT_BY_A_START = re.compile(
@@ -82,14 +90,8 @@ def _refuse_contents(config: Config, directory: Path) -> None:
     before = config_from(read_file(written).decode(errors="backslashreplace"), str(written))
     forbidden, _ = config_differences(*(flat(each.model_dump(mode="json")) for each in (before, config)))
     if forbidden:
-        shown = "; ".join([*forbidden.values()][:_LISTED])
-        shown += f"; and {len(forbidden) - _LISTED} more" * (len(forbidden) > _LISTED)
         newest = next((path for _, path in reversed(published(directory / CHECKPOINTS))), None)
-        raise InputError(
-            f"output_dir {directory} holds a run with another configuration: {shown}; put it back to "
-            f"continue that run{ways_on(forbidden, newest)}, or choose another directory",
-            key="run.other-configuration",
-        )
+        raise other_configuration(f"output_dir {directory}", forbidden, newest)
     then, now = before.train, config.train
     longer = then.max_steps is not None and (now.max_steps is None or now.max_steps > then.max_steps)
     goes_on = (now.num_epochs > then.num_epochs or longer) and published(directory / CHECKPOINTS)
@@ -222,23 +224,15 @@ def _missing_here(config: Config, remote: RemoteCheckpoints) -> int | None:
         return None
     resume, where, by_name = config.checkpoint.resume, remote.storage.url, None
     if resume == "never":
-        raise InputError(
-            f"checkpoint.resume is never, but {where} holds {step_name(newest)}; set checkpoint.resume to auto to "
-            "continue, or choose another checkpoint.remote",
-            key="checkpoint.resume-is-never",
-        )
+        raise resume_is_never(where, step_name(newest), "checkpoint.remote")
     _refuse_other_run(config, remote, newest)
     if not config.checkpoint.resume_weights_only and resume != "auto":
         by_name = step_of(Path(resume)) if "/" not in resume else None
         if by_name != newest:
-            raise InputError(
-                f"checkpoint.resume is {resume}, but {where} holds {step_name(newest)}, which would be in the way; set "
-                "checkpoint.resume to auto to continue from that, or choose another checkpoint.remote",
-                key="checkpoint.later-exists",
-            )
+            raise in_the_way(resume, where, step_name(newest), "checkpoint.remote")
     if newest in here:
         if read_file(here[newest] / MANIFEST) != remote.manifest(newest):
-            raise _other_run(where, f"{step_name(newest)} is not the one in output_dir {config.output_dir}")
+            raise other_run(where, f"{step_name(newest)} is not the one in output_dir {config.output_dir}")
         return None
     return newest if newest > max(here, default=-1) else None
 
@@ -247,19 +241,12 @@ def _refuse_other_run(config: Config, remote: RemoteCheckpoints, step: int) -> N
     """Refuse another run by the configuration beside a checkpoint, before all of it is downloaded."""
     content, where = remote.config(step), f"{remote.storage.url}/{step_name(step)}/{CONFIG_FILE}"
     if content is None:
-        raise _other_run(remote.storage.url, f"{step_name(step)} was not written by a training run")
+        raise other_run(remote.storage.url, f"{step_name(step)} was not written by a training run")
     before = config_from(content.decode(errors="backslashreplace"), where)
     forbidden, _ = config_differences(*(flat(each.model_dump(mode="json")) for each in (before, config)))
     if forbidden:
-        raise _other_run(remote.storage.url, "; ".join(forbidden.values()), ways_on(forbidden, None))
-
-
-def _other_run(where: str, why: str, ways: str = "") -> InputError:
-    return InputError(
-        f"{where} holds another run: {why}; put it back to continue that run{ways}, or choose another "
-        "checkpoint.remote",
-        key="storage.other-run",
-    )
+        go_on = f"put it back to continue that run{ways_on(forbidden, None)}, or "
+        raise other_run(remote.storage.url, "; ".join(forbidden.values()), go_on)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from expertmesh.training.startup.packages import refuse_missing_packages
 from expertmesh.weights.first_values import open_weights
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import read_model_config
+from expertmesh.weights.quantised.encode import not_quantised
 from expertmesh.weights.quantised.published import quantisation
 
 
@@ -66,10 +67,7 @@ def preflight(
         model.name_or_path, model.revision, model.trust_remote_code, weights=weights, from_config=model.from_config
     )
     if config.save.dtype == "as_loaded" and quantisation(model_config) is None:
-        raise InputError(
-            f"save.dtype is as_loaded, but {model.name_or_path} is not quantised; set save.dtype to auto",
-            key="weights.not-quantised",
-        )
+        raise not_quantised(f"{model.name_or_path} is not quantised")
     try:
         checked = check_model(here, model_config, directory, world_size, ranks_per_node, weights=weights)
     except MissingHereError as error:
@@ -149,7 +147,7 @@ def _refuse_output_url(config: Config) -> None:
         raise InputError(
             f"output_dir {config.output_dir}: a run lives on a disk; choose a directory, and set checkpoint.remote to "
             "the URL, which gets its checkpoints and its result",
-            key="storage.unsupported-url",
+            key="output.is-a-url",
         )
 
 

@@ -135,12 +135,13 @@ def plan_packing(view: ModelView, lazies: Mapping[str, LazyTensor], form: object
     return _as_loaded(view.attached.source, lazies) if form == AS_LOADED else Packing()
 
 
+def not_quantised(why: str) -> InputError:
+    return InputError(f"save.dtype: as_loaded: {why}; set it to auto", key="weights.not-quantised")
+
+
 def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
     if source.quantisation is None:
-        raise InputError(
-            "as_loaded: the model was not loaded from quantised files; give auto",
-            key="weights.not-quantised",
-        )
+        raise not_quantised("the model was not loaded from quantised files")
     files = WeightFiles(Path(), {tensor.name: tensor for tensor in source.packed})
     published = published_tensors(source.quantisation, files)
     packed: dict[str, Packed] = {}
@@ -148,11 +149,7 @@ def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
     for name in published.quantised:
         (piece,) = published.tensors[name].pieces
         if name not in lazies:
-            raise InputError(
-                f"as_loaded: {name} of the files is not among the tensors that are saved, so that it cannot be written "
-                "as it was; give auto",
-                key="weights.not-quantised",
-            )
+            raise not_quantised(f"{name} of the files is not among the tensors that are saved")
         assert isinstance(piece.leaf, QuantisedTensor)
         order = [piece.dims.index(dim) for dim in range(len(piece.dims))]
         packed[name] = Packed(as_lazy(lazies[name].permute(order)), piece.leaf)

@@ -21,9 +21,9 @@ from expertmesh.anatomy import describe, packable_linears
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import extents, full_box
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
-from expertmesh.state.codes import Code, Factor, PackedFormat, has_exponents
+from expertmesh.state.codes import Code, Factor, PackedFormat, has_exponents, not_packed
 from expertmesh.weights.lazy import LazyTensor, lazy_tensors
-from expertmesh.weights.quantised.tensor import CODES_PER_ELEMENT, QuantisedTensor, cannot_keep, in_order_of_rows
+from expertmesh.weights.quantised.tensor import CODES_PER_ELEMENT, QuantisedTensor, in_order_of_rows
 
 Block = tuple[int, int]
 _MX, _NV = (1, 32), (1, 16)
@@ -301,10 +301,10 @@ def published_formats(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> di
                 continue
             kinds = {_format_of_expert(name, lazy, expert, spec.transposed) for expert in range(lazy.shape[0])}
             if not all(found) or len(kinds) != 1:
-                raise cannot_keep(f"the experts of {name} are not all quantised alike")
+                raise not_packed("as_published", f"the experts of {name} are not all quantised alike")
             formats[name] = kinds.pop()
     if not formats:
-        raise cannot_keep("the files hold plain weights; choose nf4, mxfp4, nvfp4 or float8")
+        raise not_packed("as_published", "the files hold plain weights; choose nf4, mxfp4, nvfp4 or float8")
     for name in packable_linears(model, anatomy):
         if (kind := _format_of_rows(tensors[f"{name}.weight"])) is not None:
             formats[f"{name}.weight"] = kind
@@ -355,4 +355,4 @@ def _kind(leaf: QuantisedTensor) -> tuple[Code, tuple[int, int], torch.dtype, Fa
 
 
 def _cannot_stay(name: str, stored: str) -> InputError:
-    return cannot_keep(f"the codes of {name} cannot stay as {stored} holds them; choose another format")
+    return not_packed("as_published", f"the codes of {name} cannot stay as {stored} holds them; choose another format")

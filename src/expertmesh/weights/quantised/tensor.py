@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, Piece, extents, full_box
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.codes import (
@@ -20,6 +20,7 @@ from expertmesh.state.codes import (
     Factor,
     PackedFormat,
     joined,
+    not_packed,
     scale_values,
     spread,
     values_of,
@@ -198,13 +199,9 @@ def in_order_of_rows(pieces: Iterable[Piece], box: Box, transposed: bool) -> lis
     for piece in found:
         last = len(piece.leaf.shape) - 1
         if (piece.dims[rows], piece.dims[columns]) != (last - 1, last) or piece.dest[columns] != box[columns]:
-            raise cannot_keep(f"{piece.leaf.name} does not hold whole rows of an expert; choose another format")
+            why = f"{piece.leaf.name} does not hold whole rows of an expert; choose another format"
+            raise not_packed("as_published", why)
     return found
-
-
-def cannot_keep(why: str) -> InputError:
-    """Return the error for codes that cannot stay in memory as they are published."""
-    return InputError(f"precision.frozen: as_published: {why}", key="precision.frozen-unsupported")
 
 
 def _outer(extent: tuple[int, int], size: int) -> tuple[int, int]:
