@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import expertmesh as em
 from expertmesh.experts import layer
-from expertmesh.experts.lora_state import adapter_state_of
+from expertmesh.state.model_view import module_state
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import CrossEntropy
 from tests.adapters.reference import PeftRun, tiny_peft_run
@@ -63,7 +63,7 @@ def test_the_base_computes_alone_in_every_layout(run: PeftRun) -> None:
 
 
 def test_experts_that_stay_on_are_caught(run: PeftRun) -> None:
-    with mock.patch.object(layer, "running_adapters_of", adapter_state_of):
+    with mock.patch.object(layer, "running_adapters_of", lambda holder: module_state(holder).lora_state):
         ranks = run_ranks(_without_dropout, 2, run)
     assert all(base != off for base, off in ranks)
 

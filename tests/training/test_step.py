@@ -12,6 +12,7 @@ from torch import nn
 import expertmesh as em
 from expertmesh.checkpoint.write import WRITING, WRITTEN
 from expertmesh.config import Config
+from expertmesh.state.model_view import attach
 from expertmesh.step import forward_backward
 from expertmesh.step.forward_backward import StepLosses
 from expertmesh.step.objectives import Dpo
@@ -28,11 +29,9 @@ from tests.training.tiny_run import run_config, write_inputs
 def test_losses_of_a_stage_that_has_none_are_on_its_device() -> None:
     # On an accelerator the last stage's loss is on it, and an all-reduce of one here and one on the CPU never ends.
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    batch, model, pipeline = {"input_ids": ids, "labels": ids}, nn.Module(), mock.Mock()
-    with (
-        mock.patch.object(forward_backward, "pipeline_of", return_value=pipeline),
-        mock.patch.object(forward_backward, "run_pipeline"),
-    ):
+    batch, model = {"input_ids": ids, "labels": ids}, nn.Module()
+    attach(model, pipeline=mock.Mock(local_stages=(0,)))
+    with mock.patch.object(forward_backward, "run_pipeline"):
         losses = forward_backward.run_step(model, [batch], Dpo(beta=0.1, count=1))
     shares = (losses.loss, losses.aux_loss, losses.z_loss, losses.figures_F)
     assert {share.device.type for share in shares} == {"meta"}

@@ -67,7 +67,7 @@ class AdapterState:
 
 
 def running_adapters_of(module: nn.Module) -> AdapterState | None:
-    """Return `adapter_state_of` for a forward: None also while the adapters are off."""
+    """Return what the adapters of this very module share with all others; None without any, or while they are off."""
     state = module_state(module).lora_state
     return None if state is None or state.is_off else state
 
