@@ -128,6 +128,7 @@ def test_what_a_function_patches_is_put_back_behind_it() -> None:
             micro_batch.real_tokens(3),
             ExpertLayer.shared,
             ExpertLayer.slot_E,
+            ExpertLayer.__dir__ is object.__dir__,
             os.environ.get("PATCHED"),
             torch.relu(torch.ones(1)),
         ]
@@ -135,9 +136,10 @@ def test_what_a_function_patches_is_put_back_behind_it() -> None:
     def patch() -> None:
         micro_batch.real_tokens = lambda tokens: "patched"  # type: ignore[assignment]
         ExpertLayer.slot_E, ExpertLayer.shared = 7, "patched"  # type: ignore[assignment]
+        ExpertLayer.__dir__ = lambda layer: []  # type: ignore[assignment,method-assign]
         os.environ["PATCHED"] = "1"
         mock.patch.object(torch, "relu", lambda x: 2 * x).start()
-        assert values() == ["patched", "patched", 7, "1", 2]
+        assert values() == ["patched", "patched", 7, False, "1", 2]
 
     shared = SharedRanks()
     (before,) = shared(values, 1)

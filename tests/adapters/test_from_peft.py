@@ -116,7 +116,6 @@ def test_a_module_of_a_groups_name_is_not_the_group() -> None:
         ("use_dora", True),
         ("bias", "all"),
         ("bias", "lora_only"),
-        ("lora_bias", True),
         ("layers_to_transform", [0]),
         ("exclude_modules", ".*k_proj"),
         ("layer_replication", [(0, 1)]),
@@ -126,7 +125,7 @@ def test_a_module_of_a_groups_name_is_not_the_group() -> None:
         ("init_lora_weights", False),
         ("init_lora_weights", "orthogonal"),
         ("inference_mode", True),
-        ("task_type", "SEQ_CLS"),
+        ("task_type", "TOKEN_CLS"),
         ("target_modules", None),
     ],
 )

@@ -129,7 +129,8 @@ def _other(config: peft.PeftConfig) -> Any:
     ("make", "key", "naming"),
     [
         (lambda: _peft_model(use_dora=True), "adapter.unsupported-option", "use_dora"),
-        (lambda: _peft_model(modules_to_save=["lm_head"]), "adapter.unsupported-option", "modules_to_save"),
+        (lambda: _peft_model(modules_to_save=["norm"]), "adapter.unsupported-option", "modules_to_save"),
+        (lambda: _peft_model(trainable_token_indices=[4]), "adapter.unsupported-option", "trainable_token_indices"),
         (lambda: _peft_model(bias="lora_only"), "adapter.unsupported-option", "bias"),
         (lambda: _peft_model(inference_mode=True), "adapter.unsupported-option", "inference_mode"),
         (lambda: _peft_model(init_lora_weights="pissa"), "adapter.changes-base", "pissa"),

@@ -195,6 +195,8 @@ def test_adapters_of_peft(args: Any, preferences: DPOConfig) -> None:
         _make(preferences, DPOTrainer, model=adapted(lora_dropout=0.05))
     with refused("adapter.unsupported-option", naming="use_dora"):
         _make(args, lora=peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+    with refused("trainer.lora-on-head", naming="lm_head"):
+        _make(args, model=adapted(modules_to_save=["lm_head"]))
     with refused("adapter.not-lora", naming="PROMPT_TUNING"):
         _make(args, peft_config=peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with refused("adapter.ambiguous-targets", naming="down_proj"):

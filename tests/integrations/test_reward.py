@@ -3,6 +3,7 @@
 The model is read from the files of a language model: its head is new, and has the values that the stock class draws.
 """
 
+import functools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from trl import RewardTrainer
 
 import expertmesh as em
 from expertmesh.weights.first_values import start_head
+from tests.adapters.reference import random_adapter
 from tests.integrations.support import ONE_LAYER, Job, Result, accumulating, compare, sharded, stock
 from tests.integrations.test_dpo import pairs
+from tests.integrations.test_sft import ATTENTION_AND_EXPERTS, of_files, saved_adapter
 from tests.support.models import tiny_config, tiny_model
 
 IDS_BS = torch.randint(3, 96, (3, 8), generator=torch.Generator().manual_seed(1))
@@ -112,6 +115,28 @@ def test_adapters_and_the_head_are_those_that_peft_reads(base: Path) -> None:
         torch.testing.assert_close(adapted(input_ids=IDS_BS).logits, rewards, rtol=1e-5, atol=1e-6)
     start = trained.initial["score.weight_lora_W"]
     assert not torch.equal(adapted.base_model.model.score.modules_to_save.default.weight, start)
+
+
+@pytest.mark.slow(why="test_sft.py stays, and the planted bug here")
+@pytest.mark.parametrize("wraps", [False, True], ids=["directory", "PeftModel"])
+def test_adapters_of_a_classifier_equal_stock_peft(wraps: bool, base: Path) -> None:
+    """With task_type SEQ_CLS, by which PEFT trains the head too."""
+    directory = base.parent / "start"
+    random_adapter(_classifier(base), directory, *ATTENTION_AND_EXPERTS, task_type="SEQ_CLS")
+    wrapped = functools.partial(peft.PeftModel.from_pretrained, model_id=directory, is_trainable=True)
+    job = _job(base, {"gradient_accumulation_steps": 2}, after=saved_adapter)
+    of_peft = replace(job, model=_classifier(base), prepare=wrapped)
+    lora = em.LoraConfig(from_adapter=str(directory))
+    ours = sharded(of_peft if wraps else replace(job, given={"lora": lora}), 2, ep=2)
+    expected, first = stock(accumulating(of_peft, 2)), load_file(directory / "adapter_model.safetensors")
+    assert "base_model.model.score.weight" in first
+    compare(of_files(ours, first), of_files(expected, first), keys=LOGGED, absolute=1e-6)
+
+
+def _classifier(base: Path) -> Any:
+    auto: Any = AutoModelForSequenceClassification
+    torch.manual_seed(3)
+    return auto.from_pretrained(base, num_labels=1, pad_token_id=0)
 
 
 def _rewards(trainer: Any) -> tuple[str, torch.Tensor]:

@@ -372,6 +372,8 @@ def _unpatched(fn: Callable[[], Any], before: Code) -> Any:
         for owner, name, then in list(_patches(before)):
             if then is not _NEW:  # what is new may be a module that was imported
                 setattr(owner, name, then)
+            elif inspect.isfunction(vars(owner)[name]) and not inspect.ismodule(owner):
+                delattr(owner, name)  # it stood over an inherited one
 
 
 def _pickled(value: Any) -> bytes:

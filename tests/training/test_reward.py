@@ -3,6 +3,8 @@
 test_dpo_parity.py has every layout of `objective.name: reward` in fp64; here TRL's RewardTrainer is the oracle.
 """
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +18,11 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 import expertmesh as em
+from expertmesh.config import Config
 from expertmesh.step import loss
 from expertmesh.step.objectives import Reward
 from expertmesh.training.run import train
+from tests.adapters.reference import EXPERTS, random_adapter
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import shared_ranks
@@ -43,8 +47,10 @@ def expected(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> ByTrl:
     """By TRL. Its RewardConfig has no beta and no factor of a router loss."""
     scratch = tmp_path_factory.mktemp("trl")
     config = preference_config(inputs, scratch / "run", REWARD, EPS)
-    model = unsharded(config)
+    return _by_trl(config, scratch, unsharded(config))
 
+
+def _by_trl(config: Config, scratch: Path, model: Any) -> ByTrl:
     def arguments(beta: float, router_aux_loss_coef: float, **others: Any) -> Any:
         return trl.RewardConfig(**others)
 
@@ -52,6 +58,11 @@ def expected(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> ByTrl:
 
 
 def _check(output: Path, gradients: dict[str, Tensor], expected: ByTrl) -> None:
+    _check_steps(output, gradients, expected)
+    assert worst(dict(saved(output / "model").named_parameters()), expected.weights)[0] <= 1e-5
+
+
+def _check_steps(output: Path, gradients: dict[str, Tensor], expected: ByTrl) -> None:
     rows = [row for row in metrics(output) if "loss" in row]
     assert len(rows) == len(expected.rows)
     for row, want in zip(rows, expected.rows, strict=True):
@@ -60,7 +71,6 @@ def _check(output: Path, gradients: dict[str, Tensor], expected: ByTrl) -> None:
         by_trl = [want[name] for name in ("loss", "grad_norm", "mean_reward", *FIGURES)]
         assert got == pytest.approx(by_trl, rel=1e-5, abs=1e-6), row["step"]
     assert worst(gradients, expected.gradients)[0] <= 1e-5
-    assert worst(dict(saved(output / "model").named_parameters()), expected.weights)[0] <= 1e-5
 
 
 def _run(inputs: Path, output: Path, tamper: Callable[[], Any] | None = None, *options: str) -> dict[str, Tensor]:
@@ -102,6 +112,51 @@ def test_planted_bugs_are_seen(inputs: Path, tmp_path: Path, expected: ByTrl, pl
     gradients = _run(inputs, tmp_path / "run", planted)
     with pytest.raises(AssertionError):
         _check(tmp_path / "run", gradients, expected)
+
+
+def _started_from_adapter(inputs: Path, root: Path) -> tuple[Config, Any]:
+    start = f"lora={{from_adapter: {root / 'start'}}}"
+    config = preference_config(inputs, root / "run", REWARD, EPS, start, "parallel.ep=2", "train.micro_batch_size=2")
+    return config, random_adapter(unsharded(config), root / "start", ["q_proj"], EXPERTS, task_type="SEQ_CLS")
+
+
+def test_a_classifiers_adapter_of_peft_goes_on_as_trl_trains_it(inputs: Path, tmp_path: Path) -> None:
+    config, adapted = _started_from_adapter(inputs, tmp_path)
+    expected = _by_trl(config, tmp_path / "trl", adapted)
+    wanted = {re.sub(r"(\.modules_to_save)?\.default", "", name): g for name, g in expected.gradients.items()}
+    gradients = shared_ranks(train_keeping_gradients, 2, config, None)[0]
+    assert "base_model.model.score.weight" in gradients
+    _check_steps(tmp_path / "run", gradients, replace(expected, gradients=wanted))
+
+
+def test_a_classifiers_adapter_without_its_head_is_refused(inputs: Path, tmp_path: Path) -> None:
+    config, _ = _started_from_adapter(inputs, tmp_path)
+    path = tmp_path / "start" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": ["embed_tokens"]}))
+    with refused_on_ranks("lora.on-classifier", naming="without score"):
+        shared_ranks(train, 2, config)
+
+
+@torch.no_grad()
+def _adapted(base: Path, seed: int, start: Path | None, target: Path | None) -> Tensor:
+    """A classifier with adapters alone, of a new head that depends on the seed; its logits."""
+    mesh = em.init_mesh(em.ParallelConfig(ep=1))
+    lora = em.LoraConfig(r=4) if start is None else em.LoraConfig(from_adapter=str(start))
+    model = em.load_model(base, mesh, precision=FP64, lora=lora, task="classification", num_labels=3, seed=seed)
+    model.config.pad_token_id = 0
+    if target is not None:
+        em.save_adapter(model, target)
+    logits: Tensor = model.eval()(input_ids=torch.arange(3, 19)[None], use_cache=False).logits
+    return logits
+
+
+def test_a_head_is_no_part_of_the_base_of_an_adapter_alone(
+    of_class: tuple[Path, float, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """The base's new head depends on the seed, and the adapter brings the trained one."""
+    first = shared_ranks(_adapted, 1, of_class[0], 5, None, tmp_path / "adapter")[0]
+    assert torch.equal(shared_ranks(_adapted, 1, of_class[0], 6, tmp_path / "adapter", None)[0], first)
+    assert not torch.equal(shared_ranks(_adapted, 1, of_class[0], 6, None, None)[0], first)
 
 
 @pytest.mark.slow_cases(r".*another layout", why="the same layout stays")

@@ -70,6 +70,12 @@ JOBS = {
         ("parallel.ep=2", "lora={r: 4, dropout: 0.1, targets: [attention, experts, router]}"),
         {"ep 2 = ep 4", "saved model in plain transformers"},
     ),
+    "adapters with biases": ProvenJob(
+        "qwen3_moe",
+        2,
+        ("parallel.tp=2", "parallel.ep=1", "lora={r: 4, lora_bias: true, targets: [attention]}"),
+        {"ep 1 = ep 4", "saved model in plain transformers"},
+    ),
     "adapters on placed and copied experts": ProvenJob(
         "qwen3_moe",
         2,
@@ -183,7 +189,7 @@ SLOW = pytest.mark.slow(why="pp stays, and every planted bug of test_mutations.p
 )
 def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]
-    inputs = write_inputs(tmp_path / "inputs", job.family)
+    inputs = write_inputs(tmp_path / "inputs", job.family, attention_bias=kind == "adapters with biases")
     (tmp_path / "runs").mkdir()
     configured = preference_config if re.match(r"dpo|simpo|orpo", kind) else run_config
     configured = kto_config if kind.startswith("kto") else configured

@@ -39,7 +39,7 @@ _PICKLE = "adapter_model.bin"
 # computes. Any other one is refused, so that an option of a future PEFT is not silently ignored.
 _KNOWN = (
     "peft_type", "task_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "use_rslora",
-    "bias", "init_lora_weights", "target_modules", "target_parameters", "exclude_modules",
+    "lora_bias", "bias", "init_lora_weights", "target_modules", "target_parameters", "exclude_modules",
     "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "layers_pattern",
     "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config",
@@ -49,7 +49,7 @@ _TRAINED_IN_FULL = ("modules_to_save", "trainable_token_indices")
 # PEFT's task of sequence classifiers, and the names of heads that it adds to `modules_to_save`, if there or not.
 CLASSIFIES, HEADS_OF_CLASSIFIERS = "SEQ_CLS", ("score", "classifier")
 # Keys whose values, if not null, have to be a bool or text.
-_IS_BOOL = ("use_rslora", "inference_mode", "ensure_weight_tying")
+_IS_BOOL = ("use_rslora", "lora_bias", "inference_mode", "ensure_weight_tying")
 _IS_TEXT = ("task_type", "bias", "base_model_name_or_path", "revision", "peft_version")
 # A branch, a tag or a commit; it becomes part of a path in the hub's cache.
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,199}")
@@ -86,8 +86,9 @@ def config_content(
     """
     modules = [name_of(target) for target in targets if not is_parameter(target)]
     parameters = [name_of(target) for target in targets if is_parameter(target)]
-    whole = [weight.rpartition(".")[0] for weight, each in replaced.items() if each.rows is None]
-    rows = {weight.rpartition(".")[0]: list(each.rows) for weight, each in replaced.items() if each.rows is not None}
+    new = {weight.rpartition(".")[0]: each for weight, each in replaced.items() if each.scaling is None}
+    whole = [name for name, each in new.items() if each.rows is None]
+    rows = {name: list(each.rows) for name, each in new.items() if each.rows is not None}
     model = ModelView(model).full
     every_module = [name for name, _ in model.named_modules()]
     every_parameter = [name for name, _ in model.named_parameters()]
@@ -105,6 +106,7 @@ def config_content(
         "lora_dropout": 0.0 if parameters else lora.dropout,
         "use_rslora": lora.use_rslora,
         "init_lora_weights": True if lora.init == "default" else lora.init,
+        "lora_bias": lora.lora_bias,
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": _endings(whole, every_module, 1) or None,
@@ -167,7 +169,7 @@ def refuse_content(content: Mapping[str, Any], path: Path | str, *, in_memory: b
     Args:
         content: The content of an adapter_config.json.
         path: For the message.
-        in_memory: It is that of a PeftModel, of which low-rank adapters alone are taken over.
+        in_memory: It is that of a PeftModel, of which rows of tokens are not taken over.
     """
     if (kind := content.get("peft_type")) != "LORA":
         raise InputError(
@@ -176,7 +178,7 @@ def refuse_content(content: Mapping[str, Any], path: Path | str, *, in_memory: b
             key="adapter.not-lora",
         )
     # Zero is set too: `layers_to_transform: 0` means the first layer alone.
-    known = _KNOWN if in_memory else (*_KNOWN, *_TRAINED_IN_FULL)
+    known = (*_KNOWN, *_TRAINED_IN_FULL[: 1 if in_memory else None])
     said = [key for key, value in content.items() if key not in known and (value or type(value) is int)]
     if said or content.get("bias", "none") != "none":
         key = said[0] if said else "bias"
@@ -285,9 +287,9 @@ def plain_content(peft_config: Any) -> dict[str, Any]:
 
 
 def refuse_start(content: Mapping[str, Any], where: str) -> None:
-    """Raise `InputError` if PEFT would not train the adapters, or for a task that the model's class says here."""
-    if (task := content.get("task_type")) not in (None, "CAUSAL_LM"):
-        refuse_field(where, "task_type", task, "the class of the model says it here; leave it out")
+    """Raise `InputError` if PEFT would not train the adapters, or for a task that is none of a model here."""
+    if (task := content.get("task_type")) not in (None, "CAUSAL_LM", CLASSIFIES):
+        refuse_field(where, "task_type", task, f"models here are CAUSAL_LM or {CLASSIFIES}; leave it out")
     if content.get("inference_mode"):
         refuse_field(where, "inference_mode", True, "its adapters would stay frozen; set it to False")
 
@@ -352,6 +354,7 @@ def lora_of(content: Mapping[str, Any], **others: Any) -> LoraConfig:
         rank_pattern=dict(content.get("rank_pattern") or {}),
         alpha_pattern={key: float(value) for key, value in (content.get("alpha_pattern") or {}).items()},
         use_rslora=bool(content.get("use_rslora")),
+        lora_bias=bool(content.get("lora_bias")),
         init="gaussian" if content.get("init_lora_weights") == "gaussian" else "default",
         **others,
     )
@@ -438,7 +441,8 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
 
     `target_modules` has to be a list of names; `target_parameters` may name routed experts. r, lora_alpha,
     rank_pattern, alpha_pattern, lora_dropout, exclude_modules, modules_to_save, trainable_token_indices (a list),
-    use_rslora and init_lora_weights (True, "gaussian") are taken over.
+    use_rslora, lora_bias and init_lora_weights (True, "gaussian") are taken over. With task_type SEQ_CLS the model has
+    to be a classifier, whose head trains.
 
     Raises:
         InputError: Another field is set (use_dora, bias, ...); names the field.
@@ -460,6 +464,7 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
         refuse_field(where, "exclude_modules", exclude, "it is a pattern; list the modules' names")
     if named := [name for name in exclude if any(each.endswith(f"{name}.weight") for each in parameters)]:
         refuse_field(where, "exclude_modules", named, "target_parameters names its weight, which PEFT does not exclude")
+    heads = HEADS_OF_CLASSIFIERS if content.get("task_type") == CLASSIFIES else ()
     tokens = content.get("trainable_token_indices") or ()
     if isinstance(tokens, dict):
         refuse_field(where, "trainable_token_indices", tokens, "only a list, of the input embedding, is taken over")
@@ -473,7 +478,7 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
         # Modules are named by their weight, so that the name does not match a parameter of the same name.
         targets=(*(f"{_text(name)}.weight" for name in modules), *(_text(name) for name in parameters)),
         exclude=tuple(f"{_text(name)}.weight" for name in exclude),
-        modules_to_save=tuple(content.get("modules_to_save") or ()),
+        modules_to_save=tuple(dict.fromkeys((*(content.get("modules_to_save") or ()), *heads))),
         trainable_token_indices=tuple(tokens),
     )
 

@@ -105,6 +105,12 @@ def _keys(module: str, target: Target, targets: Sequence[Target]) -> tuple[str, 
     return f"{base}.lora_A.weight", f"{base}.lora_B.weight"
 
 
+def replaced_key(names: Container[str], weight: str, each: Replaced) -> str:
+    """Return the key of `each` in a file with these `names`, as `keys_in` does where it is added to a bias."""
+    theirs = f"{PREFIX}{weight.removesuffix('.bias')}.lora_B.bias"
+    return theirs if each.scaling is not None and theirs in names else each.key
+
+
 def file_tensors(
     state: Mapping[str, Tensor], targets: Sequence[Target], replaced: Mapping[str, Replaced]
 ) -> dict[str, LazyTensor]:
@@ -151,9 +157,11 @@ def model_tensors_from(
     """
     path = directory / WEIGHTS_FILE
     tensors: dict[str, LazyTensor] = {}
-    left = set(files) - set(base_copies(files, targets)) - {each.key for each in replaced.values()}
+    left = set(files) - set(base_copies(files, targets))
     for weight, each in replaced.items():
-        tensors[new_values_of(weight)] = stored(path, files, each.key, each.shape, weight)
+        key = replaced_key(files, weight, each)
+        tensors[new_values_of(weight)] = stored(path, files, key, each.shape, weight)
+        left -= {key}
     for target in targets:
         if target.name in parts:
             tensors |= zip(target.factors, _joined(path, files, target, parts[target.name]), strict=True)

@@ -1,7 +1,7 @@
 """Turn a PeftModel in memory into a model of ours, whose adapters start from PEFT's values.
 
-Nothing changes the model until all of it is known to be plain LoRA; anything else is refused by name, with the model
-unchanged. Used by `parallelize`. Nothing here communicates.
+Nothing changes the model until all of it is known to be plain LoRA, maybe with modules_to_save; anything else is
+refused by name, with the model unchanged. Used by `parallelize`. Nothing here communicates.
 """
 
 import sys
@@ -16,16 +16,25 @@ from transformers import PreTrainedModel
 
 from expertmesh.adapters.peft_config import lora_of, plain_content, refuse_content, refuse_start
 from expertmesh.adapters.peft_format import PREFIX
-from expertmesh.adapters.plan import AdapterPlan, attach_adapters, plan_targets, unadaptable
+from expertmesh.adapters.plan import (
+    AdapterPlan,
+    attach_adapters,
+    plan_targets,
+    refuse_untrained_head,
+    replaced_by,
+    unadaptable,
+)
 from expertmesh.adapters.start import copy_adapter
 from expertmesh.adapters.targets import Target, candidates
 from expertmesh.anatomy import describe
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.state.model_view import attach, meta_copy
-from expertmesh.state.patching import mix_in
+from expertmesh.state.patching import mix_in, set_at
 
 _WHERE = "the PeftModel"
+# Parts of the names of what trains in a PeftModel.
+_TRAINED = (".lora_A.", ".lora_B.", ".modules_to_save.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,8 @@ class PeftAdapters:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.values.values())).dtype
+        """The widest dtype of them: PEFT keeps modules_to_save in the base's."""
+        return max((value.dtype for value in self.values.values()), key=lambda dtype: dtype.itemsize)
 
     @torch.no_grad()
     def become_ours(self, dtype: torch.dtype) -> PreTrainedModel:
@@ -51,7 +61,7 @@ class PeftAdapters:
         """
         base: PreTrainedModel = _unwrapped(self.model)
         plan = self.plan
-        attach_adapters(base, plan.targets, {}, plan.lora, dtype)
+        attach_adapters(base, plan.targets, plan.replaced, plan.lora, dtype)
         attach(base, lora_plan=plan)
         copy_adapter(base, plan, self.values, Path(_WHERE))
         if base is not self.model:
@@ -102,8 +112,11 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
     name, content = _only_config(model)
     refuse_content(content, _WHERE, in_memory=True)
     refuse_start(content, _WHERE)
+    refuse_untrained_head(_base_of(model), content, _WHERE)
     for place, layer in layers.items():
         _refuse_layer(place, layer, name)
+    for place, wrapper in _saved_modules(model):
+        _refuse_inactive(place, wrapper, name)
     _refuse_trainables(model)
     meta_model = _unwrapped(meta_copy(model))
     targets = tuple(_targets(meta_model, layers, name))
@@ -117,8 +130,10 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
         if layer.scaling[name] != wanted:
             _refuse(f"{place} is scaled by {layer.scaling[name]:g}, not by the {wanted:g} of its config")
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
-    plan = AdapterPlan(config, targets, None, base or meta_model.config.name_or_path or None, revision, in_memory=True)
-    return PeftAdapters(model, plan_targets(meta_model, plan), dict(_values(model, name)))
+    base = base or meta_model.config.name_or_path or None
+    replaced = replaced_by(meta_model, content, _WHERE)
+    plan = AdapterPlan(config, targets, None, base, revision, in_memory=True, replaced=replaced)
+    return PeftAdapters(model, plan_targets(meta_model, plan, _WHERE), dict(_values(model, name)))
 
 
 def _only_config(model: Any) -> tuple[str, dict[str, Any]]:
@@ -138,16 +153,21 @@ def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
+def _saved_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.utils.other import ModulesToSaveWrapper
+
+    yield from ((name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper))
+
+
 def _refuse_layer(name: str, layer: Any, adapter: str) -> None:
     """Raise `InputError` unless the layer is plain LoRA, active and apart from its base."""
     from peft.tuners.lora.layer import Linear, ParamWrapper
 
     if type(layer) not in (Linear, ParamWrapper):
         _refuse(f"{name} is a {type(layer).__name__}, which cannot be taken over; linear layers and parameters can")
+    _refuse_inactive(name, layer, adapter)
     for is_so, what in (
         (layer.merged, "merged into its base; call unmerge_adapter first"),
-        (layer.disable_adapters, "disabled; enable it first"),
-        (layer.active_adapters != [adapter], f"not active, but {layer.active_adapters}"),
         (adapter not in layer.lora_A, "not there"),
         (bool(layer.lora_variant), "a variant of LoRA"),
     ):
@@ -155,10 +175,18 @@ def _refuse_layer(name: str, layer: Any, adapter: str) -> None:
             _refuse(f"its adapter {adapter} on {name} is {what}")
 
 
+def _refuse_inactive(name: str, layer: Any, adapter: str) -> None:
+    """Raise `InputError` unless `adapter` is what a layer of PEFT computes with."""
+    if layer.disable_adapters:
+        _refuse(f"its adapter {adapter} on {name} is disabled; enable it first")
+    if layer.active_adapters != [adapter]:
+        _refuse(f"its adapter {adapter} on {name} is not active, but {layer.active_adapters}")
+
+
 def _refuse_trainables(model: nn.Module) -> None:
-    """Raise `InputError` unless exactly the adapters train: another choice would be lost silently."""
+    """Raise `InputError` unless exactly the adapters train, and modules_to_save: another choice would be lost."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad != (".lora_A." in name or ".lora_B." in name):
+        if parameter.requires_grad != any(part in name for part in _TRAINED):
             state = "trains, but only adapters do" if parameter.requires_grad else "is frozen, but adapters train"
             _refuse(f"{name} {state} here; set its requires_grad to {not parameter.requires_grad}")
 
@@ -188,20 +216,27 @@ def _targets(meta_model: nn.Module, layers: Mapping[str, Any], adapter: str) -> 
 
 def _values(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the adapters by the keys that they would have in PEFT's file."""
+    own = {part + adapter: part.removesuffix(".") for part in _TRAINED[:2]} | {f"{_TRAINED[2]}{adapter}": ""}
     for name, parameter in model.named_parameters():
-        if ".lora_A." in name or ".lora_B." in name:
-            yield PREFIX + name.removeprefix(PREFIX).replace(f".{adapter}.weight", ".weight"), parameter
+        for part, kept in own.items():
+            if f"{part}." in name:
+                yield PREFIX + name.removeprefix(PREFIX).replace(part, kept), parameter
+
+
+def _base_of(model: Any) -> Any:
+    from peft import PeftModel
+
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _unwrapped(model: Any) -> Any:
     """Take PEFT out of the model, in place, and return the base model."""
-    from peft import PeftModel
-
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = _base_of(model)
+    for name, wrapper in list(_saved_modules(base)):
+        set_at(base, name, wrapper.original_module)
     for name, layer in dict(_tuner_layers(base)).items():
         if not name.endswith(".base_layer"):
-            parent, _, leaf = name.rpartition(".")
-            setattr(base.get_submodule(parent), leaf, layer.get_base_layer())
+            set_at(base, name, layer.get_base_layer())
     for attribute in ("peft_config", "_hf_peft_config_loaded"):
         base.__dict__.pop(attribute, None)
     return base

@@ -35,7 +35,15 @@ from expertmesh.adapters.peft_config import (
     read_config,
     refuse_field,
 )
-from expertmesh.adapters.peft_format import PREFIX, WEIGHTS_FILE, Part, name_of, published_parts
+from expertmesh.adapters.peft_format import (
+    PREFIX,
+    WEIGHTS_FILE,
+    Part,
+    file_keys,
+    is_parameter,
+    name_of,
+    published_parts,
+)
 from expertmesh.adapters.targets import (
     ALL_LINEAR,
     EMBEDDING,
@@ -161,26 +169,27 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None, *, mergi
         said = {"modules_to_save": lora.modules_to_save, "trainable_token_indices": list(lora.trainable_token_indices)}
         plan = AdapterPlan(lora, targets, None, base, replaced=replaced_by(model, said, "lora"))
         _refuse_left_out(model, lora, plan.targets)
-    _refuse_adapted(plan, lora.from_adapter or "lora")
-    if not merging:
-        _refuse_replaced(model, plan, lora.from_adapter or "lora")
-    return plan_targets(model, plan, anatomy)
+    return plan_targets(model, plan, lora.from_adapter or "lora", anatomy, merging=merging)
 
 
-def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = None) -> AdapterPlan:
-    """Check that all targets can be adapted in `model`, and return the plan with their names in PEFT's file.
+def plan_targets(
+    model: nn.Module, plan: AdapterPlan, where: str, anatomy: Anatomy | None = None, *, merging: bool = False
+) -> AdapterPlan:
+    """Check that `plan` can be carried out in `model`, and return it with the names in PEFT's file and `lora_bias`.
+
+    Args:
+        where: For messages.
+        merging: As in `plan_adapters`.
 
     Raises:
-        InputError: A target cannot be adapted; names it.
+        InputError: Something cannot be adapted or trained; names it.
     """
-    if is_classifier(model) and plan.in_memory:
-        raise InputError(
-            f"the PeftModel is a {ModelView(model).family.__name__}, whose head PEFT trains in another place than "
-            "adapters here; give the model itself, and lora",
-            key="lora.on-classifier",
-        )
+    _refuse_adapted(plan, where)
+    if not merging:
+        _refuse_replaced(model, plan, where)
     refuse_tied_head(model, plan.targets)
     plan = replace(plan, targets=_named_in_files(model, plan.targets))
+    plan = replace(plan, replaced={**plan.replaced, **dict(_biases(model, plan, where))})
     if plan.lora.dropout:
         _refuse_dropout(plan, anatomy or describe(model))
     return plan
@@ -204,9 +213,13 @@ def plan_lines(plan: AdapterPlan, anatomy: Anatomy) -> Iterator[str]:
     else:
         layers = f"{len(covered)} of {len(anatomy.experts)} MoE layers"
         yield f"experts covered: {every if covered else 0} of {every} in {layers}"
+    biases = [math.prod(each.shape) for each in plan.replaced.values() if each.scaling is not None]
+    if biases:
+        yield f"added to biases: of {len(biases)} layers, {sum(biases):,} trainable parameters"
     for weight, each in plan.replaced.items():
-        what = "whole" if each.rows is None else f"{len(each.rows)} rows"
-        yield f"{weight}: {what}, {math.prod(each.shape):,} trainable parameters"
+        if each.scaling is None:
+            what = "whole" if each.rows is None else f"{len(each.rows)} rows"
+            yield f"{weight}: {what}, {math.prod(each.shape):,} trainable parameters"
     lora = plan.lora
     yield f"r {lora.r}, scaling {lora.scaling:g}, dropout {lora.dropout:g}; {plan.parameters:,} trainable in all"
 
@@ -221,6 +234,7 @@ def _plan_from_adapter(
     if (content.get("task_type") == CLASSIFIES) is not is_classifier(model):
         why = "the model is a sequence classifier" if is_classifier(model) else "the model is no sequence classifier"
         refuse_field(str(directory), "task_type", content.get("task_type"), why)
+    refuse_untrained_head(model, content, str(directory))
     weights, there = directory / WEIGHTS_FILE, list(candidates(model, anatomy))
     there += [embedding_target(model)] * merging
     parts = _parts_in(model, there, directory) if weights.exists() else {}
@@ -410,6 +424,17 @@ def _refuse_replaced(model: nn.Module, plan: AdapterPlan, where: str) -> None:
             refuse_field(where, key, weight, "here only the input embedding, or the whole head, trains beside adapters")
 
 
+def refuse_untrained_head(model: nn.Module, content: Mapping[str, Any], where: str) -> None:
+    """Raise `InputError` for a classifier whose head PEFT does not train: it would stay as it was drawn."""
+    saved = content.get("modules_to_save") or ()
+    if is_classifier(model) and not any("score".endswith(entry) for entry in saved):
+        raise InputError(
+            f"{where}: modules_to_save is {list(saved)}, without score, the head of this classifier, which trains; add "
+            f"it, or set task_type to {CLASSIFIES} when PEFT makes the adapter",
+            key="lora.on-classifier",
+        )
+
+
 def replaced_by(model: nn.Module, content: Mapping[str, Any], where: str) -> dict[str, Replaced]:
     """Return what an adapter_config.json replaces of `model`, by the name of the weight; of a classifier also its head.
 
@@ -454,6 +479,22 @@ def replaced_by(model: nn.Module, content: Mapping[str, Any], where: str) -> dic
     return found
 
 
+def _biases(model: nn.Module, plan: AdapterPlan, where: str) -> Iterator[tuple[str, Replaced]]:
+    """Yield, by the name of the bias, what `lora_bias` adds to the bias of each target.
+
+    Raises:
+        InputError: A target is a parameter, for which PEFT has none, or a layer without a bias to merge it with.
+    """
+    for target in plan.targets if plan.lora.lora_bias else ():
+        if is_parameter(target):
+            refuse_field(where, "lora_bias", True, f"PEFT has it on linear layers alone, not on {target.weight}")
+        bias = parameter_slots(model.get_submodule(target.module)).get("bias")
+        if bias is None:
+            refuse_field(where, "lora_bias", True, f"{target.module} has no bias with which it could be merged")
+        key = f"{file_keys(target, plan.targets)[1].removesuffix('.weight')}.bias"
+        yield f"{target.module}.bias", Replaced(key, None, tuple(bias.shape), target.scaling)
+
+
 def _token_rows(model: nn.Module, content: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the ends of modules' names with the rows of their weights that were trained."""
     said = content.get("trainable_token_indices") or {}
@@ -489,6 +530,8 @@ def attach_adapters(
         device = next(module.parameters()).device
         new = nn.Parameter(torch.zeros(each.shape, dtype=dtype, device=device))
         module.register_parameter(new_values_of(weight).rpartition(".")[2], new)
+        if each.scaling is not None:
+            continue  # the forward of the layer's adapter adds it
         rows = None if each.rows is None else torch.tensor(each.rows)
         attach_to_module(module, lora_state=state, lora_name=weight, lora_rows=rows)
         mix_in(module, _ReplacedForward)
@@ -558,8 +601,10 @@ class _LinearForward(nn.Module):
         assert module is not None
         # Where tp splits the layer these are this rank's parts, and plain tensors for the time of the call.
         a_rK, b_Nr = (parameter_slots(self)[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))
+        bias_N = parameter_slots(self).get("bias_lora_W")
         kept = state.dropped(x, module.lora_name, module.first_column) if self.training else x
-        return torch.add(out, F.linear(F.linear(kept, a_rK), b_Nr), alpha=module.lora_scaling["weight"])
+        added = F.linear(F.linear(kept, a_rK), b_Nr, None if bias_N is None else bias_N.to(x.dtype))
+        return torch.add(out, added, alpha=module.lora_scaling["weight"])
 
 
 class _ReplacedForward(nn.Module):

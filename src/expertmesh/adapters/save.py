@@ -256,7 +256,7 @@ class _Values:
         values = live_values(leaf, box) if gathered is None else gathered[slices(box)]
         target = self._targets.get(leaf.name)
         if leaf.name in self._replaced:
-            return _replace(values, box, self._replaced[leaf.name].rows, self._new_values(leaf.name))
+            return _replace(values, box, self._replaced[leaf.name], self._new_values(leaf.name))
         if target is None:
             return values
         merged = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
@@ -277,13 +277,15 @@ class _Values:
         return whole.get(name, self._adapters[name]).detach()
 
 
-def _replace(values: Tensor, box: Box, rows: tuple[int, ...] | None, new: Tensor) -> Tensor:
+def _replace(values: Tensor, box: Box, each: Replaced, new: Tensor) -> Tensor:
     """Return `values` of `box` of a weight with its new values, or with those of some rows, in their dtype."""
-    if rows is None:
+    if each.scaling is not None:
+        return values.double().add_(new[slices(box)].double(), alpha=each.scaling)
+    if each.rows is None:
         return new[slices(box)]
     (first, last), *others = box
     replaced = values.to(torch.promote_types(values.dtype, new.dtype), copy=True)
-    for number, row in enumerate(rows):
+    for number, row in enumerate(each.rows):
         if first <= row < last:
             replaced[row - first] = new[number][slices(tuple(others))]
     return replaced
@@ -345,7 +347,9 @@ def _unread(model: PreTrainedModel, plan: AdapterPlan, per_expert: bool) -> Iter
         yield "SGLang: q_proj, k_proj or v_proj without both q_proj and v_proj; merge for it"
     if any(target.group == "router" for target in plan.targets):
         yield "SGLang: routers; merge for it"
-    if plan.replaced:
+    if plan.lora.lora_bias:
+        yield "vLLM, SGLang: lora_bias; merge for it"
+    if any(each.scaling is None for each in plan.replaced.values()):
         yield "vLLM, SGLang: modules_to_save and trainable_token_indices; merge for them"
     if not plan.is_uniform:
         yield "vLLM, SGLang: rank_pattern and alpha_pattern, which they do not look at; merge for them"

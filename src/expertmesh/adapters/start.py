@@ -99,12 +99,16 @@ def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, s
 
 
 def _start_from_base(model: nn.Module, weight: str, each: Replaced) -> None:
-    """Fill the local shards of new values with the base's.
+    """Fill the local shards of new values with the base's, or of what is added to a bias with zeros.
 
     Collectives: every rank calls it; for rows of a weight one all-reduce of them, `[n, H]`, on the default group.
     """
     view = ModelView(model)
     base, new = view.tensors[weight], view.adapters[new_values_of(weight)]
+    if each.scaling is not None:
+        for _, local in held_parts(new):
+            local.zero_()
+        return
     if each.rows is None:
         for (box, local), (of_base, values) in zip(held_parts(new), held_parts(base), strict=True):
             assert box == of_base, (weight, box, of_base)  # of equal shapes, FSDP2 cuts both alike

@@ -93,7 +93,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """New values of a weight, or of some of its rows."""
+    """New values of a weight or of some of its rows, or what is added to a bias (PEFT's `lora_bias`)."""
 
     key: str
     """Their name in PEFT's file."""
@@ -101,10 +101,12 @@ class Replaced:
     """The rows of the weight, in the order of the file's; None for all of the weight."""
     shape: tuple[int, ...]
     """Shape of the new values."""
+    scaling: float | None = None
+    """Factor of values that are added; None for values that stand instead of the weight's."""
 
 
 def new_values_of(weight: str) -> str:
-    """Return the name of the trained parameter that replaces a weight, or rows of it, in a model that trains."""
+    """Return the name, in a model that trains, of the parameter that replaces a weight or rows of it, or adds to it."""
     return f"{weight}_lora_W"
 
 

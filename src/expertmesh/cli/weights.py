@@ -144,7 +144,7 @@ def _merge_lines(report: MergeReport) -> Iterator[str]:
                 yield f"            {target.name}: nothing added to experts {shown}{more}, whose B is all zero"
     for name, each in report.plan.replaced.items():
         rows = "" if each.rows is None else f", {len(each.rows):,} rows"
-        yield f"replaced    {name}{rows}"
+        yield f"{'replaced' if each.scaling is None else 'added to':12}{name}{rows}"
     yield from saved_lines(report.saved)
     yield _written("written", report.saved)
     compared = report.compared

@@ -95,7 +95,7 @@ class LoraConfig(Section):
     section: ClassVar[str] = "lora"
     _SAID_BY_ADAPTER: ClassVar[tuple[str, ...]] = (
         *("r", "expert_r", "alpha", "rank_pattern", "alpha_pattern", "targets", "exclude", "use_rslora", "init"),
-        *("modules_to_save", "trainable_token_indices"),
+        *("modules_to_save", "trainable_token_indices", "lora_bias"),
     )
 
     r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
@@ -121,6 +121,8 @@ class LoraConfig(Section):
     """Tokens whose rows of the input embedding train beside the adapters."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) (arXiv 2312.03732)."""
+    lora_bias: bool = False
+    """Give B a bias, which is added to the layer's: targets have to be linear layers with a bias."""
     init: Literal["default", "gaussian"] = "default"
     """Initialisation of A, as PEFT does it: uniform (Kaiming), or normal with deviation 1 / r. B starts at zero."""
     from_adapter: Plain | None = None
@@ -134,6 +136,8 @@ class LoraConfig(Section):
     def _combine(self) -> Self:
         if len({*self.trainable_token_indices}) < len(self.trainable_token_indices):
             refuse("lora.trainable_token_indices has a token twice; leave one out")
+        if self.lora_bias and self.init != "default":
+            refuse(f"lora.lora_bias: PEFT has it with init default alone, not {self.init}; change one of the two")
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             refuse(*(f"lora.{key}: {problem}" for pattern in patterns if (problem := pattern_problem(pattern))))
         return self

@@ -79,6 +79,14 @@ def adapter_state(model: nn.Module) -> AdapterState | None:
     return attached or next((state for state in states if state is not None), None)
 
 
+def bias_of(layer: nn.Module) -> torch.Tensor | None:
+    """Return the bias of a linear layer with what its adapter adds to it, or None without any."""
+    bias_N, added_N = (parameter_slots(layer).get(leaf) for leaf in ("bias", "bias_lora_W"))
+    if bias_N is None or added_N is None or running_adapters_of(layer) is None:
+        return bias_N
+    return torch.add(bias_N, added_N.to(bias_N.dtype), alpha=module_state(layer).lora_scaling["weight"])
+
+
 def drop_adapters(module: nn.Module) -> None:
     """Restore this very module as it was before it got adapters."""
     for name in [name for name in parameter_slots(module) if is_adapter(name)]:

@@ -38,6 +38,7 @@ from expertmesh.adapters.peft_format import (
     differs,
     keys_in,
     model_tensors_from,
+    replaced_key,
 )
 from expertmesh.adapters.plan import AdapterPlan, plan_adapters
 from expertmesh.adapters.save import add_delta
@@ -346,9 +347,12 @@ class Deltas:
         add_delta(values, box, self.targets[weight], self._factors(weight))
 
     def replace(self, weight: str, box: Box, values: Tensor) -> None:
-        """Write the new values of `box` of a replaced weight into `values`, which hold that box."""
+        """Write the new values of `box` of a replaced weight into `values`, which hold that box, or add them."""
         rows, new = self.replaced[weight].rows, self._tensors[new_values_of(weight)]
-        if rows is None:
+        if (scaling := self.replaced[weight].scaling) is not None:
+            added = read_values(new, self._files.read, box, torch.float64)
+            values.copy_(values.double().add_(added, alpha=scaling))
+        elif rows is None:
             read_box(new, box, values, self._files.read)
         else:
             (first, last), *others = box
@@ -484,22 +488,35 @@ def compare_sample(
             )
         worst = max(worst, share)
     for weight, each in deltas.replaced.items():
-        worst = max(worst, _compare_replaced(weight, each, written.tensors[weight], factors, library))
+        added_to = None if each.scaling is None else load.tensors[weight]
+        worst = max(worst, _compare_replaced(weight, each, added_to, written.tensors[weight], factors, library))
     of_experts = sum(target.experts is not None for target in targets)
     count = len(targets) + len(deltas.replaced)
     return Compared(count, of_experts, worst, moved / wanted if wanted else None)
 
 
 def _compare_replaced(
-    weight: str, each: Replaced, written: LazyTensor, factors: WeightFiles, library: LibraryFiles
+    weight: str,
+    each: Replaced,
+    base: LazyTensor | None,
+    written: LazyTensor,
+    factors: WeightFiles,
+    library: LibraryFiles,
 ) -> float:
     """Return the largest difference of a sample of a replaced weight's rows, as a share of what rounding allows.
+
+    Args:
+        base: The weight to which the values are added, if they are.
 
     Raises `IntegrityError` if rounding does not allow it.
     """
     first, last = _some_rows(weight, each.shape[0], math.prod(each.shape[1:]))
-    with safe_open(factors.tensors[each.key].path, framework="pt") as file:
-        wanted = file.get_slice(each.key)[first:last].double()
+    key = replaced_key(factors.tensors, weight, each)
+    with safe_open(factors.tensors[key].path, framework="pt") as file:
+        wanted = file.get_slice(key)[first:last].double()
+    if base is not None:
+        assert each.scaling is not None
+        wanted = read_values(base, library, ((first, last),)).double() + each.scaling * wanted
     got = torch.empty(wanted.shape, dtype=written.dtype)
     others = full_box(each.shape)[1:]
     for number, row in enumerate(range(first, last) if each.rows is None else each.rows[first:last]):
@@ -507,7 +524,7 @@ def _compare_replaced(
     share = _share_of_rounding(got, wanted, torch.finfo(got.dtype).eps * wanted.abs(), written.holds_codes)
     if not share <= 1:
         raise IntegrityError(
-            f"{weight} is not what the adapter holds as {each.key}; report this as a bug",
+            f"{weight} is not what the adapter holds as {key}; report this as a bug",
             key="adapter.merged-wrongly",
         )
     return share

@@ -409,7 +409,7 @@ def refuse_in_memory(model: Any, args: Any, of_trl: str | None) -> None:
             key="trainer.unsupported-model",
         )
     for config in model.peft_config.values() if is_of_peft(model) else ():
-        refuse_lora(em.lora_from_peft(config), args, None)
+        refuse_lora(em.LoraConfig(dropout=getattr(config, "lora_dropout", 0.0)), args, None)
     if of_trl is not None:
         refuse_adapted_head(inner)
 
@@ -427,7 +427,7 @@ def refuse_adapters_as_reference(model: Any) -> None:
 def refuse_adapted_head(model: Any) -> None:
     """Raise `InputError` for an adapter on the head, by whatever name, of a model that has its adapters."""
     head = model.get_output_embeddings()
-    if head is not None and any("lora_" in name for name, _ in head.named_parameters()):
+    if head is not None and any("lora_" in name or "modules_to_save" in name for name, _ in head.named_parameters()):
         raise _adapter_on_head()
 
 

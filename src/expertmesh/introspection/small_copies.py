@@ -52,7 +52,7 @@ from expertmesh.experts.layer import ExpertLayer, sorted_forward
 from expertmesh.experts.lora_state import drop_adapters
 from expertmesh.introspection.known_families import own_class, proof_key, refusal_by_proof
 from expertmesh.introspection.meta_run import LENGTH, ROWS, run_text
-from expertmesh.state.model_view import meta_copy
+from expertmesh.state.model_view import OUTPUT_ROWS, meta_copy
 from expertmesh.state.patching import forwards_replaced
 
 # Sizes of copied experts.
@@ -274,7 +274,7 @@ def _narrow_copy(
         if count is not None and split is not None:
             shape[split] = shape[split] // common * tp
         # The hidden size is the input dim of a layer, but the output dim of the last one.
-        narrow = {"weight": 0, "bias": 0, "lora_B": 0} if owner == rows else {"weight": 1, "lora_A": 1}
+        narrow = dict.fromkeys(OUTPUT_ROWS, 0) if owner == rows else {"weight": 1, "lora_A": 1}
         if (dim := narrow.get(leaf)) is not None and dim < len(shape) and parameter.shape[dim] == hidden:
             shape[dim] = _HIDDEN
         value = torch.randn(shape, dtype=torch.float64, generator=generator) * 0.5
@@ -303,8 +303,8 @@ def _share(copy: nn.Module, found: "StateHeads", rank: int, ranks: int) -> nn.Mo
         module = share.get_submodule(owner)
         setattr(module, leaf, getattr(module, leaf) // ranks)
     last: Any = share.get_submodule(found.rows)  # of any class with a bias
-    if rank and last.bias is not None:
-        last.bias = None
+    for leaf in {"bias", "bias_lora_W"} & parameter_slots(last).keys() if rank else ():
+        parameter_slots(last)[leaf] = None
     return share
 
 
@@ -423,7 +423,7 @@ def _with_biases_and_adapters(module: nn.Module, shares: Mapping[str, TensorCut]
         f"{name.rpartition('.')[0]}.{leaf}": share
         for name, share in shares.items()
         if name.endswith(".weight")
-        for leaf in ("bias", "lora_B")
+        for leaf in OUTPUT_ROWS[1:]
     }
     last = {f"{rows}.weight": TensorCut(1), f"{rows}.lora_A": TensorCut(1)}
     return {name: share for name, share in (dict(shares) | alike | last).items() if name in known or name in shares}

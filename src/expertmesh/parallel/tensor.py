@@ -23,7 +23,7 @@ from torch import nn
 from expertmesh.compat import buffer_slots, parameter_slots
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
-from expertmesh.experts.lora_state import adapter_state
+from expertmesh.experts.lora_state import adapter_state, bias_of
 from expertmesh.introspection.small_copies import TensorCut
 from expertmesh.parallel.packing import BySamples
 from expertmesh.parallel.tensor_plan import TensorPart
@@ -195,10 +195,10 @@ class _Rows(nn.Module):
         out: torch.Tensor
         bias = module_state(self).row_bias
         if not running.sums_inside:
-            bias = parameter_slots(self)["bias"] if bias is None else bias
+            bias = bias_of(self) if bias is None else bias
             # Other ranks add 0 * bias: FSDP2 reduces parameters that have a gradient, and all ranks must reduce it.
             once = bias if number == 0 or bias is None else 0 * bias
-            with exchanged(parameter_slots(self), {"bias": once}), _cut(self):
+            with _biased(self, once), _cut(self):
                 out = super().forward(x)
             return out
         with _cut(self):
@@ -224,11 +224,17 @@ def _place(placed: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: 
             slots: Any = parameter_slots(module.get_submodule(owner))
             placed.enter_context(exchanged(slots, {leaf: slots[leaf].to_local()}))
         last = module.get_submodule(str(part.rows))
-        attach_to_module(last, row_bias=parameter_slots(last)["bias"])
+        attach_to_module(last, row_bias=bias_of(last))
         placed.callback(attach_to_module, last, row_bias=None)
         # Each rank would add the bias to its partial sum; _Rows adds it once, after the reduce-scatter.
-        placed.enter_context(exchanged(parameter_slots(last), {"bias": None}))
+        placed.enter_context(_biased(last, None))
     placed.enter_context(_cut(module))
+
+
+def _biased(layer: nn.Module, bias: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Give a linear layer this bias, instead of its own and of what its adapter adds, while the context is open."""
+    slots = parameter_slots(layer)
+    return exchanged(slots, {"bias": bias, **dict.fromkeys({"bias_lora_W"} & slots.keys())})
 
 
 def _cut(module: nn.Module) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.introspection.attention import counts_heads
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.small_copies import TensorCut, why_not_split
-from expertmesh.state.model_view import is_adapter, sharded
+from expertmesh.state.model_view import OUTPUT_ROWS, is_adapter, sharded
 
 # A module of a block whose forward takes one of these arguments mixes positions.
 _MIXES_POSITIONS = {
@@ -86,7 +86,7 @@ class TensorPart:
         for name in (*self.columns, self.rows or ""):
             linear = module.get_submodule(name)
             # Adapter B produces the layer's outputs and A consumes its inputs, so each is split like that side.
-            split, dim = (("weight", "lora_A"), 1) if name == self.rows else (("weight", "bias", "lora_B"), 0)
+            split, dim = (("weight", "lora_A"), 1) if name == self.rows else (OUTPUT_ROWS, 0)
             dims |= {f"{name}.{leaf}": dim for leaf in split if parameter_slots(linear).get(leaf) is not None}
         return dims
 

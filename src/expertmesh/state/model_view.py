@@ -311,6 +311,10 @@ class ModelView:
                 module.__class__ = kind
 
 
+# Parameters of a linear layer with a row for each output, those of adapters included.
+OUTPUT_ROWS = ("weight", "bias", "lora_B", "weight_lora_W", "bias_lora_W")
+
+
 def is_adapter(name: str) -> bool:
     """Return whether the name of a parameter is that of an adapter, which is beside what it adapts or replaces."""
     return name.endswith(("lora_A", "lora_B", "lora_W"))

@@ -32,15 +32,13 @@ from expertmesh.experts.micro_batch import real_tokens_of
 from expertmesh.parallel.pipeline import not_callable
 from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
 from expertmesh.parallel.tensor_plan import head_not_split
-from expertmesh.state.model_view import mesh_of, sharded
+from expertmesh.state.model_view import OUTPUT_ROWS, mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
 from expertmesh.step.base_model import base_name, model_inputs, padding_of, run_base
 from expertmesh.step.objective import IGNORED, CrossEntropy, Distilling, Objective, Term
 from expertmesh.step.router_losses import active_router_losses
 
-# Parameters of a head with one row per word; an adapter's A has none.
-_ROWS = ("weight", "bias", "lora_B", "weight_lora_W")
 BaseOutput = Callable[..., ModelOutput]
 
 
@@ -490,7 +488,7 @@ class VocabularyShare:
         """Return `head` by this rank's rows: views, whose gradients reach the full parameters (gathered by FSDP2
         before).
         """
-        full = {leaf: p for leaf in _ROWS if (p := parameter_slots(head).get(leaf)) is not None}
+        full = {leaf: p for leaf in OUTPUT_ROWS if (p := parameter_slots(head).get(leaf)) is not None}
         return SplitHead(self, head, full, {leaf: p[self.start : self.stop] for leaf, p in full.items()})
 
     def cross_entropy(self, logits_CW: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:

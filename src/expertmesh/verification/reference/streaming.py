@@ -114,7 +114,10 @@ class Weights:
         """Return the tensor, computed from its leaves under autograd."""
         value, target = leaves[name], self.targets.get(name)
         if self.adapters is not None and name in self.adapters.replaced:
-            rows, new = self.adapters.replaced[name].rows, leaves[new_values_of(name)].to(value.dtype)
+            replaced = self.adapters.replaced[name]
+            rows, new = replaced.rows, leaves[new_values_of(name)].to(value.dtype)
+            if replaced.scaling is not None:
+                return value + replaced.scaling * new
             return new if rows is None else value.index_copy(0, torch.tensor(rows, device=value.device), new)
         if target is None:
             return value
