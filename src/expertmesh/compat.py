@@ -170,6 +170,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
+def change_count(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 in inference mode, whose tensors do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def runs_in_backward() -> bool:
     """Return whether the calling thread runs inside of a backward."""
     return torch._C._current_graph_task_id() != -1

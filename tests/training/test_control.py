@@ -191,26 +191,3 @@ def test_a_rank_that_has_not_come_up_or_not_begun_has_a_place_too(tmp_path: Path
     assert str(progress.status()) == "before the first step, starting"
     progress.at(0, "é" * 500)
     assert str(progress.status()) == "before the first step, " + "é" * 64
-
-
-def test_a_reader_never_sees_half_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "_WRITING_SECONDS", LIMIT)  # the writer may have to wait for a core
-    progress = Progress(tmp_path / "p")
-    progress.at(0, "x" * 100)
-
-    def write() -> None:
-        writer = Progress(tmp_path / "p")
-        while True:
-            writer.at(0, "x" * 100)
-            writer.at(1, "y" * 120)
-            time.sleep(1e-5)  # a loop has something to do between two places
-
-    child = forked(write)
-    seen, reads, end = set(), 0, time.monotonic() + LIMIT
-    while (reads < 20_000 or len(seen) < 2) and time.monotonic() < end:
-        status = progress.status()
-        seen.add((status.step, status.phase))
-        reads += 1
-    os.kill(child, signal.SIGKILL)
-    end_of(child)
-    assert seen == {(0, "x" * 100), (1, "y" * 120)}

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from expertmesh.compat import FUSED_ATTENTION, assert_async, varlen_operation
+from expertmesh.compat import FUSED_ATTENTION, assert_async, change_count, varlen_operation
 from expertmesh.experts.lora_state import AdapterState
 from expertmesh.experts.micro_batch import packed_samples, routing
 from expertmesh.state.patching import replaced
@@ -173,13 +173,13 @@ def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     # Keep it without its history: a node that holds its own output would never be freed.
-    return tensor.detach(), tensor._version
+    return tensor.detach(), change_count(tensor)
 
 
 def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     """Return a saved tensor as autograd does without hooks: raise if it was changed since."""
     tensor, version = packed
-    if tensor._version != version:
+    if change_count(tensor) != version:
         raise RuntimeError(
             "activation checkpointing: a tensor that the expert layer kept for backward has been changed in place, by "
             "the model or by a first backward through the same graph"

@@ -39,7 +39,7 @@ from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 
 from expertmesh.anatomy import ExpertsSpec
-from expertmesh.compat import is_profiling, storage_key
+from expertmesh.compat import change_count, is_profiling, storage_key
 from expertmesh.distributed.collectives import all_to_all
 from expertmesh.experts.activation_checkpointing import computed_once, confirm_choice, is_recomputing
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher
@@ -276,9 +276,8 @@ class SharedExpert:
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what differs if a tensor is other memory, or its memory was changed in place since."""
-    version = 0 if tensor.is_inference() else tensor._version  # tensors of inference mode have none
     memory = (storage_key(tensor.untyped_storage()), tensor.storage_offset(), tensor.numel(), tensor.dtype)
-    return *memory, tensor.is_contiguous(), version
+    return *memory, tensor.is_contiguous(), change_count(tensor)
 
 
 def layer_of(experts: nn.Module) -> ExpertLayer:

@@ -7,8 +7,9 @@ responses and of a teacher are in objectives.py.
     B rows of a micro-batch, S positions, F figures
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -40,78 +41,54 @@ class Term:
     """float64 without graph, in the order of the objective's `figures`."""
 
 
-class Objective(Protocol):
-    """An objective. `figures` names the values that it reports beside the loss; `over` names what `count` counts, by
-    which the loss is divided.
-    """
+@dataclass(frozen=True, slots=True)
+class Objective(ABC):
+    """A sum over all ranks and micro-batches of a step."""
 
-    @property
-    def figures(self) -> tuple[str, ...]: ...
+    count: int | torch.Tensor = 1
+    """Number of what `over` names in the whole step, by which the loss is divided."""
+    figures: ClassVar[tuple[str, ...]] = ()
+    """Names of the values that it reports beside the loss."""
+    over: ClassVar[str] = "target tokens"
+    """Name of what `count` counts."""
 
-    @property
-    def count(self) -> int | torch.Tensor: ...
-
-    @property
-    def over(self) -> str: ...
-
+    @abstractmethod
     def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
         """Return this rank's share of a micro-batch. Collectives: those of what it asks of `losses`."""
 
 
-@dataclass(frozen=True, slots=True)
-class CrossEntropy:
+class CrossEntropy(Objective):
     """The sum of the losses of target tokens, over the targets of the whole step."""
-
-    count: int | torch.Tensor
-    """Targets of the whole step."""
-    figures: tuple[str, ...] = ()
-    over: str = "target tokens"
-    """Name of what `count` counts."""
 
     def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
         total = losses.total() / self.count
         return Term(total, total.new_zeros(0, dtype=torch.float64))
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluatedCrossEntropy:
+class EvaluatedCrossEntropy(Objective):
     """`CrossEntropy` without gradients, and the share of targets with the largest logit."""
 
-    count: int | torch.Tensor
-    """Targets of the evaluation set."""
-    figures: tuple[str, ...] = ("token_accuracy",)
-    over: str = "target tokens"
-    """Name of what `count` counts."""
+    figures = ("token_accuracy",)
 
     def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
         total, hits = losses.total_and_hits()
         return Term(total / self.count, hits.double().view(1) / self.count)
 
 
-@dataclass(frozen=True, slots=True)
-class LogProbabilities:
+class LogProbabilities(Objective):
     """No objective: `figures_F` is the log-probability of each row's targets, `[B]`, on every rank that shares
     the row.
     """
-
-    figures: tuple[str, ...] = ()
-    count: int = 1
-    over: str = "rows"
 
     def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
         by_row_B = -losses.by_row()
         return Term(by_row_B.new_zeros(()), by_row_B)
 
 
-@dataclass(frozen=True, slots=True)
-class NextWords:
+class NextWords(Objective):
     """No objective: `figures_F` is the token that the model would choose at each row's only target, `[B]`, on every
     rank that shares the row.
     """
-
-    figures: tuple[str, ...] = ()
-    count: int = 1
-    over: str = "rows"
 
     def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
         word_B = losses.largest_by_row()

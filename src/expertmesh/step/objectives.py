@@ -14,7 +14,7 @@ all ranks first, without gradients; the derivative by each sum then weights the 
     B rows of a micro-batch, P pairs of rows
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -36,7 +36,7 @@ _LARGEST = -1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairObjective(ABC):
+class PairObjective(Objective):
     """The mean of `pair_losses` over the pairs of the whole step.
 
     Rows 2p and 2p + 1 of a micro-batch are the chosen and the rejected row of a pair. A pair without targets only keeps
@@ -44,20 +44,17 @@ class PairObjective(ABC):
     """
 
     beta: float
-    count: int
-    """Pairs of the whole step."""
     figures: ClassVar[tuple[str, ...]] = REWARDS
     over: ClassVar[str] = "pairs"
-    """Name of what `count` counts."""
 
-    @abstractmethod
     def scores(
         self, log_probability_B: torch.Tensor, targets_B: torch.Tensor, batch: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return what the loss compares of each row, `[B]`, by the log-probability and the number of its targets.
+        """Return what the loss compares of each row, `[B]`; here the mean log-probability of its targets.
 
-        A row without targets has 0 and 1; its score must be finite.
+        A row without targets has the log-probability 0 and one of them; its score must be finite.
         """
+        return log_probability_B / targets_B
 
     @abstractmethod
     def pair_losses(self, chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
@@ -102,11 +99,6 @@ class Simpo(PairObjective):
 
     gamma: float
 
-    def scores(
-        self, log_probability_B: torch.Tensor, targets_B: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        return log_probability_B / targets_B
-
     def pair_losses(self, chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
         return -F.logsigmoid(self.beta * (chosen_P - rejected_P) - self.gamma)
 
@@ -116,11 +108,6 @@ class Orpo(PairObjective):
     """-log P of chosen − beta · log sigmoid(log(odds of chosen / odds of rejected)), with odds = P / (1 − P) and
     log P the mean log-probability of a response's tokens.
     """
-
-    def scores(
-        self, log_probability_B: torch.Tensor, targets_B: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        return log_probability_B / targets_B
 
     def pair_losses(self, chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
         return -chosen_P - self.beta * F.logsigmoid(_log_odds(chosen_P) - _log_odds(rejected_P))
@@ -151,7 +138,7 @@ def _log_odds(score_P: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kto:
+class Kto(Objective):
     """The mean over the rows of the whole step of w · (1 − σ(±beta · (log π − log π_ref − kl))): + and
     `desirable_weight` for desirable rows, − and `undesirable_weight` for the others.
 
@@ -163,15 +150,12 @@ class Kto:
     beta: float
     desirable_weight: float
     undesirable_weight: float
-    count: int
-    """Rows of the whole step."""
     desirable: int = 0
     """Desirable rows of the whole step."""
     kl: torch.Tensor | None = None
     """The mean of log π − log π_ref over the mismatched rows of the whole step, 0 if it is less: 0-dim float64."""
     figures: ClassVar[tuple[str, ...]] = OBJECTIVES["kto"].evaluated
     over: ClassVar[str] = "rows"
-    """Name of what `count` counts."""
 
     def measured(self, ratios: Iterable[torch.Tensor], desirable: int, device: torch.device) -> "Kto":
         """Return the objective with its `kl`, by this rank's log π − log π_ref of mismatched rows.
@@ -234,7 +218,7 @@ def reference_of(objective: str, batch: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distill:
+class Distill(Objective):
     """T² · KL(teacher || model) at temperature T, plus `sft_weight` times the cross-entropy: each summed over target
     tokens, over the targets of the whole step.
 
@@ -242,15 +226,10 @@ class Distill:
     targets; both models' logits exist for a chunk of targets at a time.
     """
 
-    count: int
-    """Targets of the whole step."""
     options: Distilling
     """The temperature, the direction and the factor of the cross-entropy."""
     teacher: Sequence[TokenLosses] = ()
     """The teacher's for each micro-batch; none on ranks without the last pipeline stage."""
-    figures: tuple[str, ...] = ()
-    over: str = "target tokens"
-    """Name of what `count` counts."""
 
     def beside(self, teacher: nn.Module, batches: Sequence[Batch]) -> tuple["Distill", Sequence[Batch]]:
         """Return the objective for a step or evaluation of `batches`, and these with an entry that numbers them.
@@ -278,13 +257,8 @@ class _RecordedLosses(Term):
     """The losses of the micro-batch, computed on request."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordLosses:
+class _RecordLosses(Objective):
     """No objective: records the `TokenLosses`, with the hidden states of the targets."""
-
-    figures: tuple[str, ...] = ()
-    count: int = 1
-    over: str = "target tokens"
 
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         nothing = torch.zeros((), dtype=torch.float64, device=batch["labels"].device)

@@ -8,10 +8,10 @@ stop without a signal. Elsewhere they are plain memory, for the rank's own messa
 lock: one process writes each field. Imports neither torch nor anything else that is heavy; communicates with no rank.
 """
 
+import ctypes
 import mmap
 import os
 import signal
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,19 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-_PHASE_BYTES = 128
-_IDENTITY = struct.Struct("<qQ")  # process id, identity of its main thread
-_PLACE = struct.Struct(f"<dq{_PHASE_BYTES}s")  # since when, step, phase
-_BEAT = struct.Struct("<d")
-_NUMBER = struct.Struct("<q")
-_IDENTITY_AT = 0
-_VERSION_AT = _IDENTITY_AT + _IDENTITY.size
-_PLACE_AT = _VERSION_AT + _NUMBER.size
-_BEAT_AT = _PLACE_AT + _PLACE.size
-_STOP_STATE_AT = _BEAT_AT + _BEAT.size
-_STOP_AT = _STOP_STATE_AT + _NUMBER.size
-_SIZE = _STOP_AT + _NUMBER.size
-_WRITING_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A scheduler and a launcher may both deliver what is one request: signals this close together count as one.
 ONE_REQUEST_SECONDS = 0.5
@@ -72,78 +59,76 @@ class RankStatus:
         return f"{place}, {self.phase}"
 
 
+class _Fields(ctypes.Structure):
+    """The status of a rank. One process writes each field."""
+
+    _fields_ = (
+        ("process", ctypes.c_int64),
+        ("main_thread", ctypes.c_uint64),
+        ("since", ctypes.c_double),
+        ("step", ctypes.c_int64),
+        ("phase", ctypes.c_char * 128),
+        ("heartbeat", ctypes.c_double),
+        ("stop_state", ctypes.c_int64),
+        ("stop", ctypes.c_int64),
+    )
+
+
 class Progress:
     """The bytes of one rank: in `path`, created if it does not exist, or in memory."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._version = 0
-        self._bytes: mmap.mmap | bytearray = bytearray(_SIZE)
+        size = ctypes.sizeof(_Fields)
+        held: mmap.mmap | bytearray = bytearray(size)
         if path is not None:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                os.truncate(descriptor, _SIZE)
-                self._bytes = mmap.mmap(descriptor, _SIZE)
+                os.truncate(descriptor, size)
+                held = mmap.mmap(descriptor, size)
             finally:
                 os.close(descriptor)
+        self._fields = _Fields.from_buffer(held)
 
     def start(self) -> None:
         """Record that the process is running. The rank's main thread calls it."""
-        _IDENTITY.pack_into(self._bytes, _IDENTITY_AT, os.getpid(), threading.get_ident())
+        self._fields.process, self._fields.main_thread = os.getpid(), threading.get_ident()
         self.at(0, "starting")
         self.beat()
 
     def at(self, step: int, phase: str) -> None:
         """Record that the rank is now in `phase` of `step` (from 1; 0 before the first step)."""
-        place = _PLACE.pack(time.monotonic(), step, phase.encode()[:_PHASE_BYTES])
-        # Odd while the place is being written, so that a reader can tell.
-        self._version += 1
-        _NUMBER.pack_into(self._bytes, _VERSION_AT, self._version)
-        self._bytes[_PLACE_AT : _PLACE_AT + _PLACE.size] = place
-        self._version += 1
-        _NUMBER.pack_into(self._bytes, _VERSION_AT, self._version)
+        # A reader in between sees the step of one place with the phase of another.
+        self._fields.since, self._fields.step = time.monotonic(), step
+        self._fields.phase = phase.encode()[: _Fields.phase.size]
 
     def beat(self) -> None:
         """Record that this process still runs. A thread of its own calls it about once a second."""
-        _BEAT.pack_into(self._bytes, _BEAT_AT, time.monotonic())
+        self._fields.heartbeat = time.monotonic()
 
     @property
     def stop_state(self) -> StopState:
-        return StopState(_NUMBER.unpack_from(self._bytes, _STOP_STATE_AT)[0])
+        return StopState(self._fields.stop_state)
 
     @stop_state.setter
     def stop_state(self, state: StopState) -> None:
-        _NUMBER.pack_into(self._bytes, _STOP_STATE_AT, state)
+        self._fields.stop_state = state
 
     @property
     def stop(self) -> int:
         """Return the signal by which the launcher was asked to stop, or 0. Only the launcher writes it."""
-        return int(_NUMBER.unpack_from(self._bytes, _STOP_AT)[0])
+        return int(self._fields.stop)
 
     @stop.setter
     def stop(self, number: int) -> None:
-        _NUMBER.pack_into(self._bytes, _STOP_AT, number)
+        self._fields.stop = number
 
     def status(self) -> RankStatus:
         """Return all fields at one moment, also for a reader in another process."""
-        process, main_thread = _IDENTITY.unpack_from(self._bytes, _IDENTITY_AT)
-        since, step, phase = _PLACE.unpack(self._place())
-        (heartbeat,) = _BEAT.unpack_from(self._bytes, _BEAT_AT)
-        text = phase.rstrip(b"\0").decode(errors="ignore") or "starting"
-        return RankStatus(process, main_thread, since, step, text, heartbeat, self.stop_state)
-
-    def _place(self) -> bytes:
-        """Return the bytes that `at` wrote, complete: the writer may be in the middle, and may not run for a while.
-
-        A writer that was killed or stopped in the middle never finishes; then the bytes are taken as they are.
-        """
-        deadline = time.monotonic() + _WRITING_SECONDS
-        while True:
-            before = _NUMBER.unpack_from(self._bytes, _VERSION_AT)[0]
-            place = bytes(self._bytes[_PLACE_AT : _PLACE_AT + _PLACE.size])
-            whole = before % 2 == 0 and before == _NUMBER.unpack_from(self._bytes, _VERSION_AT)[0]
-            if whole or time.monotonic() > deadline:
-                return place
-            time.sleep(0)
+        found = self._fields
+        phase = found.phase.decode(errors="ignore") or "starting"
+        return RankStatus(
+            found.process, found.main_thread, found.since, found.step, phase, found.heartbeat, self.stop_state
+        )
 
 
 class StopReason(IntEnum):
