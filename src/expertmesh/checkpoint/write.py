@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
@@ -44,7 +43,7 @@ from expertmesh.checkpoint.state import (
     write_part,
 )
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks, rank_and_ranks
+from expertmesh.distributed.all_ranks import from_rank_0, gather_objects, raise_on_all_ranks, rank_and_ranks
 from expertmesh.io.boxes import Box, volume
 from expertmesh.io.directory import (
     io_errors,
@@ -331,8 +330,7 @@ def _of_all_stages(
     if mesh.layout.pp == 1:
         return tensors, list(trained_here)
     own = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.get("optimizer", {}).items()}
-    gathered: list[tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], list[str]]] = [({}, [])] * mesh.layout.pp
-    dist.all_gather_object(gathered, (own, list(trained_here)), group=mesh.pp_group)
+    gathered = gather_objects((own, list(trained_here)), mesh.pp_group)
     if "optimizer" in tensors:
         every = {name: on_other_stage(dtype, shape) for slots, _ in gathered for name, (dtype, shape) in slots.items()}
         tensors = {**tensors, "optimizer": {**every, **tensors["optimizer"]}}

@@ -83,12 +83,15 @@ def from_rank_0(own: T) -> T:
     return found[0]
 
 
-def objects_of_all_ranks(own: T) -> list[T]:
-    """Return the object of each rank. Collectives: every rank calls it; two all-gathers on the default group."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the object of each rank of `group`, by rank.
+
+    Collectives: every rank of `group` (the default group if None) calls it; two all-gathers.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [own]
-    found = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    found = [own] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
     return found
 
 

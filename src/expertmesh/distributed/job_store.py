@@ -36,7 +36,8 @@ class JobStore:
 
     def get(self, key: str) -> Any:
         """Return the value of `key`, or None while there is none."""
-        return json.loads(self.store.get(self.prefix + key)) if self.has(key) else None
+        key = self.prefix + key
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def take(self, key: str) -> Any:
         """Return the value of `key` and delete it, or None while there is none."""
@@ -50,10 +51,6 @@ class JobStore:
         self.store.wait([self.prefix + key], datetime.timedelta(seconds=seconds))
         return json.loads(self.store.get(self.prefix + key))
 
-    def has(self, *keys: str) -> bool:
-        """Return whether all of the keys have a value."""
-        return bool(self.store.check([self.prefix + key for key in keys]))
-
-    def count(self, key: str, more: int = 1) -> int:
-        """Add to a number, which begins at 0, and return it."""
-        return int(self.store.add(self.prefix + key, more))
+    def count(self, key: str) -> int:
+        """Add 1 to a number, which begins at 0, and return it."""
+        return int(self.store.add(self.prefix + key, 1))

@@ -16,7 +16,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,8 @@ _TEXT_POSITIONS = re.compile(r"position_ids\.shape\[0\] == 4\b")
 _CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 
-def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None:
+def carried_state(model: nn.Module) -> str | None:
     """Find what carries state along the sequence, other than attention.
-
-    Args:
-        within: names of the modules to search; by default the full model.
 
     Returns:
         A kind of layers in the configuration, or the name of a module; None if there is neither.
@@ -63,17 +60,7 @@ def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None
     recurrent = sorted(kind for kind in kinds if any(name in kind for name in _RECURRENT_LAYERS))
     if recurrent:
         return f"{recurrent[0]} layers"
-    for parent in within:
-        for name, module in model.get_submodule(parent).named_modules(prefix=parent):
-            if carries_state(module):
-                return str(name)
-    return None
-
-
-def attentions(model: nn.Module, block: str) -> dict[str, Any]:
-    """Return the modules of a block whose code calls transformers' attention registry, by name."""
-    named = model.get_submodule(block).named_modules(prefix=block)
-    return {name: module for name, module in named if registry_call(module) is not None}
+    return next((name for name, module in model.named_modules() if carries_state(module)), None)
 
 
 def packing_refusal(model: nn.Module) -> str | None:
@@ -92,11 +79,13 @@ def packing_refusal(model: nn.Module) -> str | None:
                 f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
             )
     found = Separation.of(model, anatomy)
-    if found.has_axes and not takes_text_positions(type(found.decoder)):
+    # A decoder that takes `[4, B, S]` builds masks from the first.
+    if found.has_axes and _TEXT_POSITIONS.search(_source(type(found.decoder))) is None:
         return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
     refusal = mask_refusal(found.decoder)
-    attends = (name for block in decoder_blocks(anatomy) for name in attentions(model, block))
-    separates = refusal is None or found.needs_masks or all(_in_any(name, found.mixers) for name in attends)
+    in_blocks = ((name, part) for name, part in model.named_modules() if is_within(name, *decoder_blocks(anatomy)))
+    attends = (name for name, part in in_blocks if registry_call(part) is not None)
+    separates = refusal is None or found.needs_masks or all(is_within(name, *found.mixers) for name in attends)
     return None if separates else f"{config.model_type} {refusal}"
 
 
@@ -173,7 +162,7 @@ def _looking_along(model: nn.Module, anatomy: Anatomy) -> _Looking | None:
     inner = [name for name, module in named.items() if isinstance(module, PreTrainedModel)]
     # Models inside the model that hold no block of the decoder: text does not come to them.
     towers = [name for name in inner if name and not any(is_inside(block, name) for block in blocks)]
-    if any(carries_state(module) for name, module in named.items() if not _in_any(name, [*towers, *blocks])):
+    if any(carries_state(module) for name, module in named.items() if not is_within(name, *towers, *blocks)):
         return None
     has_state = carried_state(model) is not None
     # The masks of attention are tensors, which can be cut into samples, or causal without a tensor.
@@ -186,14 +175,14 @@ def _looking_along(model: nn.Module, anatomy: Anatomy) -> _Looking | None:
         for name, module in model.get_submodule(block).named_children():
             name = f"{block}.{name}"
             taken = set(inspect.signature(own_class(type(module)).forward).parameters) - {"self"}
-            parts = {p: part for p, part in module.named_modules(prefix=name) if not _in_any(p, experts)}
+            parts = {p: part for p, part in module.named_modules(prefix=name) if not is_within(p, *experts)}
             suspects = [p for p, part in parts.items() if along_the_sequence(part) is not None]
             has_own_state = any(map(carries_state, parts.values()))
             # Positions that an earlier block selected count within a sample if that block ran by samples.
             if not suspects and not has_own_state and not (has_state and "prev_topk_indices" in taken):
                 continue
             separable = masks_can_be_cut and has_state if _attends(module) else True
-            holds_experts = any(_in_any(expert, [name]) for expert in experts)
+            holds_experts = any(is_within(expert, name) for expert in experts)
             if separable and not holds_experts and taken <= _OF_ROWS | HIDDEN_OF_KEYS:
                 looking.mixers.append(name)
             elif has_own_state or _attends(module):
@@ -208,12 +197,10 @@ def mixes_streams(model: Any, block: str) -> bool:
 
     False if its code uses anything else that may look along the sequence.
     """
-    streams = getattr(model.config.get_text_config(), "hc_mult", None)
-    return bool(streams) and only_multiplies(type(model.get_submodule(block)))
-
-
-def _in_any(name: str, parents: Sequence[str]) -> bool:
-    return is_within(name, *parents)
+    kind = type(model.get_submodule(block))
+    used = {name for tree in map(_tree, _owners(kind)) for name in map(_called, _calls(tree))}
+    only_multiplies = used & _ALONG_THE_SEQUENCE <= {"matmul"} and along_the_sequence(kind) == "matmul"
+    return bool(getattr(model.config.get_text_config(), "hc_mult", None)) and only_multiplies
 
 
 def _attends(module: nn.Module) -> bool:
@@ -275,12 +262,6 @@ def along_the_sequence(kind: Any) -> str | None:
     return None
 
 
-def only_multiplies(kind: Any) -> bool:
-    """Return whether `matmul` is the only call in a class that may look along the sequence."""
-    used = {name for tree in map(_tree, _owners(kind)) for name in map(_called, _calls(tree))}
-    return used & _ALONG_THE_SEQUENCE <= {"matmul"} and along_the_sequence(kind) == "matmul"
-
-
 @known_by_class("attributes_read")
 def attributes_read(function: Any) -> list[str]:
     """Return the attributes of its argument `module` that a Python function reads."""
@@ -317,11 +298,6 @@ def mask_refusal(kind: Any) -> str | None:
 def takes_masks(kind: Any) -> bool:
     """Return whether a decoder accepts masks as a dict with one for each kind of layer."""
     return _TAKES_MASKS.search(_source(kind)) is not None
-
-
-def takes_text_positions(kind: Any) -> bool:
-    """Return whether a decoder with several position axes accepts `[4, B, S]` and builds masks from the first."""
-    return _TEXT_POSITIONS.search(_source(kind)) is not None
 
 
 def _source(kind: Any) -> str:

@@ -373,19 +373,18 @@ def open_liveness(
     progress: Progress,
     config: Any,
     report: Callable[[DistributedFailure], None],
-    environment: Mapping[str, str] = os.environ,
 ) -> Liveness | None:
     """Return this rank's part by its environment, listening; None if there is no other rank, or no store."""
-    if int(environment.get("WORLD_SIZE", "1")) == 1 or not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
-    local = environment.get("LOCAL_WORLD_SIZE")
+    local = os.environ.get("LOCAL_WORLD_SIZE")
     place = Rank(
-        "", int(environment["RANK"]), int(environment["WORLD_SIZE"]), None, int(local) if local else None,
-        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]),
+        "", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, int(local) if local else None,
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
     )  # fmt: skip
     # A store that outlives an attempt keeps its answers; agents that keep none may count attempts differently.
-    kept = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
     found = Liveness(place, progress, attempt, Path(config.output_dir, STACKS_FILE), report)
     found.start(config.distributed.first_step_timeout_seconds)
     return found

@@ -233,9 +233,9 @@ def launch(
                 started = start_ranks([str(config_path), str(directory), *worker], places, directory)
                 attempt = Attempt(started, directory, requests, config.distributed.timeout_seconds)
                 code = attempt.supervise()
-                if code and not attempt.has_saved():
+                if code and not all(rank.progress.stop_state is StopState.STOPPED for rank in started):
                     number = requests.forced or requests.requested
-                    at = attempt.ranks[0].progress.status()
+                    at = started[0].progress.status()
                     tell(stopped_sentence(number, at, _run_of(config, options)), error=True)
                 return code
             except DistributedFailure as failure:
@@ -287,7 +287,8 @@ class StopRequests:
     """The request to stop when the ranks can."""
     forced: int = 0
     """The request to stop at once."""
-    _requested_at: float = 0.0
+    requested_at: float = 0.0
+    """`time.monotonic()` of the first one."""
 
     @property
     def exit_code(self) -> int:
@@ -295,16 +296,11 @@ class StopRequests:
         number = self.forced or self.requested
         return StopReason(number).exit_code if number in STOP_SIGNALS else 128 + number
 
-    @property
-    def seconds_ago(self) -> float:
-        """Return the seconds since the first request."""
-        return time.monotonic() - self._requested_at
-
     def receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number in STOP_SIGNALS and not self.requested:
-            self.requested, self._requested_at = number, now
-        elif number not in STOP_SIGNALS or now - self._requested_at > ONE_REQUEST_SECONDS:
+            self.requested, self.requested_at = number, now
+        elif number not in STOP_SIGNALS or now - self.requested_at > ONE_REQUEST_SECONDS:
             self.forced = number
 
 
@@ -377,10 +373,6 @@ class Attempt:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     rank.process.wait(max(0.0, deadline - time.monotonic()))
 
-    def has_saved(self) -> bool:
-        """Return whether all ranks have stopped as requested, with a checkpoint."""
-        return all(rank.progress.stop_state is StopState.STOPPED for rank in self.ranks)
-
     def _running(self) -> list[LocalRank]:
         for rank in self.ranks:
             if not rank.runs and rank.rank not in self.exit_codes:
@@ -405,7 +397,7 @@ class Attempt:
             if rank.progress.stop != self.requests.requested:
                 rank.progress.stop = self.requests.requested
                 rank.process.send_signal(signal.SIGCONT)  # one that is stopped could not save
-        late = self.requests.seconds_ago > STOPPED_SECONDS
+        late = time.monotonic() - self.requests.requested_at > STOPPED_SECONDS
         return any(
             rank.progress.stop_state is StopState.NOT_ACCEPTING or (late and is_stopped(rank.process.pid))
             for rank in self._running()

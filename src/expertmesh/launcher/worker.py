@@ -33,7 +33,10 @@ def run_rank(config: Config, function: str, control: Control) -> int:
 
     Called on every rank, before a process group exists; issues no collective. Raises what the function raises.
     """
-    take_allocator_settings()
+    # Before torch is imported; the user's own settings stay.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # The rows that experts receive are others in every step: blocks of fixed sizes would fragment.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if config.train.deterministic:
         take_deterministic_algorithms()
     module, _, name = function.partition(":")
@@ -65,13 +68,6 @@ def lazy_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def take_allocator_settings() -> None:
-    """Set the allocator before torch is imported; the user's own settings stay."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # The rows that experts receive are others in every step: blocks of fixed sizes would fragment.
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def take_deterministic_algorithms() -> None:

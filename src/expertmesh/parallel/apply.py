@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside, is_within
 from expertmesh.config.errors import IntegrityError
-from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.distributed.all_ranks import gather_objects, raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.introspection.compute_dtype import cast_in_forward
@@ -111,8 +111,7 @@ def _check_equal_on_every_rank(model: nn.Module) -> None:
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest = hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
         digests.append((name, digest, tensor.requires_grad))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, digests)
+    gathered = gather_objects(digests)
     # Every rank checks all ranks against rank 0, so all of them raise together.
     for rank, others in enumerate(gathered):
         for expected, other in zip(gathered[0], others, strict=True):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from expertmesh.checkpoint.write import STATUSES
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.collectives import all_gather
+from expertmesh.state.shards import to_local
 from expertmesh.step.forward_backward import StepLosses
 from expertmesh.training.control import StopReason
 
@@ -115,7 +115,9 @@ def _who_is_not_finite(losses: StepLosses, grad_norm: float, model: nn.Module) -
     """Return the same sentence on every rank. Collectives: one all-gather of three numbers on the default group."""
     assert dist.group.WORLD is not None
     loss = losses.loss.double()
-    finite = math.isfinite(float(loss)) and gradients_are_finite(model)
+    gradients = (to_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
+    # Waits for the device: only after a step that failed.
+    finite = math.isfinite(float(loss)) and all(bool(gradient.isfinite().all()) for gradient in gradients)
     own = torch.tensor([[float(loss), finite, grad_norm]], dtype=torch.float64, device=loss.device)
     rows = all_gather(own, dist.group.WORLD).tolist()
     loss_ranks = [rank for rank, (loss, _, _) in enumerate(rows) if not math.isfinite(loss)]
@@ -126,16 +128,6 @@ def _who_is_not_finite(losses: StepLosses, grad_norm: float, model: nn.Module) -
         return f"the gradient of rank {_listed(ranks)}'s shards is not finite"
     norm = next(norm for _, _, norm in rows if not math.isfinite(norm))
     return f"the gradient norm is {norm}, although every rank's shards are finite"
-
-
-def gradients_are_finite(model: nn.Module) -> bool:
-    """Return whether this rank's gradient shards are finite. Waits for the device: only after a step that failed."""
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        if local is not None and not bool(local.isfinite().all()):
-            return False
-    return True
 
 
 def _listed(ranks: list[int]) -> str:

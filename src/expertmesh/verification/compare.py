@@ -11,12 +11,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from expertmesh.distributed.all_ranks import gather_objects
 from expertmesh.state.model_view import is_adapter
 from expertmesh.verification.result import Figure
 
@@ -27,7 +26,6 @@ OWN_ERRORS = 1.5
 _LEAST_RMS = 1e-3
 _FEW = 64
 _BLOCK = 1 << 24
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +150,13 @@ def without_numbers(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def gather(mine: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Return every rank's `mine`, by rank.
-
-    Collectives: every rank of `group` (the default group if None) calls it; one all-gather of objects.
-    """
-    found: list[_T] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
-
-
 def summed_over_ranks(mine: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return the numbers of each name, summed over the ranks that have the name.
 
     Collectives: every rank calls it; one all-gather of objects on the default group.
     """
     totals: dict[str, list[float]] = {}
-    for part in gather(mine):
+    for part in gather_objects(mine):
         for name, values in part.items():
             totals[name] = [a + b for a, b in zip(totals.get(name, [0] * len(values)), values, strict=True)]
     return totals

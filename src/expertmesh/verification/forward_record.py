@@ -20,6 +20,7 @@ from transformers.utils.generic import ModelOutput
 
 from expertmesh.anatomy import Anatomy, decoder_blocks, is_classifier
 from expertmesh.distributed import sequence_collectives
+from expertmesh.distributed.all_ranks import gather_objects
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.pairs import sorted_choice
 from expertmesh.parallel.sequence import padded, sequence_share
@@ -29,7 +30,6 @@ from expertmesh.step.base_model import model_inputs
 from expertmesh.step.loss import head_logits, loss_of_base, loss_of_batch
 from expertmesh.step.objective import LogProbabilities, Term
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
-from expertmesh.verification.compare import gather
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.setup import PlacedSample, StepData
 
@@ -214,7 +214,7 @@ def _of_all_stages(mesh: Mesh, own: dict[str, Tensor]) -> dict[str, Tensor]:
     Collectives: every rank calls it; one all-gather of objects over pp.
     """
     whole: dict[str, Tensor] = {}
-    for part in gather(own, mesh.pp_group):
+    for part in gather_objects(own, mesh.pp_group):
         assert not whole.keys() & part.keys(), f"{whole.keys() & part.keys()} ran on two stages"
         whole |= part
     return whole

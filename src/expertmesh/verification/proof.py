@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
-from expertmesh.distributed.all_ranks import from_rank_0
+from expertmesh.distributed.all_ranks import from_rank_0, gather_objects
 from expertmesh.experts.install import close_library
 from expertmesh.verification.compare import (
     TOLERANCE,
@@ -24,7 +24,6 @@ from expertmesh.verification.compare import (
     differ,
     distances,
     figures,
-    gather,
     least_rms,
     own_errors,
 )
@@ -268,7 +267,7 @@ class PrecisionRun:
         if dtype not in self._followed:
             found, chosen = self.proof.expected(dtype), self.forward.choices
             both = [(chosen[name], index) for name, index in found.forward.choices.items() if name in chosen]
-            if any(gather(any(bool(differ(*each).any()) for each in both))):
+            if any(gather_objects(any(bool(differ(*each).any()) for each in both))):
                 found = self.proof.reference(dtype).run(self.proof.setup.steps[0], forced=chosen)
             self._followed[dtype] = found
         return self._followed[dtype]

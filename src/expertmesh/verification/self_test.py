@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.all_ranks import gather_objects
 from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.parallel.pipeline import layers_of
 from expertmesh.state.model_view import as_stored, sharded, stage_names
 from expertmesh.state.shards import cut_local, local_tensor
-from expertmesh.verification.compare import gather
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers import CHECKS
 from expertmesh.verification.layers.artifacts import check_artifacts
@@ -242,7 +242,7 @@ def _reduce_early(job: ProvenJob) -> None:
 def _double(job: ProvenJob) -> None:
     inside = tuple(f"{spec.name}." for spec in job.setup.anatomy.experts)
     found = {name: p for name, p in job.parameters().items() if name.startswith(inside)}
-    if not any(gather(bool(found))):  # the run may have no adapters on experts
+    if not any(gather_objects(bool(found))):  # the run may have no adapters on experts
         found = job.parameters()
     for parameter in found.values():
         if parameter.grad is not None:

@@ -21,7 +21,7 @@ from transformers.initialization import guard_torch_init_functions, meta_device_
 from expertmesh.anatomy import experts_specs
 from expertmesh.compat import buffer_slots, init_weights, mark_initialised, parameter_slots
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.all_ranks import objects_of_all_ranks
+from expertmesh.distributed.all_ranks import gather_objects
 from expertmesh.io.boxes import Box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.model_view import ModelView
@@ -231,7 +231,7 @@ def refuse_other_draws(seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_of(seed, ""))
         probe = torch.empty(_PROBE_ELEMENTS).normal_()
-    found = objects_of_all_ranks(hashlib.sha256(probe.numpy().data).hexdigest())
+    found = gather_objects(hashlib.sha256(probe.numpy().data).hexdigest())
     if other := [rank for rank, each in enumerate(found) if each != found[0]]:
         raise InputError(
             f"model.from_config: rank {other[0]} draws other values than rank 0, from another seed or by a processor "

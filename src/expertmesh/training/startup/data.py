@@ -36,7 +36,7 @@ from expertmesh.data.images import Images
 from expertmesh.data.sources import RowShare
 from expertmesh.distributed.all_ranks import (
     from_rank_0,
-    objects_of_all_ranks,
+    gather_objects,
     raise_on_all_ranks,
     sum_over_ranks,
 )
@@ -97,7 +97,7 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
         # A stream is not kept, so what its template writes is that of the first start.
         date = date or _today()
         job = dist.get_rank(), dist.get_world_size()
-        ranks = Ranks(*job, from_rank_0, objects_of_all_ranks, raise_on_all_ranks)
+        ranks = Ranks(*job, from_rank_0, gather_objects, raise_on_all_ranks)
         stream = Stream(replace(train, date=date), config.train.seed, ranks)
         window = stream.first()
         found.append(window.dataset)
@@ -231,9 +231,8 @@ def held_by_another(stack: ExitStack, preparation: Preparation) -> str:
 
 
 def _made(name: str, preparation: Preparation, say: Callable[[str], None]) -> PreparedData:
-    hosts = [""] * dist.get_world_size()
     boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
-    dist.all_gather_object(hosts, f"{socket.gethostname()} {boot_id}")
+    hosts = gather_objects(f"{socket.gethostname()} {boot_id}")
     here = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
     share = RowShare(here.index(dist.get_rank()), len(here))
     building = preparation.building(f"{from_rank_0(uuid.uuid4().hex)}-{here[0]}")

@@ -26,8 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from expertmesh.adapters.save import save_adapter
 from expertmesh.config.errors import ExpertmeshError, IntegrityError
-from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, figures, gather, squares
+from expertmesh.distributed.all_ranks import gather_objects, raise_on_all_ranks
+from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, figures, squares
 from expertmesh.verification.forward_record import kept_tokens, record_forward
 from expertmesh.verification.job import ProvenJob, build, dequantised_base
 from expertmesh.verification.proof import Proof
@@ -136,7 +136,7 @@ def _compared(proof: Proof, name: str, job: ProvenJob, logits: Tensor, load: Cal
                 found = Distance(*squares(read, logits))
                 del loaded
                 gc.collect()
-    found = gather(found)[0]
+    found = gather_objects(found)[0]
     if isinstance(found, str):
         return Check(name, "fail", note=found)
     return Check.of(name, figures({"logits": found}, _limit(proof)))

@@ -17,6 +17,7 @@ from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
 from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import InputError
 from expertmesh.data import Step
+from expertmesh.distributed.all_ranks import gather_objects
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.experts.install import close_library
 from expertmesh.experts.lora_state import adapter_state
@@ -26,7 +27,7 @@ from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.state.model_view import ModelView, stage_names
 from expertmesh.state.shards import local_tensor
 from expertmesh.step.forward_backward import Order
-from expertmesh.verification.compare import OWN_ERRORS, distances, figures, gather, scalar, without_numbers
+from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
 from expertmesh.verification.job import Boxes, ProvenJob, build
 from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.result import Check
@@ -187,11 +188,11 @@ def check_resume(proof: Proof) -> list[Check]:
     got = _fingerprints(resumed)
     close_library(resumed.model)
     different = sorted(key for key in expected.keys() | got.keys() if expected.get(key) != got.get(key))
-    everyone = [key for part in gather(different) for key in part]
+    everyone = [key for part in gather_objects(different) for key in part]
     if dist.get_rank() == 0:
         shutil.rmtree(directory)
     note = "weights and moments" if not everyone else f"{everyone[0]} differs, and {len(everyone) - 1} more"
-    return [Check.that(name, not everyone, sum(gather(len(expected))), note)]
+    return [Check.that(name, not everyone, sum(gather_objects(len(expected))), note)]
 
 
 def _fingerprints(job: ProvenJob) -> dict[str, int]:

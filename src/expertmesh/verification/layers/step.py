@@ -25,6 +25,7 @@ from torch import Tensor
 from expertmesh.adapters.plan import adapters_off
 from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import IntegrityError
+from expertmesh.distributed.all_ranks import gather_objects
 from expertmesh.io.boxes import full_box, intersect, volume
 from expertmesh.io.terminal import plural
 from expertmesh.state.shards import held_boxes, local_tensor
@@ -34,7 +35,6 @@ from expertmesh.verification.compare import (
     Distance,
     differ,
     figures,
-    gather,
     scalar,
     squares,
     summed_over_ranks,
@@ -125,7 +125,7 @@ def replicas(job: ProvenJob, name: str, also: dict[str, Tensor] | None = None) -
     mine = torch.tensor([[place, value] for place, (_, value) in prints.items()], dtype=torch.int64).reshape(-1, 2)
     found: dict[int, set[int]] = {}
     times: Counter[int] = Counter()
-    for rows in gather(mine):
+    for rows in gather_objects(mine):
         for place, value in rows.tolist():
             found.setdefault(place, set()).add(value)
             times[place] += 1
@@ -134,7 +134,7 @@ def replicas(job: ProvenJob, name: str, also: dict[str, Tensor] | None = None) -
     note = f"of {len(found):,} parts" if copied else f"no rank holds a copy of any of {len(found):,} parts"
     note += f"; {tied} tied to another" if tied else ""
     if different:
-        which = next(each for each in gather([prints[p][0] for p in different if p in prints]) if each)
+        which = next(each for each in gather_objects([prints[p][0] for p in different if p in prints]) if each)
         note = f"{which[0]} differs between ranks that hold the same part of it"
     return Check.that(name, not different, copied, note)
 
@@ -178,7 +178,7 @@ def _own_limit(run: PrecisionRun, own: Expected, exact: Expected) -> float:
     Collectives: every rank calls it; one all-gather of objects.
     """
     error = (own.token_losses - exact.token_losses).abs() * exact.token_weights.abs()
-    return OWN_ERRORS * sum(gather(float(error.sum()))) / abs(exact.losses.loss)
+    return OWN_ERRORS * sum(gather_objects(float(error.sum()))) / abs(exact.losses.loss)
 
 
 def _compare_reference(proof: Proof) -> Check:
@@ -195,7 +195,7 @@ def _compare_reference(proof: Proof) -> Check:
             with adapters_off(job.model) if without else nullcontext():
                 chosen = record_forward(job, rows).choices
             mine = proof.reference(proof.exact.judge).row_log_probabilities(rows, chosen, adapters=not without)
-            parts = gather(mine if job.answers_for_rows else {})
+            parts = gather_objects(mine if job.answers_for_rows else {})
             by_index = {index: row for part in parts for index, row in part.items()}
             wanted = torch.tensor([by_index[index] for index in range(len(rows.dataset))], dtype=torch.float64)
             found[what] = Distance(*squares(torch.from_numpy(got), wanted))
@@ -256,7 +256,8 @@ def _compare_flips(run: PrecisionRun) -> Check:
             tokens += len(job)
             alone, theirs = alone + int((job & ~unsharded).sum()), theirs + int((unsharded & ~job).sum())
             both += int((job & unsharded).sum())
-    tokens, alone, theirs, both = (sum(part) for part in zip(*gather((tokens, alone, theirs, both)), strict=True))
+    of_ranks = gather_objects((tokens, alone, theirs, both))
+    tokens, alone, theirs, both = (sum(part) for part in zip(*of_ranks, strict=True))
     if not tokens:
         return _no_choices(name)
     more = alone > OWN_ERRORS * theirs and _chance(alone, alone + theirs) < _CHANCE
@@ -290,11 +291,11 @@ def _backward_checks(run: PrecisionRun) -> list[Check]:
     compared = run.compared(got.gradients, lambda expected: expected.gradients, run.job.counted(), floor=True)
     whole = run.limit if compared.own is None else max(run.limit, OWN_ERRORS * total(compared.own).relative())
     together, wanted = Figure("all gradients together", total(compared.found).relative(), whole), compared.expected.norm
-    norms = [scalar(f"rank {rank}", norm, wanted, whole) for rank, norm in enumerate(gather(got.norm))]
+    norms = [scalar(f"rank {rank}", norm, wanted, whole) for rank, norm in enumerate(gather_objects(got.norm))]
     factor = got.max_norm / (got.norm + 1e-6)
     rounding = max((torch.finfo(value.dtype).eps for value in got.gradients.values()), default=0.0)
     worst = max(((abs(scale / factor - 1), name) for name, scale in got.scaled.items()), default=(0.0, "nothing"))
-    clipped = [Figure(name, error, max(1e-5, rounding)) for error, name in gather(worst)]
+    clipped = [Figure(name, error, max(1e-5, rounding)) for error, name in gather_objects(worst)]
     return [
         Check.of(f"{run.name}: gradients", [*compared.figures, together]),
         Check.of(f"{run.name}: global norm", norms, f"{wanted:.6g} of the unsharded gradients"),

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config import OptimConfig
+from expertmesh.distributed.all_ranks import gather_objects
 from expertmesh.experts.balance import attached_balance
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.optimizers.adamw import AdamW8bit
 from expertmesh.training.optimizers.muon import Muon, matrices_of
-from expertmesh.verification.compare import OWN_ERRORS, TOLERANCE, distances, gather, scalar, total, without_numbers
+from expertmesh.verification.compare import OWN_ERRORS, TOLERANCE, distances, scalar, total, without_numbers
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.layers.step import replicas
 from expertmesh.verification.proof import Proof
@@ -99,7 +100,7 @@ def _worst_of_each_rank(mine: list[Figure]) -> list[Figure]:
     Collectives: every rank calls it; one all-gather of objects.
     """
     worst = max(mine, key=lambda figure: figure.share, default=None)
-    return [figure for figure in gather(worst) if figure is not None]
+    return [figure for figure in gather_objects(worst) if figure is not None]
 
 
 class _RepeatedOptimizer:
@@ -265,7 +266,8 @@ def _move_biases(job: ProvenJob, expected: Expected, held: dict[str, Tensor]) ->
     balance = attached_balance(job.model)
     for experts, bias in balance.biases:
         index = expected.forward.choices[experts] if job.answers_for_rows else expected.forward.choices[experts][:0]
-        counts = torch.stack(gather(torch.bincount(index.reshape(-1).long(), minlength=balance.num_experts))).sum(0)
+        mine = torch.bincount(index.reshape(-1).long(), minlength=balance.num_experts)
+        counts = torch.stack(gather_objects(mine)).sum(0)
         direction = (counts.sum() - balance.num_experts * counts).sign()
         tensor = held[bias]
         tensor += (balance.bias_update_rate * direction).to(tensor.dtype).view(tensor.shape)

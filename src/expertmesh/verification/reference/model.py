@@ -30,11 +30,11 @@ from transformers.utils.generic import ModelOutput
 
 from expertmesh.anatomy import ExpertsSpec, is_inside
 from expertmesh.data import IGNORE
+from expertmesh.distributed.all_ranks import gather_objects
 from expertmesh.experts.balance import attached_balance
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.boxes import Box, extents, full_box, intersect, slices
 from expertmesh.state.shards import held_parts, local_tensor
-from expertmesh.verification.compare import gather
 from expertmesh.verification.forward_record import MISMATCHED, TEACHER, ForwardRecord, kept_tokens, recording
 from expertmesh.verification.job import Losses, ProvenJob
 from expertmesh.verification.reference import unsharded
@@ -227,7 +227,7 @@ class Reference:
                 module.register_forward_hook(self._keep_router_logits)
         self.weights = Weights(model, setup, job.model, device)
         self.places = places_of_list_members(setup)
-        wanted = set().union(*gather(set(job.parameters())))
+        wanted = set().union(*gather_objects(set(job.parameters())))
         model.train(bool(wanted))  # a teacher trains nothing
         self.trained = frozenset({*wanted, *(name for name, (into, _) in self.places.items() if into in wanted)})
         self.streamed = StreamedModel(model, device, setup.anatomy.blocks, self.trained)
@@ -402,7 +402,7 @@ class Reference:
         """
         balance, answers = attached_balance(self.job.model), self.job.answers_for_rows
         stacked = torch.stack(own).detach().cpu()
-        everyone = gather(stacked if answers else stacked[:, :0])
+        everyone = gather_objects(stacked if answers else stacked[:, :0])
         aux = own[0].sum() * 0
         if balance.aux_loss_coef:
             function = sys.modules[type(self.streamed.model).__module__].load_balancing_loss_func
