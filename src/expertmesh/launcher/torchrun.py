@@ -122,29 +122,22 @@ def refuse_elastic(ranks: tuple[int, int], place: Rank | None, environment: Mapp
     fewest, most = ranks
     how = "torchrun --nnodes MIN:MAX --rdzv-backend c10d --rdzv-id NAME --max-restarts N"
     if place is None or place.starter != "torchrun":
-        raise InputError(
-            f"--elastic {fewest}:{most} is for torchrun, whose agents start again on the machines that are left; start "
-            f"with {how} -m expertmesh train",
-            key="launch.elastic-start",
+        wrong = (
+            f" {fewest}:{most} is for torchrun, whose agents start again on the machines that are left; start with "
+            f"{how} -m expertmesh train"
         )
-    if not fewest <= place.world_size <= most:
-        raise InputError(
-            f"--elastic {fewest}:{most}, but torchrun has started {place.world_size} ranks; make --nnodes times "
-            "--nproc-per-node fit",
-            key="launch.elastic-start",
-        )
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise InputError(
-            "--elastic: torchrun would let ranks read the addresses of those that are gone; start it with the "
-            "environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-            key="launch.elastic-start",
-        )
-    if environment.get("TORCHELASTIC_RUN_ID", "none") == "none":
-        raise InputError(
-            "--elastic: torchrun has no --rdzv-id, by which a start knows the output_dir of the one before it; give it "
-            "one that no other job has",
-            key="launch.elastic-start",
-        )
+    elif not fewest <= place.world_size <= most:
+        wrong = f" {fewest}:{most}, but torchrun has started {place.world_size} ranks; make --nnodes times "
+        wrong += "--nproc-per-node fit"
+    elif environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        wrong = ": torchrun would let ranks read the addresses of those that are gone; start it with the environment "
+        wrong += "variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    elif environment.get("TORCHELASTIC_RUN_ID", "none") == "none":
+        wrong = ": torchrun has no --rdzv-id, by which a start knows the output_dir of the one before it; give it one "
+        wrong += "that no other job has"
+    else:
+        return
+    raise InputError(f"--elastic{wrong}", key="launch.elastic-start")
 
 
 def report(error: ExpertmeshError, *, as_json: bool = False) -> int:

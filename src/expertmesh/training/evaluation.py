@@ -59,7 +59,7 @@ class Evaluation:
 
     def _figures(self, model: nn.Module, batches: EvaluationBatches) -> EvalMetrics:
         """Compute the objective over a whole set. Collectives: those of `with_kl_of_step`, and one all-reduce."""
-        objective = self.objective.evaluated(rows=batches.rows, target_tokens=batches.target_tokens)
+        objective = self.objective.of_step(rows=batches.rows, target_tokens=batches.target_tokens, evaluated=True)
         totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
         mismatched = in_groups(batches.mismatched(), self.mesh, "") if self.objective.config.judged else ()
         objective = self.objective.with_kl_of_step(model, objective, mismatched, batches.desirable, self.mesh)

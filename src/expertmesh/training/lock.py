@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,6 @@ from typing import Annotated, ClassVar, Self
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from expertmesh.config.errors import InputError
-from expertmesh.io.directory import wait_until_seen
 from expertmesh.io.reading import read_file
 
 log = logging.getLogger(__name__)
@@ -166,25 +166,18 @@ def holder(directory: Path) -> Holder | None:
     path = directory / NAME
     try:
         owner = _read(path)
-        return None if owner is None else Holder(owner, _is_held(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}", key="file.unreadable") from error
-
-
-def wait_until_held(directory: Path) -> None:
-    """Return when this rank sees the lock that rank 0 has taken. `InputError` for a `directory` that is not shared."""
-    wait_until_seen(directory / NAME)
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # deleted meanwhile, or no locks there
-        return False
-    return False
+    if owner is None:
+        return None
+    lives = False
+    with suppress(OSError):  # deleted meanwhile, or no locks there
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lives = True
+    return Holder(owner, lives)
 
 
 _UNKNOWN = Owner("an unknown host", 0, None, 0.0)

@@ -84,7 +84,13 @@ class Teacher:
             model_config, directory = read_model_config(
                 name, trust_remote_code=config.model.trust_remote_code, weights=weights
             )
-            _refuse_other_vocabulary(model_config, student)
+            theirs, own = (int(each.get_text_config().vocab_size) for each in (model_config, student))
+            if theirs != own:
+                raise InputError(
+                    f"its vocabulary has {theirs:,} tokens, and that of the model {own:,}; distill compares the "
+                    "probabilities of the same tokens: choose a teacher of the same vocabulary",
+                    key="model.other-vocabulary",
+                )
             return cls.planned(config, model_config, directory, layout)
         except InputError as error:
             raise type(error)(f"objective.teacher {name}: {error}", key=error.key) from error
@@ -114,16 +120,6 @@ class Teacher:
     def load(self, mesh: "Mesh", audit: AuditMode) -> None:
         """Read the weights. Collectives: every rank calls it; those of `fill_and_audit`."""
         fill_and_audit(self.model, self.directory, mesh, audit)
-
-
-def _refuse_other_vocabulary(teacher: PreTrainedConfig, student: PreTrainedConfig) -> None:
-    theirs, own = (int(config.get_text_config().vocab_size) for config in (teacher, student))
-    if theirs != own:
-        raise InputError(
-            f"its vocabulary has {theirs:,} tokens, and that of the model {own:,}; distill compares the probabilities "
-            "of the same tokens: choose a teacher of the same vocabulary",
-            key="model.other-vocabulary",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +164,9 @@ class RunObjective:
         reference = "the base with adapters off" if self.adapters_off else "its log-probabilities before the first step"
         return f"{said}; reference: {reference}"
 
-    def of_step(self, *, rows: int, target_tokens: int) -> Objective:
-        """Return the objective of a step (or an evaluation) with that many rows and targets."""
-        return objective_of(self.config, rows=rows, target_tokens=target_tokens)
-
-    def evaluated(self, *, rows: int, target_tokens: int) -> Objective:
-        """Return `of_step` without gradients, with the figures of an evaluation."""
-        return objective_of(self.config, rows=rows, target_tokens=target_tokens, evaluated=True)
+    def of_step(self, *, rows: int, target_tokens: int, evaluated: bool = False) -> Objective:
+        """Return the objective of a step with that many rows and targets, or of an evaluation, with its figures."""
+        return objective_of(self.config, rows=rows, target_tokens=target_tokens, evaluated=evaluated)
 
     def with_comparison(
         self, model: nn.Module, batches: Sequence[Batch], objective: Objective

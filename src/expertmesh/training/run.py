@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from expertmesh.config import Config
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.io.directory import wait_until_seen
 from expertmesh.io.terminal import plural
 from expertmesh.training.control import Control
 from expertmesh.training.evaluation import Evaluation
-from expertmesh.training.lock import RunLock, wait_until_held
+from expertmesh.training.lock import NAME, RunLock
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.reporting.record import ChosenLayout
 from expertmesh.training.reporting.reporter import open_reporter, start_reports
@@ -72,7 +73,7 @@ def _train(config: Config, control: Control, checked: Checked, predict: Predict 
             if is_main:
                 stack.enter_context(RunLock(Path(config.output_dir), control.launch))
         with raise_on_all_ranks("predicting a step"):
-            wait_until_held(Path(config.output_dir))
+            wait_until_seen(Path(config.output_dir, NAME))  # else it is not shared
             forecast = predict(config, checked) if is_main and predict is not None else None
         checked = checked.in_order(from_rank_0(None if forecast is None else forecast.order))
         # 2. Data, mesh, the step to go on from, and the sharded model: all that may refuse before weights are read.

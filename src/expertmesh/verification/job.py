@@ -38,7 +38,7 @@ from expertmesh.training.startup.model_check import shard_options
 from expertmesh.verification.reference.streaming import set_adapters
 from expertmesh.verification.setup import Setup, StepData
 from expertmesh.weights.first_values import start_head
-from expertmesh.weights.load import fill, read_whole
+from expertmesh.weights.load import fill
 
 Boxes = dict[str, list[Box]]  # the boxes of a rank's parts of tensors, by name
 
@@ -290,13 +290,3 @@ def _make_up_reference(job: ProvenJob) -> None:
         if (mismatched := data.mismatched) is not None:
             away = random.uniform(-1, 0, len(data.dataset)) / data.minimised.beta
             data.dataset.mismatched_reference = job.reference_table(mismatched, objective) + away
-
-
-def dequantised_base(setup: Setup, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the unsharded model in one process, with the dequantised values of its files.
-
-    transformers' loader keeps them quantised, or reads some formats wrong. Collectives: none.
-    """
-    model = setup.meta_model(dtype, fuse=False)
-    read_whole(model, setup.directory)
-    return model

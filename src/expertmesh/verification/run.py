@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 
-from expertmesh import __version__
 from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
@@ -25,6 +23,7 @@ from expertmesh.io.directory import io_errors, report_errors
 from expertmesh.io.terminal import plural
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.control import Control
+from expertmesh.training.reporting.start import versions
 from expertmesh.verification.layers import CHECKS
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof, label
@@ -132,7 +131,7 @@ def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
         "objective": config.objective.name,
         "only": list(options.only),
         "notes": list(setup.notes),
-        "versions": {"expertmesh": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": versions(),
     }
 
 

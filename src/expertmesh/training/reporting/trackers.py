@@ -12,11 +12,12 @@ import logging
 import math
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -75,13 +76,19 @@ class TrackedRun:
     """Steps of the run that are done."""
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
+    """An open tracker, made of a `TrackedRun`."""
+
     known_as: str
 
+    @abstractmethod
     def log(self, step: int, figures: dict[str, float], pictures: dict[str, Picture]) -> None: ...
+    @abstractmethod
     def samples(self, step: int, rows: list[dict[str, str]]) -> None: ...
-    def sync(self) -> None: ...
+    @abstractmethod
     def close(self, failed: bool) -> None: ...
+    def sync(self) -> None:  # noqa: B027
+        """Write what is held back; nothing where a process, a thread or a request of its own does."""
 
 
 @dataclass(slots=True)
@@ -193,7 +200,7 @@ def _as_text(rows: list[dict[str, str]]) -> str:
     return "\n\n".join(parts)
 
 
-class _TensorBoard:
+class _TensorBoard(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -219,7 +226,7 @@ class _TensorBoard:
         self.writer.close()
 
 
-class _WandB:
+class _WandB(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         self.wandb = importlib.import_module("wandb")
         self.known_as = run.known_as or uuid.uuid4().hex[:8]
@@ -244,14 +251,11 @@ class _WandB:
         table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self.run.log({"step": step, EVAL_SAMPLES: table})
 
-    def sync(self) -> None:
-        pass  # its own process has them
-
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))
 
 
-class _Trackio:
+class _Trackio(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         self.trackio = importlib.import_module("trackio")
         # Names are what it tells runs of a project apart by.
@@ -271,14 +275,11 @@ class _Trackio:
     def samples(self, step: int, rows: list[dict[str, str]]) -> None:
         self.run.log({EVAL_SAMPLES: self.trackio.Markdown(_as_text(rows))}, step=step)
 
-    def sync(self) -> None:
-        pass  # a thread of its own writes them
-
     def close(self, failed: bool) -> None:
         self.run.finish()
 
 
-class _MLflow:
+class _MLflow(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         self.mlflow = importlib.import_module("mlflow")
         if run.project is not None or not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
@@ -298,14 +299,11 @@ class _MLflow:
     def samples(self, step: int, rows: list[dict[str, str]]) -> None:
         self.mlflow.log_text(_as_text(rows), f"{EVAL_SAMPLES}/step-{step:08d}.md")
 
-    def sync(self) -> None:
-        pass  # each call is a request of its own
-
     def close(self, failed: bool) -> None:
         self.mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-_TRACKERS: dict[str, type[_TensorBoard] | type[_WandB] | type[_Trackio] | type[_MLflow]] = {
+_TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
     "trackio": _Trackio,

@@ -29,11 +29,12 @@ from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.all_ranks import gather_objects, raise_on_all_ranks
 from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, figures, squares
 from expertmesh.verification.forward_record import kept_tokens, record_forward
-from expertmesh.verification.job import ProvenJob, build, dequantised_base
+from expertmesh.verification.job import ProvenJob, build
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Reference
 from expertmesh.verification.result import Check
+from expertmesh.weights.load import read_whole
 from expertmesh.weights.save import save_model
 
 _OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -163,7 +164,9 @@ def _with_peft(proof: Proof, job: ProvenJob, adapter: Path) -> Any:
     with _quiet():
         peft: Any = importlib.import_module("peft")
     if hasattr(proof.setup.model_config, "quantization_config"):
-        base = dequantised_base(proof.setup, proof.exact.judge)
+        # transformers' loader keeps the values of codes quantised, or reads some formats wrong.
+        base = proof.setup.meta_model(proof.exact.judge, fuse=False)
+        read_whole(base, proof.setup.directory)
         if hasattr(base, "set_experts_implementation"):
             base.set_experts_implementation("eager")
     else:

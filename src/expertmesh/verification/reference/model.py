@@ -251,11 +251,9 @@ class Reference:
         Collectives: every rank calls it; one all-reduce per trained tensor, and a few small ones, on the default group.
         """
         job, streamed, balance = self.job, self.streamed, attached_balance(self.job.model)
-        samples = data.placed(job.mesh.layout, job.mesh.rank)
-        batch = self._batch(data, samples)
         mismatched = None if data.mismatched is None else self._measured(data.mismatched, forced or {}, weights)
         kl = torch.zeros((), requires_grad=True) if mismatched is None else mismatched.kl
-        forced = self._spread(batch, samples, forced or {})
+        samples, batch, forced = self._inputs(data, forced or {})
         recorder, sums = _Recorder(self, batch, samples, forced), _GradientSums(self, whole)
         teacher = None if self.teacher is None else self.teacher._forward_alone(batch, samples, forced, TEACHER)[0]
         with recorder.recording(), streamed.fed_by(weights or self.weights, recorder.choices.during):
@@ -316,9 +314,7 @@ class Reference:
 
     def _measured(self, data: StepData, forced: Mapping[str, Tensor], weights: Weights | None) -> "_Measured":
         """Return what kto estimates by the mismatched rows `data`. Collectives: every rank calls it; one all-reduce."""
-        samples = data.placed(self.job.mesh.layout, self.job.mesh.rank)
-        batch = self._batch(data, samples)
-        forced = self._spread(batch, samples, forced, mismatched=True)
+        samples, batch, forced = self._inputs(data, forced, mismatched=True)
         recorder, token_losses = self._forward_alone(batch, samples, forced, MISMATCHED, weights)
         rows = unsharded.row_log_probabilities(token_losses, batch)[: len(samples)]
         kl = self._summed((rows - _of_rows(data.dataset.reference, samples, rows.device)).sum()) / len(data.dataset)
@@ -334,36 +330,29 @@ class Reference:
             adapters: Add the adapters to the weights.
         """
         job = self.job
-        samples = data.placed(job.mesh.layout, job.mesh.rank)
-        batch = self._batch(data, samples)
-        forced = self._spread(batch, samples, forced)
+        samples, batch, forced = self._inputs(data, forced)
         base = Weights(self.streamed.model, job.setup, job.model, job.mesh.device, adapted=False)
         _, token_losses = self._forward_alone(batch, samples, forced, "", self.weights if adapters else base)
         rows = unsharded.row_log_probabilities(token_losses, batch).tolist()
         return {sample.index: row for sample, row in zip(samples, rows, strict=False)}
 
-    def _batch(self, data: StepData, samples: Sequence[PlacedSample]) -> unsharded.PaddedSamples:
-        """Return the batch of `samples` of `data`, or of one sample without targets if there are none.
+    def _inputs(
+        self, data: StepData, forced: Mapping[str, Tensor], *, mismatched: bool = False
+    ) -> tuple[list[PlacedSample], unsharded.PaddedSamples, dict[str, Tensor]]:
+        """Return this rank's samples of `data`, their batch, and the experts that its tokens must take, by name.
 
-        A rank without samples has to run the model as well: skipping an all-reduce would hang the others.
+        The batch has one sample without targets if there are none: a rank without samples has to run the model as well,
+        because skipping an all-reduce would hang the others.
+
+        Args:
+            mismatched: Take the experts of mismatched rows.
         """
+        samples = data.placed(self.job.mesh.layout, self.job.mesh.rank)
         own = [(placed.input_ids, placed.labels) for placed in samples]
         without_targets = torch.zeros(2, dtype=torch.int64), torch.full((2,), IGNORE)
-        batch = unsharded.PaddedSamples.of(own or [without_targets], self.job.mesh.device)
-        return batch.with_images(data, samples)
-
-    @staticmethod
-    def _spread(
-        batch: unsharded.PaddedSamples,
-        samples: Sequence[PlacedSample],
-        forced: Mapping[str, Tensor],
-        *,
-        mismatched: bool = False,
-    ) -> dict[str, Tensor]:
-        """Return the experts that tokens must take at all positions of `batch`, or of the mismatched rows, by name."""
-        if not samples:
-            return {}
-        return {n: batch.spread(value) for n, value in forced.items() if n.startswith(MISMATCHED) is mismatched}
+        batch = unsharded.PaddedSamples.of(own or [without_targets], self.job.mesh.device).with_images(data, samples)
+        named = {name: index for name, index in forced.items() if name.startswith(MISMATCHED) is mismatched}
+        return samples, batch, {name: batch.spread(index) for name, index in named.items()} if samples else {}
 
     def _loss(
         self,
