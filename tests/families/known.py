@@ -13,10 +13,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -30,7 +31,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import known_families
 from expertmesh.introspection.attention import attributes_read, packing_refusal, registry_call
 from expertmesh.introspection.compute_dtype import plan_compute, with_wide_routers
-from expertmesh.introspection.known_families import Answers, recording
+from expertmesh.introspection.known_families import Answers
 from expertmesh.introspection.small_copies import confirm_experts
 from expertmesh.introspection.stage_probe import without_gradient
 from expertmesh.parallel.context import context_plan
@@ -99,6 +100,28 @@ def _published(path: Path, directory: Path) -> PreTrainedConfig:
     """The configuration as the product reads it."""
     (directory / "config.json").write_text(path.read_text())
     return read_model_config(str(directory))[0]
+
+
+class _Recorded(dict[Any, Any]):
+    """Answers to one question, or by question: none is there to be taken, and each is found as often as it is asked."""
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+    def __setitem__(self, key: Any, answer: Any) -> None:
+        earlier = super().setdefault(key, answer)
+        assert earlier == answer, f"{key}: {earlier} and {answer}: the key lacks an argument"
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return super().setdefault(key, _Recorded())
+
+
+@contextmanager
+def recording() -> Iterator[Answers]:
+    """Record every answer that is found, and ignore the table, inside the block."""
+    answers = _Recorded()
+    with mock.patch.object(known_families, "_table", return_value=answers):
+        yield answers
 
 
 def _answers(configs: Iterable[PreTrainedConfig]) -> Answers:

@@ -12,11 +12,12 @@ from expertmesh.anatomy import describe
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import attention, small_copies
 from expertmesh.introspection.attention import packing_refusal
-from expertmesh.introspection.known_families import class_key, recording
+from expertmesh.introspection.known_families import class_key
 from expertmesh.parallel.context import ContextPlan, context_plan
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.catalogue import families
+from tests.families.known import recording
 from tests.families.tiny import tiny_config as family_config
 from tests.support.errors import refused
 from tests.support.models import tiny_config

@@ -35,7 +35,6 @@ _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_OF_ONE_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 # Reserved for documentation: whatever is routed there takes the default route.
@@ -63,22 +62,6 @@ class Rank:
     port: int | None = None
     """Port of the rendezvous."""
 
-    def with_rendezvous(self) -> "Rank":
-        """Return this rank, on one machine with an address to meet at.
-
-        Raises `InputError` if several ranks do not know where to meet.
-        """
-        if self.world_size == 1:
-            return replace(self, address=self.address or LOCALHOST, port=self.port or 0)
-        if self.address is None or self.port is None:
-            missing, what = ("MASTER_ADDR", "host") if self.address is None else ("MASTER_PORT", "port")
-            raise InputError(
-                f"{missing} is not set, so {self.world_size} ranks cannot meet; set it to the {what} of rank 0, the "
-                "same on every machine",
-                key="launch.environment-incomplete",
-            )
-        return self
-
     def export(self, environment: Environment = os.environ) -> None:
         """Write this rank into the variables that torch reads."""
         values = {
@@ -98,7 +81,7 @@ def find_place(environment: Environment = os.environ) -> Rank | None:
     Raises:
         InputError: The variables contradict each other, or torchrun has to start the ranks.
     """
-    alone = not any(name in environment for name in _OF_ONE_PROCESS)
+    alone = not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environment.keys()
     if alone and ("PET_NNODES" in environment or "PET_NODE_RANK" in environment):
         raise InputError(
             "PET_NNODES and PET_NODE_RANK are options of torchrun, which starts the ranks of each machine; start "
@@ -126,7 +109,16 @@ def join_job(environment: Environment = os.environ) -> None:
                 "which starts N on CPUs too if --cpu is left out"
             )
         raise InputError(f"no process group; {start}", key="launch.no-process-group")
-    place.with_rendezvous().export(environment)
+    if place.world_size == 1:
+        place = replace(place, address=place.address or LOCALHOST, port=place.port or 0)
+    for name, what, found in (("MASTER_ADDR", "host", place.address), ("MASTER_PORT", "port", place.port)):
+        if found is None:
+            raise InputError(
+                f"{name} is not set, so {place.world_size} ranks cannot meet; set it to the {what} of rank 0, the same "
+                "on every machine",
+                key="launch.environment-incomplete",
+            )
+    place.export(environment)
 
 
 def hosts_of(nodelist: str) -> list[str]:

@@ -31,7 +31,7 @@ from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
 from expertmesh.experts.placement import Placement
 from expertmesh.io.boxes import inverse
 from expertmesh.state.model_view import attach_to_module, module_state
-from expertmesh.state.patching import register_function, replace_forward
+from expertmesh.state.patching import replace_forward
 
 IMPLEMENTATION = "expertmesh"
 ComputeName = Literal["auto", "grouped_mm", "loop"]
@@ -75,7 +75,7 @@ def install(model: nn.Module, anatomy: Anatomy, mesh: Mesh, plan: ExpertsPlan, d
 
     Collectives: none, unless the dispatcher is that of a library, whose buffers all ranks open here.
     """
-    register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, experts_forward)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     kernels, shared = plan.kernels, plan.shared
     dispatchers = open_dispatchers(plan.dispatch, anatomy.experts, mesh, kernels.triton, plan.placement.replicas)
     for spec in anatomy.experts:

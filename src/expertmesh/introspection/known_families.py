@@ -10,9 +10,7 @@ not part of transformers.
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -23,12 +21,11 @@ from transformers import PreTrainedConfig
 from expertmesh.compat import attention_of, hooks_of
 
 FILE = "known_families.json"
-Answers = dict[str, dict[str, Any]]  # by question and key, as JSON has them
+Answers = dict[str, dict[str | None, Any]]  # by question and key, as JSON has them
 _Answer = TypeVar("_Answer")
 
 # The settings of every configuration, without those two that can change what a model's code does.
 _OF_EVERY_CONFIG = frozenset(PreTrainedConfig().to_dict()) - {"tie_word_embeddings", "is_encoder_decoder"}
-_recorded: ContextVar[Answers | None] = ContextVar("expertmesh_recorded_answers", default=None)
 
 
 def look_up(
@@ -43,19 +40,12 @@ def look_up(
         keep: returns whether an answer also holds for other sizes; only such answers are recorded, and found once in a
             process.
     """
-    recorded = _recorded.get()
-    if recorded is None and key is not None:
-        known = _table().setdefault(question, {})
-        if key in known:
-            return known[key]
-        answer = find()
-        if keep(answer):
-            known[key] = answer
-        return answer
+    known = {} if key is None else _table().setdefault(question, {})
+    if key in known:
+        return known[key]
     answer = find()
-    if recorded is not None and key is not None and keep(answer):
-        earlier = recorded.setdefault(question, {}).setdefault(key, answer)
-        assert earlier == answer, f"{question} of {key} is {earlier} and {answer}: the key lacks an argument"
+    if keep(answer):
+        known[key] = answer
     return answer
 
 
@@ -83,17 +73,6 @@ def known_by_class(question: str) -> Callable[[Callable[[Any], _Answer]], Callab
         return answer
 
     return decorate
-
-
-@contextmanager
-def recording() -> Iterator[Answers]:
-    """Record every answer that is found, and ignore the table, while the context is open."""
-    answers: Answers = {}
-    token = _recorded.set(answers)
-    try:
-        yield answers
-    finally:
-        _recorded.reset(token)
 
 
 def class_key(kind: Any) -> str | None:

@@ -39,7 +39,6 @@ from expertmesh.introspection.attention import (
 from expertmesh.introspection.small_copies import TensorCut, TokenProof, state_heads
 from expertmesh.parallel.tensor_plan import TensorPart, line_of, mixers, part_by_heads
 from expertmesh.state.model_view import attach_to_module, module_state
-from expertmesh.state.patching import register_function
 
 PREFIX = "expertmesh_context_"
 # Arguments that attention classes may pass to the registry's function: numbers, or tensors that the exchange cuts.
@@ -306,11 +305,11 @@ def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], 
         configs[id(owner.config)] = owner.config
     for config in configs.values():
         backend = backend_of(config)
-        register_function(ALL_ATTENTION_FUNCTIONS, PREFIX + backend, _attention)
+        ALL_ATTENTION_FUNCTIONS.register(PREFIX + backend, _attention)
         if backend in ALL_MASK_ATTENTION_FUNCTIONS:
             # Attention sees full rows, so the backend's mask function serves unchanged.
             masks = ALL_MASK_ATTENTION_FUNCTIONS
-            register_function(masks, PREFIX + backend, masks[backend])
+            masks.register(PREFIX + backend, masks[backend])
         # A dict sets this configuration alone; a string would also change those inside it (of a vision tower).
         set_attention(config, {"": PREFIX + backend})
 

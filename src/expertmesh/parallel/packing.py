@@ -34,7 +34,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.micro_batch import Borders, PackedSamples, packed_samples
 from expertmesh.introspection.attention import MASKED_KINDS, Separation, mask_kinds, registry_call
 from expertmesh.parallel.context import backend_of
-from expertmesh.state.patching import mix_in, register_function
+from expertmesh.state.patching import mix_in
 
 NAME = "expertmesh_varlen"
 # The arguments that the kernel supports. A family that passes others is refused, as they would be ignored silently.
@@ -93,8 +93,8 @@ def packed_attention_line(model: Any, anatomy: Anatomy, device: torch.device, dt
 
 def attend_by_samples(decoder: nn.Module) -> None:
     """Switch the attention of `decoder`, built with sdpa, to the samples of packed rows. It does not communicate."""
-    register_function(ALL_ATTENTION_FUNCTIONS, NAME, attention)
-    register_function(ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
     config: Any = decoder.config
     set_attention(config, {"": NAME})
 

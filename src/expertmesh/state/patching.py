@@ -67,11 +67,6 @@ def set_at(model: nn.Module, name: str, part: nn.Module | torch.Tensor | None) -
     setattr(model.get_submodule(parent), leaf, part)
 
 
-def register_function(registry: Any, name: str, function: Callable[..., Any]) -> None:
-    """Enter `function` into a public registry of transformers, under a name of expertmesh."""
-    registry.register(name, function)
-
-
 @contextmanager
 def exchanged(slots: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
     """Put `values` under these names into the parameter or child slots of a module (compat.py) inside the block.

@@ -91,12 +91,6 @@ class FileCheck:
     """The number of parts that several ranks held and that were compared with their fingerprint."""
 
 
-def unsafe_files(directory: Path) -> list[Finding]:
-    """Return a finding for each pickle, and for each link that leads out of the directory."""
-    texts = (unsafe_content(path, directory) for path in _everything(directory))
-    return [Finding(text, unsafe=True) for text in texts if text is not None]
-
-
 def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> FileCheck:
     """Check names, sizes, headers, hashes and fingerprints, and that all values are finite."""
     check = FileCheck()
@@ -347,7 +341,9 @@ def verify(directory: Path) -> Verification:
         SecurityError: If file names lead out of the checkpoint, or the manifest is a pickle.
     """
     started = time.monotonic()
-    unsafe = unsafe_files(directory)
+    # Pickles, and links that lead out of the directory.
+    texts_of_unsafe = (unsafe_content(path, directory) for path in _everything(directory))
+    unsafe = [Finding(text, unsafe=True) for text in texts_of_unsafe if text is not None]
     try:
         manifest = parse_manifest(directory)
     except IntegrityError as error:

@@ -27,7 +27,7 @@ from expertmesh.training.control import Stopped
 from expertmesh.training.optimizers.build import warmup_steps
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics
 from expertmesh.training.reporting.record import MoeLayer
-from expertmesh.training.reporting.start import Spent, record_start, write_data_record
+from expertmesh.training.reporting.start import record_start, write_data_record
 from expertmesh.training.reporting.trackers import open_trackers
 
 if TYPE_CHECKING:
@@ -281,5 +281,5 @@ def start_reports(
             reporter.sinks.append(Console(run.total_steps, counters.step, run.mesh.layout.world_size, collapse))
             reporter.peak_tokens_per_second = None if forecast is None else forecast.peak_tokens_per_second
             lost = max(0.0, rows.before - counters.elapsed_seconds)
-    record_start(run, forecast, counters, Spent(startup=time.monotonic() - began, lost=lost))
+    record_start(run, forecast, counters, startup_seconds=time.monotonic() - began, lost_seconds=lost)
     return ExpertLoad(run.model, run.checked.anatomy, run.mesh, run.checked.plan.experts.placement)

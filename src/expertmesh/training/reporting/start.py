@@ -11,7 +11,6 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -285,18 +284,10 @@ def _disk_line(size: int, config: Config) -> str:
     return line
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Seconds of a start."""
-
-    startup: float
-    """`Start.startup_seconds`."""
-    lost: float
-    """`Start.lost_seconds`."""
-
-
-def record_start(run: Prepared, forecast: Forecast | None, counters: "Counters", spent: Spent) -> None:
-    """Add this start to the run's run.json.
+def record_start(
+    run: Prepared, forecast: Forecast | None, counters: "Counters", *, startup_seconds: float, lost_seconds: float
+) -> None:
+    """Add this start to the run's run.json. The seconds are fields of `Start`.
 
     Raises `InputError` on all ranks if rank 0 cannot write. Collectives: every rank calls it; one all-gather of five
     integers and one small all-reduce.
@@ -327,9 +318,9 @@ def record_start(run: Prepared, forecast: Forecast | None, counters: "Counters",
                 accumulate="by_layer" if checked.order.by_layer else "by_micro_batch",
                 printed=list(plan_lines(run, forecast)),
                 plan=prediction,
-                startup_seconds=spent.startup,
+                startup_seconds=startup_seconds,
                 elapsed_seconds=counters.elapsed_seconds,
-                lost_seconds=spent.lost,
+                lost_seconds=lost_seconds,
             )
             anatomy, reports = checked.anatomy, run.data.reports
             layers = [MoeLayer(name=s.name, experts=s.num_experts, top_k=s.top_k) for s in anatomy.experts]
