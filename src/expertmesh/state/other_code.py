@@ -79,9 +79,8 @@ def like_ddp(model: M) -> M:
     if not sharded(model).averages_gradients:
         attach(model, averages_gradients=True)
         model.register_forward_pre_hook(_refuse_media_of_call, with_kwargs=True)
-        ranks = float(layout.data_ranks)
-        model.register_forward_pre_hook(lambda _, args, kwargs: _scaled((args, kwargs), ranks), with_kwargs=True)
-        model.register_forward_hook(lambda _, args, output: _scaled(output, 1 / ranks))
+        model.register_forward_pre_hook(_scale_inputs, with_kwargs=True)
+        model.register_forward_hook(_scale_outputs)
     return model
 
 
@@ -406,6 +405,14 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient * ctx.factor, None
+
+
+def _scale_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _scaled((args, kwargs), float(mesh_of(model).layout.data_ranks))
+
+
+def _scale_outputs(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return _scaled(output, 1.0 / mesh_of(model).layout.data_ranks)
 
 
 def _scaled(values: Any, factor: float) -> Any:
