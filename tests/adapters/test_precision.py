@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 import expertmesh as em
-from expertmesh.verification.reference import unsharded
 from tests.adapters.reference import TARGETS, in_files, random_adapter
 from tests.support.models import tiny_model
 from tests.support.ranks import shared_ranks
-from tests.support.reference import Row, padded, rows_of_step, whole
+from tests.support.reference import Row, add_gradients, padded, rows_of_step, whole
 
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
 ALL_EXPERTS: dict[str, dict[str, int]] = {"qwen3_moe": {}, "deepseek_v3": {"topk_group": 4}}
@@ -23,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 def _unsharded(model: nn.Module, adapter: Path, rows: list[Row]) -> Tensors:
     adapted: Any = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True)  # type: ignore[arg-type]
-    unsharded.backward(adapted, rows)
+    add_gradients(adapted, rows)
     trained = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
     return {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}

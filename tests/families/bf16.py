@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 import expertmesh as em
-from expertmesh.verification.reference import unsharded
 from expertmesh.weights.meta_model import kept_in_fp32
 from tests.adapters.reference import in_files, random_adapter
 from tests.families.lora import adapted_names
 from tests.families.proof import Gradients, Run, floor_of, forward_backward_of, rows_of, targets_of
 from tests.families.tiny import EXPERTS, model_class_of, random_model
 from tests.support.ranks import shared_ranks
-from tests.support.reference import of_all_stages
+from tests.support.reference import add_gradients, of_all_stages
 
 MARGIN, OF_ONE = 1.5, 8.0
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -112,7 +111,7 @@ def _unsharded(kind: Any, scratch: Path, dtype: torch.dtype, lora: bool) -> Grad
         model = random_adapter(model, scratch / "adapter", modules, parameters)
     elif lora:
         model = peft.PeftModel.from_pretrained(model, str(scratch / "adapter"), is_trainable=True)
-    unsharded.backward(model, [(row, row) for row in _rows()])
+    add_gradients(model, [(row, row) for row in _rows()])
     trained = ((name.replace(".default", ""), p) for name, p in model.named_parameters() if p.requires_grad)
     return {name: p.grad.float() for name, p in trained if p.grad is not None}
 

@@ -32,7 +32,7 @@ from tests.adapters.reference import in_files, random_adapter, trainables
 from tests.families.proof import OPTIM, STEPS, TOLERANCE, Errors, Layout, Proof, error_of, floor_of, rows_of
 from tests.families.tiny import EXPERTS, model_class_of, random_model
 from tests.support.ranks import shared_ranks
-from tests.support.reference import whole
+from tests.support.reference import add_gradients, whole
 
 LAYOUTS: tuple[Layout, ...] = ((2, 2, "grouped_mm"), (4, 2, "loop"))
 Tensors = dict[str, torch.Tensor]
@@ -136,7 +136,7 @@ def _steps(adapted: Any) -> Expected:
     trained = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), **OPTIM)
     rows = ([(row, row) for row in rows_of(step)] for step in range(STEPS))
-    run = unsharded.train(trained, optimizer, rows, partial(unsharded.backward, adapted))
+    run = unsharded.train(trained, optimizer, rows, partial(add_gradients, adapted))
     gradients = {name: run.gradients.get(name, torch.zeros_like(p)) for name, p in trained.items()}
     final = {name: parameter.detach().clone() for name, parameter in trained.items()}
     return Expected(run.losses, gradients, final, floor_of(gradients))

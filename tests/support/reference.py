@@ -80,8 +80,19 @@ def unsharded_steps(
 ) -> tuple[unsharded.UnshardedRun, dict[str, torch.Tensor]]:
     """Clipped AdamW steps on one process, and the weights at the end."""
     optimizer = torch.optim.AdamW(trained.values(), **OPTIM)
-    run = unsharded.train(trained, optimizer, rows, functools.partial(unsharded.backward, model), max_norm=MAX_NORM)
+    run = unsharded.train(trained, optimizer, rows, functools.partial(add_gradients, model), max_norm=MAX_NORM)
     return run, {name: parameter.detach().clone() for name, parameter in trained.items()}
+
+
+def add_gradients(model: Any, samples: Sequence[Row]) -> float:
+    """Add the gradients of one step to the model's, one sample at a time; return the step's mean loss per target."""
+    targets = sum(int((labels[1:] != -100).sum()) for _, labels in samples)
+    total = 0.0
+    for sample in samples:
+        loss = unsharded.forward(model, unsharded.PaddedSamples.of([sample]))[1].sum() / targets
+        loss.backward()
+        total += float(loss.detach())
+    return total
 
 
 def rows_of_step(step: int, confined: Collection[int]) -> list[Row]:

@@ -5,8 +5,7 @@ tokens cannot be sorted), routers get even counts, and the few operations that r
 Nothing here reads weights or communicates.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.compat import READS_A_VALUE, TorchDispatchMode
 from expertmesh.experts.layer import sorted_forward
-from expertmesh.state.patching import forwards_replaced
+from expertmesh.state.patching import forwards_replaced, replaced
 
 ROWS, LENGTH = 2, 8  # of a forward of text
 
@@ -82,28 +81,17 @@ def run_text(
         block = meta_model.get_submodule(name)
         forwards[block] = partial(run_block, block.forward, name in repeated)
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
+    config: Any = meta_model.config.get_text_config()  # type: ignore[operator, union-attr]
     training = meta_model.training
     meta_model.eval()  # adapters' dropout needs the numbers of the tokens, which are unknown here
     try:
         with forwards_replaced(forwards), torch.set_grad_enabled(backward), EvenCounts(), watch or WithoutValues():
-            with _padding_known(meta_model):
+            with replaced(config, pad_token_id=config.pad_token_id or 0):  # without it a classifier takes no rows
                 output = meta_model(input_ids=ids, use_cache=False)
             if backward:
                 output.logits.backward(torch.empty_like(output.logits))
     finally:
         meta_model.train(training)
-
-
-@contextmanager
-def _padding_known(meta_model: nn.Module) -> Iterator[None]:
-    """Name a padding token inside the block, without which a classifier takes no rows."""
-    config: Any = meta_model.config.get_text_config()  # type: ignore[operator, union-attr]
-    before = config.pad_token_id
-    config.pad_token_id = 0 if before is None else before
-    try:
-        yield
-    finally:
-        config.pad_token_id = before
 
 
 def forwards_of_experts(

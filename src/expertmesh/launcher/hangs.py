@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,41 +246,31 @@ class Liveness:
         self._failed = True
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         found: list[DistributedFailure | None] = []
-        ask = partial(self._call, message) if waited else self._verdict_of_others
         # A store behind a network that is lost may not even time out.
-        thread = threading.Thread(target=lambda: found.append(ask()), name="asking", daemon=True)
-        thread.start()
-        thread.join(3 * ANSWER_SECONDS)
+        ask = threading.Thread(target=lambda: found.append(self._ask(message, waited=waited)), daemon=True)
+        ask.start()
+        ask.join(3 * ANSWER_SECONDS)
         if found or not waited:
             return found[0] if found else None
         return self._unreachable(message)
 
-    def _verdict_of_others(self) -> DistributedFailure | None:
-        """Return the verdict of a rank that has timed out, or None if none asks."""
+    def _ask(self, message: str, *, waited: bool) -> DistributedFailure | None:
+        """Return the verdict of the first rank that timed out. That may be this one, if it `waited`."""
         from torch.distributed import DistError
 
         try:
             store = self._connect(ANSWER_SECONDS)
-            store.wait(_CALLED, _CALLED_SECONDS)
+            if not waited:
+                store.wait(_CALLED, _CALLED_SECONDS)
+            elif store.count(_CALLED) == 1:
+                verdict = judge(self._answers(store), self.place, self.progress.status(), message, self.stacks)
+                store.put(_VERDICT, [str(verdict), verdict.key])
+                return verdict
             sentence, key = store.wait(_VERDICT, 2 * ANSWER_SECONDS)
-        except DistError:
-            return None
-        return DistributedFailure(sentence, key=key)
-
-    def _call(self, message: str) -> DistributedFailure:
-        from torch.distributed import DistError
-
-        try:
-            store = self._connect(ANSWER_SECONDS)
-            if store.count(_CALLED) > 1:
-                sentence, key = store.wait(_VERDICT, 2 * ANSWER_SECONDS)
-                return DistributedFailure(sentence, key=key)
-            verdict = judge(self._answers(store), self.place, self.progress.status(), message, self.stacks)
-            store.put(_VERDICT, [str(verdict), verdict.key])
-            return verdict
         except DistError as error:
             log.debug(f"no rank could be asked where it is: {error}")
-            return self._unreachable(message)
+            return self._unreachable(message) if waited else None
+        return DistributedFailure(sentence, key=key)
 
     def _answers(self, store: JobStore) -> dict[int, Answer]:
         """Return the answers of all ranks that answer in time."""

@@ -6,6 +6,7 @@ a run: it writes only the JSON report and a temporary directory beside `output_d
 
 import gc
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.mesh import current_device, start_process_group
-from expertmesh.io.directory import io_errors, report_errors
+from expertmesh.io.directory import io_errors, nearest, report_errors
 from expertmesh.io.terminal import plural
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.control import Control
@@ -146,14 +147,13 @@ def _scratch(config: Config, options: VerifyOptions) -> Iterator[Path]:
 
     Collectives: every rank enters it; one broadcast and one small all-reduce on the default group.
     """
-    beside = Path.cwd() if options.random_data else Path(config.output_dir).absolute().parent
-    while not beside.exists():
-        beside = beside.parent
-    directory = Path(from_rank_0(str(beside / f".expertmesh-verify-{time.time_ns():x}")))
+    made = ""
     with raise_on_all_ranks("making a directory for what is saved"):
         if dist.get_rank() == 0:
-            with io_errors(directory, 0):
-                directory.mkdir()
+            beside = Path.cwd() if options.random_data else nearest(Path(config.output_dir).absolute().parent)
+            with io_errors(beside, 0):
+                made = tempfile.mkdtemp(prefix=".expertmesh-verify-", dir=beside)
+    directory = Path(from_rank_0(made))
     try:
         yield directory
     finally:

@@ -169,17 +169,6 @@ def row_log_probabilities(token_losses: Tensor, batch: PaddedSamples) -> Tensor:
     return -torch.stack([losses.double().sum() for losses in token_losses.split(counts)])
 
 
-def backward(model: Any, samples: Sequence[Sample]) -> float:
-    """Add the gradients of one step to the model's, one sample at a time; return the step's mean loss per target."""
-    targets = sum(int((labels[1:] != IGNORE).sum()) for _, labels in samples)
-    total = 0.0
-    for sample in samples:
-        loss = forward(model, PaddedSamples.of([sample]))[1].sum() / targets
-        loss.backward()
-        total += float(loss.detach())
-    return total
-
-
 @dataclass(frozen=True, slots=True)
 class UnshardedRun:
     """The results of a few optimizer steps."""
