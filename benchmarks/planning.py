@@ -31,7 +31,7 @@ from expertmesh.planning.memory import RankMemory, memory_of
 from expertmesh.planning.probe import UsageTracker
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
-from expertmesh.simulation.run import planned_by_axis, sent_by_axis
+from expertmesh.simulation import planned_by_axis, sent_by_axis
 from expertmesh.state.packed import stored
 from expertmesh.step import forward_backward as training_step
 from expertmesh.step import pipeline_schedule as stages

@@ -35,7 +35,7 @@ from expertmesh.experts.deepep import Received
 from expertmesh.experts.install import Kernels, gate_of
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
-from expertmesh.simulation.run import expected_values, fake_buffers
+from expertmesh.simulation import expected_values, fake_buffers
 from expertmesh.step.forward_backward import forward_backward
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.optimizers.build import build_optimizer

@@ -11,7 +11,7 @@ from expertmesh.planning import memory, traffic
 from expertmesh.planning.memory import peak_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, InFlight, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
-from expertmesh.simulation.run import planned_by_axis, simulate
+from expertmesh.simulation import planned_by_axis, simulate
 from expertmesh.step import by_layer
 from expertmesh.step.forward_backward import Order
 from tests.support.errors import refused

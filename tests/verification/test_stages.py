@@ -15,8 +15,7 @@ from expertmesh.verification.layers.step import check_backward, check_bytes, che
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check, Report
-from expertmesh.verification.run import verify
-from expertmesh.verification.self_test import bugs
+from expertmesh.verification.run import bugs, verify
 from expertmesh.verification.setup import set_up
 from tests.families.tiny import model_class_of, tiny_config
 from tests.support.ranks import shared_ranks

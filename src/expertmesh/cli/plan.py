@@ -431,7 +431,7 @@ def _simulate(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None
 
     The step has one micro-batch, two by layer, and with pp as many of the plan's as fill the pipeline twice.
     """
-    from expertmesh.simulation.run import planned_by_axis, simulate  # only wanted here
+    from expertmesh.simulation import planned_by_axis, simulate  # only wanted here
 
     pp, planned = best.layout.pp, best.workload.batch
     enough = 2 if planned.together else 1 if pp == 1 else MICRO_BATCHES_PER_STAGE * pp
