@@ -13,7 +13,8 @@ from expertmesh.experts.placement import Placement
 from expertmesh.io import terminal
 from expertmesh.io.terminal import duration, print_log, tracked
 from expertmesh.training.reporting.metrics import StepMetrics, placement_advice
-from expertmesh.training.reporting.reporter import Console, Reporter
+from expertmesh.training.reporting.record import MoeLayer
+from expertmesh.training.reporting.reporter import Collapse, Console, Reporter
 
 log = logging.getLogger("expertmesh.of.some.part")
 
@@ -29,7 +30,8 @@ class _Clock:
 def _metrics(step: int, **others: Any) -> StepMetrics:
     values: dict[str, Any] = {"loss": 2.0, "grad_norm": 1.5, "learning_rate": 1e-5, "target_tokens": 100}
     values |= {"tokens_per_second": 4000.0, "peak_memory_bytes": 2**31, "elapsed_seconds": 1.0, "step_seconds": 2.0}
-    return StepMetrics(step=step, epoch=0.25, **values, expert_load=[], **others)
+    load: list[dict[str, float | int]] = [{"max_over_mean": 2.0, "entropy": 0.9, "dead": 1}]
+    return StepMetrics(step=step, epoch=0.25, **values, expert_load=load, **others)
 
 
 def test_a_level_decides_what_is_printed_and_only_debug_lets_other_ranks_speak(
@@ -95,8 +97,9 @@ def test_a_line_has_time_pace_share_of_the_peak_and_what_is_left(
     print_log("info")
     clock = _Clock(monkeypatch)
     written: list[dict[str, Any]] = []
+    layer = MoeLayer(name="experts", experts=16, top_k=4)
     rows: Any = type("Rows", (), {"take": lambda event: written.append(event.row())})
-    reporter = Reporter([rows, Console(10, 0, devices=8)], peak_tokens_per_second=10_000.0)
+    reporter = Reporter([rows, Console(10, 0, 8, Collapse(None, layer))], peak_tokens_per_second=10_000.0)
     reporter.emit(_metrics(1))
     clock.now += 30
     reporter.emit(_metrics(3, skipped="the loss is nan on rank 1"))
@@ -104,7 +107,7 @@ def test_a_line_has_time_pace_share_of_the_peak_and_what_is_left(
     first, second, last = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d  step 1/10  epoch 0\.25  loss 2\.0000  grad norm 1\.500  lr 1\.00e-05  2 s/step  "
-        r"4,000 tokens/s \(500 a device\)  MFU 40\.0%  2\.00 GiB  load -  18 s left",
+        r"4,000 tokens/s \(500 a device\)  MFU 40\.0%  2\.00 GiB  load 2\.0x of at most 4, 1 of 16 dead  18 s left",
         first,
     )
     assert second.endswith("1 min 45 s left  SKIPPED: the loss is nan on rank 1")

@@ -77,7 +77,7 @@ class StepMetrics:
             key: value for key, value in asdict(self).items() if value is not None and key != "figures"
         } | self.figures
 
-    def line(self, total_steps: int, seconds_left: float, devices: int, layer: MoeLayer | None = None) -> str:
+    def line(self, total_steps: int, seconds_left: float, devices: int, layer: MoeLayer) -> str:
         """Return one line for the log of a job on that many devices; `layer` is any of the model's."""
         rate = f"{self.step_seconds:.3g} s/step"
         if self.step_seconds < 1:
@@ -92,19 +92,15 @@ class StepMetrics:
         parts += [f"{duration(round(seconds_left))} left"] if self.step < total_steps else []
         return "  ".join(parts) + (f"  SKIPPED: {self.skipped}" if self.skipped else "")
 
-    def load_summary(self, layer: MoeLayer | None) -> str:
+    def load_summary(self, layer: MoeLayer) -> str:
         """Return the worst layer's max/mean of experts and of EP ranks, and all dead experts.
 
         Args:
             layer: Any of the model's, for the maxima.
         """
-        if not self.expert_load:
-            return "-"
         worst, dead = max(x["max_over_mean"] for x in self.expert_load), sum(x["dead"] for x in self.expert_load)
         ranks = max(x.get("ranks_max_over_mean", 0) for x in self.expert_load)
         of_ranks = f", ranks {ranks:.1f}x" if ranks else ""
-        if layer is None:
-            return f"{worst:.1f}x, {dead} dead{of_ranks}"
         every = layer.experts * len(self.expert_load)
         return f"{worst:.1f}x of at most {layer.most_load:.3g}, {dead} of {every} dead{of_ranks}"
 

@@ -171,7 +171,7 @@ class Collapse:
 class Console:
     """Lines for the log, and on a terminal a bar below them."""
 
-    def __init__(self, total_steps: int, done: int, devices: int, collapse: Collapse | None = None) -> None:
+    def __init__(self, total_steps: int, done: int, devices: int, collapse: Collapse) -> None:
         self.total_steps, self.devices, self.collapse = total_steps, devices, collapse
         self._began: tuple[int, float] | None = None
         self._open = ExitStack()
@@ -183,11 +183,10 @@ class Console:
             for line in event.lines():
                 log.info(f"step {event.step}  {line}")
             return
-        layer = None if self.collapse is None else self.collapse.layer
-        log.info(event.line(self.total_steps, self._seconds_left(event), self.devices, layer))
+        log.info(event.line(self.total_steps, self._seconds_left(event), self.devices, self.collapse.layer))
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=event.step, description=f"training  loss {event.loss:.4f}")
-        for line in self.collapse.lines(event) if self.collapse is not None else ():
+        for line in self.collapse.lines(event):
             log.warning(line)
 
     def _seconds_left(self, event: StepMetrics) -> float:
