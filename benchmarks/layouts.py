@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.result import machine
 from expertmesh.config import Config, load_config
-from expertmesh.data import BatchLayout, TrainingBatches, build_dataset, load_tokenizer
+from expertmesh.data import BatchLayout, Recipe, TrainingBatches, build_dataset, load_tokenizer
 from expertmesh.demo.run import stdlib_samples, train_tokenizer, write_dataset
 from expertmesh.training.optimizers.build import build_optimizer
 
@@ -192,7 +192,7 @@ def one_process(root: Path, steps: int, micro: int = BATCH) -> Curve:
 
 def _rows(config: Config, micro: int) -> TrainingBatches:
     tokenizer = load_tokenizer(config.model)
-    dataset, _ = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=len(tokenizer))
+    dataset, _ = build_dataset(Recipe(config.data.train, config.data, tokenizer, model_vocab_size=len(tokenizer)))
     layout = BatchLayout(
         micro_batch_size=micro,
         data_rank=0,

@@ -74,7 +74,7 @@ def _in_memory(rows: Path) -> float:
     recipe = _preparation(Path(), rows).recipe
     began = time.perf_counter()
     dataset, _ = build_dataset(
-        recipe.sources, recipe.config, recipe.tokenizer, model_vocab_size=recipe.model_vocab_size
+        Recipe(recipe.sources, recipe.config, recipe.tokenizer, model_vocab_size=recipe.model_vocab_size)
     )
     return len(dataset) / (time.perf_counter() - began)
 

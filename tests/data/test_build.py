@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertmesh.config import DataConfig, DataSource
-from expertmesh.data import DataReport, TokenizedDataset, build_dataset
+from expertmesh.data import DataReport, Recipe, TokenizedDataset, build_dataset
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
@@ -31,14 +31,16 @@ def build(
 ) -> tuple[TokenizedDataset, DataReport]:
     source = DataSource(path=str(path), format=data.pop("format", "auto"))
     config = DataConfig(train=[source], **data)
-    return build_dataset(config.train, config, bpe_tokenizer(template), model_vocab_size=vocab_size)
+    return build_dataset(Recipe(config.train, config, bpe_tokenizer(template), model_vocab_size=vocab_size))
 
 
 def test_format_is_detected_per_source_and_echoed(tmp_path: Path) -> None:
     chats = write(tmp_path / "chat.jsonl", [{**chat("a"), "text": "flat"}])
     texts = write(tmp_path / "text.jsonl", [{"text": "running text"}])
     config = DataConfig(train=[DataSource(path=str(chats)), DataSource(path=str(texts), format="text")])
-    dataset, report = build_dataset(config.train, config, bpe_tokenizer(on_the_fly.CHATML), model_vocab_size=VOCABULARY)
+    dataset, report = build_dataset(
+        Recipe(config.train, config, bpe_tokenizer(on_the_fly.CHATML), model_vocab_size=VOCABULARY)
+    )
     assert [(s.format, s.detected, s.also_fits) for s in report.sources] == [
         ("messages", True, ("text",)),
         ("text", False, ()),
@@ -102,7 +104,7 @@ def test_empty_source_is_refused(tmp_path: Path) -> None:
         build(write(tmp_path / "a.jsonl", [""]))
     config = DataConfig(train=[DataSource(path="x")])
     with refused("data.no-source"):
-        build_dataset(config.eval, config, bpe_tokenizer(), model_vocab_size=VOCABULARY)
+        build_dataset(Recipe(config.eval, config, bpe_tokenizer(), model_vocab_size=VOCABULARY))
 
 
 def test_overlong_samples_are_cut_dropped_or_refused(tmp_path: Path) -> None:

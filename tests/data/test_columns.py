@@ -34,11 +34,13 @@ def build(
 ) -> tuple[TokenizedDataset, DataReport]:
     config = DataConfig(train=[{"path": str(path), **(source or {})}], **data)  # type: ignore[list-item]
     return build_dataset(
-        config.train,
-        config,
-        bpe_tokenizer(CHATML),
-        model_vocab_size=VOCABULARY,
-        responses=PREFERENCE if pairs else None,
+        Recipe(
+            config.train,
+            config,
+            bpe_tokenizer(CHATML),
+            model_vocab_size=VOCABULARY,
+            responses=PREFERENCE if pairs else None,
+        )
     )
 
 
@@ -129,7 +131,9 @@ def test_unknown_columns_are_refused_with_the_yaml_that_trains_them(
     config, tokenizer = DataConfig(train=train), bpe_tokenizer(CHATML)
     with pytest.raises(InputError, match=r"write data\.train") as caught:
         build_dataset(
-            config.train, config, tokenizer, model_vocab_size=VOCABULARY, responses=PREFERENCE if pairs else None
+            Recipe(
+                config.train, config, tokenizer, model_vocab_size=VOCABULARY, responses=PREFERENCE if pairs else None
+            )
         )
     text = str(caught.value).partition("write data.train")[2].removesuffix(" (docs/data.md).")
     suggestions = text.removesuffix(" for conversations by the chat template").split(", or ")
@@ -139,7 +143,7 @@ def test_unknown_columns_are_refused_with_the_yaml_that_trains_them(
         said = DataConfig(train=[source] if others else source)
         assert (said.train[0].repeat, said.train[0].max_rows) == (2, None)
         _, report = build_dataset(
-            said.train, said, tokenizer, model_vocab_size=VOCABULARY, responses=PREFERENCE if pairs else None
+            Recipe(said.train, said, tokenizer, model_vocab_size=VOCABULARY, responses=PREFERENCE if pairs else None)
         )
         assert report.samples == len(rows)
     if rows is QUESTIONS and not others:

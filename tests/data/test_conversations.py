@@ -14,7 +14,7 @@ from transformers import DeepseekV4Config
 
 from expertmesh.config import DataConfig, DataSource, ModelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.data import build_dataset, load_tokenizer
+from expertmesh.data import Recipe, build_dataset, load_tokenizer
 from expertmesh.data.encoding.encode import ChatRenderer, Encoded, Encoder
 from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import PREFERENCE, Conversation, MalformedRow
@@ -174,7 +174,9 @@ def build(
     config = DataConfig(train=[DataSource(path=str(file))], **options)
     tokenizer = bpe_tokenizer(template)
     return build_dataset(
-        config.train, config, tokenizer, model_vocab_size=len(tokenizer), responses=PREFERENCE if pairs else None
+        Recipe(
+            config.train, config, tokenizer, model_vocab_size=len(tokenizer), responses=PREFERENCE if pairs else None
+        )
     )
 
 

@@ -16,8 +16,16 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config import IntegrityError, load_config
-from expertmesh.data import IGNORE, BatchLayout, DataReport, Preparation, Recipe, TokenizedDataset, load_tokenizer
-from expertmesh.data.build import build
+from expertmesh.data import (
+    IGNORE,
+    BatchLayout,
+    DataReport,
+    Preparation,
+    Recipe,
+    TokenizedDataset,
+    build_dataset,
+    load_tokenizer,
+)
 from expertmesh.data.images import Images, from_blob
 from expertmesh.data.sources import RowShare
 from expertmesh.weights.meta_model import read_model_config
@@ -44,7 +52,7 @@ def _recipe(inputs: Path, data: Path, *overrides: str) -> Recipe:
 
 def _built(recipe: Recipe) -> tuple[TokenizedDataset, DataReport, Images, PreTrainedTokenizerBase]:
     assert recipe.images is not None
-    return *build(recipe), recipe.images, recipe.tokenizer
+    return *build_dataset(recipe), recipe.images, recipe.tokenizer
 
 
 def _write(path: Path, *rows: dict[str, Any]) -> Path:
@@ -204,14 +212,14 @@ def test_what_is_no_readable_image_is_refused_by_name(inputs: Path, part: dict[s
     row["messages"][0]["content"][0] = written
     _write(inputs / "bad.jsonl", row)
     with refused("data.malformed-row", naming=naming):
-        build(recipe)
+        build_dataset(recipe)
 
 
 def test_images_in_answers_are_refused_by_name(inputs: Path) -> None:
     row = row_of([], "What is it?", "A module.")
     row["messages"][1]["content"] = [{"type": "image", "image": "pictures/0.png"}]
     with refused("data.malformed-row", naming="message 2 has a content part of type 'image'"):
-        build(_recipe(inputs, _write(inputs / "bad.jsonl", row)))
+        build_dataset(_recipe(inputs, _write(inputs / "bad.jsonl", row)))
 
 
 def test_a_template_that_writes_no_images_is_refused_by_name(inputs: Path) -> None:
@@ -219,7 +227,7 @@ def test_a_template_that_writes_no_images_is_refused_by_name(inputs: Path) -> No
     assert recipe.images is not None
     recipe.tokenizer.chat_template = str(recipe.tokenizer.chat_template).replace(recipe.images.placeholder, "")
     with refused("data.malformed-row", naming="the row has 1 images, and its text"):
-        build(recipe)
+        build_dataset(recipe)
 
 
 class _Padding:
@@ -249,7 +257,7 @@ def test_a_processor_that_pads_to_the_largest_image_is_refused_by_name(inputs: P
     assert recipe.images is not None
     recipe.images.processor = _Padding(recipe.images.placeholder, recipe.tokenizer)
     with refused("model.no-image-processor", naming="_Padding makes other tensors"):
-        build(recipe)
+        build_dataset(recipe)
 
 
 def _with_damaged_exif() -> bytes:
@@ -283,9 +291,9 @@ def test_hostile_images_are_skipped_or_refused_by_name(inputs: Path, image: Any,
         file.truncate(1 << 27)
     rows = [row_of([each], "What is it?", "A module.") for each in (image, "pictures/0.png")]
     data = _write(inputs / "hostile.jsonl", *rows)
-    assert len(build(_recipe(inputs, data, "data.on_error=skip"))[0]) == 1
+    assert len(build_dataset(_recipe(inputs, data, "data.on_error=skip"))[0]) == 1
     with refused("data.malformed-row", naming=naming):
-        build(_recipe(inputs, data))
+        build_dataset(_recipe(inputs, data))
 
 
 @pytest.mark.parametrize(

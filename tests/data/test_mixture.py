@@ -9,7 +9,7 @@ import pytest
 
 from expertmesh.config import DataConfig
 from expertmesh.config.errors import InputError
-from expertmesh.data import BatchLayout, Mixture, TrainingBatches, build_dataset
+from expertmesh.data import BatchLayout, Mixture, Recipe, TrainingBatches, build_dataset
 from tests.data.test_build import VOCABULARY, write
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 
@@ -26,7 +26,7 @@ def sources(tmp_path: Path, first: dict[str, Any], second: dict[str, Any], **opt
 
 
 def epochs(config: DataConfig, seed: int = 1, packing: bool = False) -> tuple[list[list[int]], list[str]]:
-    dataset, report = build_dataset(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY)
+    dataset, report = build_dataset(Recipe(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY))
     mixture = Mixture.of(config.train, report, dataset.samples_per_row)
     layout = BatchLayout(1, 0, 1, packing, pad_token_id=0, max_length=64)
     batches = TrainingBatches(dataset, layout, global_batch_size=8, shuffle=config.shuffle, seed=seed, mixture=mixture)
@@ -63,7 +63,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(tmp_path: Path) -> None:
     first, _ = epochs(config)
     assert first == epochs(config)[0]
     assert first != epochs(config, seed=2)[0]
-    _, report = build_dataset(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY)
+    _, report = build_dataset(Recipe(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY))
     mixture = Mixture.of(config.train, report, 1)
     assert mixture.order(1, 3, shuffle=True).tolist() == first[3]  # without the epochs before
 
@@ -74,7 +74,7 @@ def test_max_rows_takes_the_first_rows_over_files(tmp_path: Path) -> None:
     for name in "abc":
         (directory / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i}"}}\n\n' for i in range(10)))
     config = DataConfig(train=[{"path": str(directory), "max_rows": 14}])  # type: ignore[list-item]
-    dataset, report = build_dataset(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY)
+    dataset, report = build_dataset(Recipe(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY))
     assert (report.rows, report.sources[0].files) == (14, 2)
     assert dataset.position(13) == f"{directory}/b.jsonl:7"
 

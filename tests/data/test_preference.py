@@ -13,6 +13,7 @@ from expertmesh.data import (
     BatchLayout,
     DataReport,
     EvaluationBatches,
+    Recipe,
     TokenizedDataset,
     TrainingBatches,
     build_dataset,
@@ -34,7 +35,7 @@ def build(
 ) -> tuple[TokenizedDataset, DataReport]:
     config = DataConfig(train=[DataSource(path=str(write(path / "pairs.jsonl", rows)))], **data)
     tokenizer = bpe_tokenizer(template)
-    return build_dataset(config.train, config, tokenizer, model_vocab_size=VOCABULARY, responses=PREFERENCE)
+    return build_dataset(Recipe(config.train, config, tokenizer, model_vocab_size=VOCABULARY, responses=PREFERENCE))
 
 
 SHAPES: dict[str, list[dict[str, Any]]] = {
@@ -142,10 +143,10 @@ def test_rows_of_another_objective_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
     config = DataConfig(train=[DataSource(path=str(path))])
     with refused("data.other-objective", naming="which only objective.name dpo, simpo, orpo or reward trains on"):
-        build_dataset(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY)
+        build_dataset(Recipe(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY))
     mixed = write(tmp_path / "b.jsonl", [{"text": "t", "chosen": "a", "rejected": "b"}])
     config = DataConfig(train=[DataSource(path=str(mixed), columns={"rejected": None})])
-    _, report = build_dataset(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY)
+    _, report = build_dataset(Recipe(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY))
     assert [(source.format, source.also_fits) for source in report.sources] == [("text", ())]
 
 

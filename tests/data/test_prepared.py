@@ -12,8 +12,7 @@ import pytest
 
 from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import IntegrityError
-from expertmesh.data import BatchLayout, DataReport, TokenizedDataset, TrainingBatches, build_dataset
-from expertmesh.data.build import Recipe
+from expertmesh.data import BatchLayout, DataReport, Recipe, TokenizedDataset, TrainingBatches, build_dataset
 from expertmesh.data.formats import PREFERENCE
 from expertmesh.data.prepared import Preparation, PreparedData
 from expertmesh.data.sources import RowShare
@@ -47,7 +46,7 @@ def in_memory(preparing: Preparation) -> tuple[TokenizedDataset, DataReport]:
     recipe = preparing.recipe
     vocabulary = recipe.model_vocab_size
     return build_dataset(
-        recipe.sources, recipe.config, recipe.tokenizer, model_vocab_size=vocabulary, responses=recipe.responses
+        Recipe(recipe.sources, recipe.config, recipe.tokenizer, model_vocab_size=vocabulary, responses=recipe.responses)
     )
 
 

@@ -17,7 +17,7 @@ from expertmesh.checkpoint.read import open_state
 from expertmesh.config import load_config
 from expertmesh.config.data import DataConfig, DataSource
 from expertmesh.config.sections import ModelConfig
-from expertmesh.data import build_dataset, load_tokenizer
+from expertmesh.data import Recipe, build_dataset, load_tokenizer
 from expertmesh.experts.placement import (
     LOAD_FILE,
     Placement,
@@ -131,7 +131,7 @@ def _make_data(path: Path) -> None:
 def _read_data(path: Path) -> None:
     for name in ("a.jsonl", "b.json", "c.parquet"):
         config = DataConfig(train=(DataSource(path=str(path / name), format="messages"),), on_error="skip")
-        build_dataset(config.train, config, _TOKENIZER(), model_vocab_size=706)
+        build_dataset(Recipe(config.train, config, _TOKENIZER(), model_vocab_size=706))
 
 
 _tokenizers: list[object] = []

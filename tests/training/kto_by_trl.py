@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from expertmesh.config import Config
-from expertmesh.data import build_dataset
+from expertmesh.data import Recipe, build_dataset
 from expertmesh.data.formats import UNPAIRED
 from expertmesh.step.objectives import Kto
 from expertmesh.verification.reference import unsharded
@@ -63,7 +63,7 @@ def train_kto_by_hand(config: Config, model: Any) -> ByTrl:
     """Take the steps of `config` on `model`, whose first values are the reference."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.name_or_path)
     dataset, _ = build_dataset(
-        config.data.train, config.data, tokenizer, model_vocab_size=len(tokenizer), responses=UNPAIRED
+        Recipe(config.data.train, config.data, tokenizer, model_vocab_size=len(tokenizer), responses=UNPAIRED)
     )
     samples = [dataset.sample(number) for number in range(len(dataset))]
     halves = [(s.input_ids[s.labels == -100], s.input_ids[s.labels != -100]) for s in samples]

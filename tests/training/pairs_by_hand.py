@@ -12,7 +12,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from expertmesh.config import Config, ObjectiveConfig
-from expertmesh.data import build_dataset
+from expertmesh.data import Recipe, build_dataset
 from expertmesh.data.formats import PREFERENCE
 from expertmesh.verification.reference import unsharded
 from tests.training.dpo_by_trl import FIGURES, ByTrl
@@ -22,7 +22,9 @@ def train_by_hand(config: Config, model: Any) -> ByTrl:
     """Take the steps of `config` on `model`; the result is of the kind that TRL's trainer gives."""
     data, optim, size = config.data, config.optim, 2 * config.train.global_batch_size
     tokenizer = AutoTokenizer.from_pretrained(config.model.name_or_path)
-    dataset, _ = build_dataset(data.train, data, tokenizer, model_vocab_size=len(tokenizer), responses=PREFERENCE)
+    dataset, _ = build_dataset(
+        Recipe(data.train, data, tokenizer, model_vocab_size=len(tokenizer), responses=PREFERENCE)
+    )
     samples = [dataset.sample(number) for number in range(len(dataset))]
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(

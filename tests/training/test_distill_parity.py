@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import expertmesh as em
 from expertmesh.config import Config
-from expertmesh.data import IGNORE, BatchLayout, build_dataset
+from expertmesh.data import IGNORE, BatchLayout, Recipe, build_dataset
 from expertmesh.state.shards import local_tensor
 from expertmesh.step import loss as step_loss
 from expertmesh.step.forward_backward import run_step
@@ -73,7 +73,7 @@ def distill_config(inputs: Path, output: Path, *overrides: str) -> Config:
 def samples_of_steps(config: Config) -> Iterator[list[unsharded.Sample]]:
     """The samples of each step, by the rows of one data rank that has them all."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.name_or_path)
-    dataset, _ = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=len(tokenizer))
+    dataset, _ = build_dataset(Recipe(config.data.train, config.data, tokenizer, model_vocab_size=len(tokenizer)))
     form = BatchLayout(1, 0, 1, config.data.packing, 0, config.data.max_length)
     rows, size = form.plan(dataset, np.arange(len(dataset))).rows, config.train.global_batch_size
     for start in range(0, min(len(rows), STEPS * size), size):

@@ -21,8 +21,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 import expertmesh as em
 from expertmesh.config import Config, IntegrityError, load_config
-from expertmesh.data import BatchLayout, Recipe, TokenizedDataset, load_tokenizer
-from expertmesh.data.build import build
+from expertmesh.data import BatchLayout, Recipe, TokenizedDataset, build_dataset, load_tokenizer
 from expertmesh.data.images import Images
 from expertmesh.training.run import train
 from expertmesh.weights.meta_model import read_model_config
@@ -168,7 +167,7 @@ def _dataset(config: Config) -> tuple[TokenizedDataset, Images]:
     tokenizer = load_tokenizer(config.model)
     recipe = Recipe.of(config, config.data.train, tokenizer, read_model_config(config.model.name_or_path))
     assert recipe.images is not None
-    return build(recipe)[0], recipe.images
+    return build_dataset(recipe)[0], recipe.images
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

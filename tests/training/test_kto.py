@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from expertmesh.config import Config, DataConfig, ObjectiveConfig
 from expertmesh.config.objective import OBJECTIVES
-from expertmesh.data import TokenizedDataset, build_dataset, loader
+from expertmesh.data import Recipe, TokenizedDataset, build_dataset, loader
 from expertmesh.data.formats import UNPAIRED
 from expertmesh.step.objectives import Kto, objective_of
 from expertmesh.training.run import train
@@ -200,7 +200,7 @@ def read(tmp_path: Path, rows: list[dict[str, Any]], **facts: Any) -> TokenizedD
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, tokenizer = DataConfig(train=(str(path),)), bpe_tokenizer(CHATML)
-    return build_dataset(config.train, config, tokenizer, model_vocab_size=len(tokenizer), **facts)[0]
+    return build_dataset(Recipe(config.train, config, tokenizer, model_vocab_size=len(tokenizer), **facts))[0]
 
 
 def test_rows_of_text_and_messages_keep_their_labels(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.config.files import apply_override, config_from, make_config
 from expertmesh.config.objective import ObjectiveName
 from expertmesh.config.yaml_text import dump_yaml
-from expertmesh.data import build_dataset, load_tokenizer
+from expertmesh.data import Recipe, build_dataset, load_tokenizer
 from expertmesh.data.sources import locations
 from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.io.directory import report_errors
@@ -444,7 +444,7 @@ def first_rows(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: i
     for objective in (config.objective, *others):
         try:
             dataset, report = build_dataset(
-                sources, data, tokenizer, model_vocab_size=vocab_size, responses=objective.facts.format
+                Recipe(sources, data, tokenizer, model_vocab_size=vocab_size, responses=objective.facts.format)
             )
             break
         except InputError as error:

@@ -87,26 +87,13 @@ class Recipe:
         return ("prompt", "completion", "label") if self.judged else ("prompt", "completion")
 
 
-def build_dataset(
-    sources: Sequence[DataSource],
-    data_config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    model_vocab_size: int,
-    responses: DataFormat | None = None,
-    date: datetime.date | None = None,
-) -> tuple[TokenizedDataset, DataReport]:
-    """Read and tokenize `sources` (`data.train` or `data.eval`) as `data_config` says; arguments as in `Recipe`.
+def build_dataset(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
+    """Read and tokenize the sources of `recipe`, in memory.
 
     Raises `InputError` for data that cannot be used: a malformed row under `on_error: stop`, another row that
     `data.on_*` stops at, a token id without an embedding, a chat template without a trustworthy mask, or a data set
     without a single target token.
     """
-    return build(Recipe(sources, data_config, tokenizer, model_vocab_size, responses, date=date))
-
-
-def build(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
-    """Return the data set of `recipe`, in memory; raises as `build_dataset`."""
     reader = BlockReader(recipe)
     blocks = list(reader)
     report, files = joined(recipe, reader.sources, [block.facts() for block in blocks])

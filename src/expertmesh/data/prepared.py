@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.data.blocks import BlockFacts, Place
-from expertmesh.data.build import BlockReader, Recipe, build, joined
+from expertmesh.data.build import BlockReader, Recipe, build_dataset, joined
 from expertmesh.data.report import DataReport, SourceReport
 from expertmesh.data.sources import RowShare, SourceFile, locations
 from expertmesh.data.stream import first_rows
@@ -345,7 +345,7 @@ def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, Da
     found = Preparation.of(config, recipe).find()
     if found is not None:
         return found.dataset, found.report
-    return build(recipe)
+    return build_dataset(recipe)
 
 
 def _opened(directory: Path, manifest: _Manifest, recipe: Recipe) -> TokenizedDataset:

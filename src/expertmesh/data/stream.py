@@ -12,12 +12,12 @@ communicate come from outside, as `Ranks`.
 
 import itertools
 import logging
-import queue
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -166,32 +166,25 @@ class _WindowReader:
 
 
 class _Ahead:
-    """The windows of a reader, one after the other, made by a thread while the last one is used."""
+    """The windows of a reader, one after the other; a thread makes the next one while the last is used."""
 
     def __init__(self, reader: _WindowReader) -> None:
-        self._reader, self._made = reader, queue.Queue[_RawWindow | Exception](maxsize=1)
-        self._closed = threading.Event()
-        threading.Thread(target=self._work, daemon=True).start()
+        self._reader = reader
+        self._begin()
 
-    def _work(self) -> None:
-        made: _RawWindow | Exception | None = None
-        while not self._closed.is_set() and not isinstance(made, Exception):
-            try:
-                made = self._reader.read()
-            except Exception as error:  # raised where the window is requested
-                made = error
-            while not self._closed.is_set():
-                with suppress(queue.Full):
-                    self._made.put(made, timeout=1)
-                    break
+    def _begin(self) -> None:
+        self._made = Future[_RawWindow]()
+        threading.Thread(target=self._work, args=(self._made,), daemon=True).start()
 
-    def close(self) -> None:
-        self._closed.set()
+    def _work(self, made: Future[_RawWindow]) -> None:
+        try:
+            made.set_result(self._reader.read())
+        except BaseException as error:  # raised where the window is requested
+            made.set_exception(error)
 
     def next(self) -> _RawWindow:
-        made = self._made.get()
-        if isinstance(made, Exception):
-            raise made
+        made = self._made.result()
+        self._begin()
         return made
 
 
@@ -224,29 +217,25 @@ class Stream:
         """
         reader = self._open(start)
         ahead = None if reader is None else _Ahead(reader)
-        try:
-            while True:
-                raw: _RawWindow | None = None
-                with self.ranks.together("reading the stream of data"):
-                    if ahead is not None:
-                        raw = ahead.next()
-                window = self._tokenized(self.ranks.from_first(raw), plan)
-                if start is not None and start.window == window.number and start.crc32 != window.crc32:
-                    first = start.window * self.recipe.config.stream_rows + 1
-                    raise InputError(
-                        f"data.train has changed: the rows of the stream from {first:,} on are not those that the run "
-                        "was trained on; put them back, or choose another output_dir",
-                        key="data.stream-changed",
-                    )
-                if (lost := window.report.lost()) and window.number and self.ranks.rank == 0:
-                    log.warning(
-                        f"data: of rows {window.number * self.recipe.config.stream_rows + 1:,} and following, {lost}"
-                    )
-                if window.samples:
-                    yield window
-        finally:
-            if ahead is not None:
-                ahead.close()
+        while True:
+            raw: _RawWindow | None = None
+            with self.ranks.together("reading the stream of data"):
+                if ahead is not None:
+                    raw = ahead.next()
+            window = self._tokenized(self.ranks.from_first(raw), plan)
+            if start is not None and start.window == window.number and start.crc32 != window.crc32:
+                first = start.window * self.recipe.config.stream_rows + 1
+                raise InputError(
+                    f"data.train has changed: the rows of the stream from {first:,} on are not those that the run "
+                    "was trained on; put them back, or choose another output_dir",
+                    key="data.stream-changed",
+                )
+            if (lost := window.report.lost()) and window.number and self.ranks.rank == 0:
+                log.warning(
+                    f"data: of rows {window.number * self.recipe.config.stream_rows + 1:,} and following, {lost}"
+                )
+            if window.samples:
+                yield window
 
     def _open(self, start: StreamPosition | None) -> _WindowReader | None:
         """Return the reader, on rank 0; all ranks know the sources' formats afterwards."""
