@@ -71,7 +71,7 @@ class Received:
 class Library(Protocol):
     """A library's buffers for one EP group. All but `close` are collective over it, and run on the current stream."""
 
-    def first(
+    def dispatch(
         self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int
     ) -> Received:
         """Exchange counts and dispatch; the host waits. Expert id `num_experts` marks a padded routing entry. Weights
@@ -79,11 +79,11 @@ class Library(Protocol):
         """
         ...
 
-    def there(self, rows_TH: torch.Tensor, handle: Any) -> torch.Tensor:
+    def dispatch_again(self, rows_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         """Dispatch other rows by the same routing: `[R, H]`, in the same order, bit for bit. The host does not wait."""
         ...
 
-    def back(
+    def combine(
         self, rows_RH: torch.Tensor, handle: Any, weight_RK: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the rows of each token, `[T, H]`, and return `[T, K]` of `weight_RK` (fp32). The host does not wait."""
@@ -132,7 +132,7 @@ class LibraryDispatcher:
         backward, of rows and weights. A second run dispatches by the first one's handle and has its weights.
         """
         received: list[torch.Tensor] = []
-        plan = exchanged_once(partial(self._first, hidden_TH, index_TK, weight_TK, received))
+        plan = exchanged_once(partial(self._plan, hidden_TH, index_TK, weight_TK, received))
         rows_RH, weight_P = _Dispatch.apply(hidden_TH, weight_TK, plan, self.library, received)
         row_P = plan.place_P.long() // plan.top_k
         pairs = LocalPairs(row_P, plan.expert_end_L, segments_of(row_P, plan.rows))
@@ -148,15 +148,15 @@ class LibraryDispatcher:
         wide_T = token_number_T.new_zeros(len(token_number_T), NUMBER_COLUMNS * 2 // token_number_T.itemsize)
         # The library sends rows of bf16 alone: an int64 is sent as the bits of four of them.
         wide_T[:, 0] = token_number_T
-        wide_R = self.library.there(wide_T.view(torch.bfloat16), metadata)
+        wide_R = self.library.dispatch_again(wide_T.view(torch.bfloat16), metadata)
         return wide_R.view(token_number_T.dtype)[:, 0].contiguous()
 
-    def _first(
+    def _plan(
         self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, received: list[torch.Tensor]
     ) -> _LibraryPlan:
         """Exchange counts, weights and rows; append the rows to `received`."""
         with torch.no_grad():
-            first = self.library.first(
+            first = self.library.dispatch(
                 hidden_TH.contiguous(), index_TK, weight_TK.float().contiguous(), self.num_experts
             )
             experts_here = self.num_experts // self.ranks
@@ -188,7 +188,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.save_for_backward(plan.place_P)
         ctx.handle, ctx.library = plan.handle, library
         ctx.shape, ctx.dtype = (plan.rows, plan.top_k), weight_TK.dtype
-        rows_RH = received.pop() if received else library.there(hidden_TH.contiguous(), plan.handle)
+        rows_RH = received.pop() if received else library.dispatch_again(hidden_TH.contiguous(), plan.handle)
         return rows_RH, plan.weight_P.to(weight_TK.dtype, copy=True)
 
     @staticmethod
@@ -198,7 +198,7 @@ class _Dispatch(torch.autograd.Function):
         grad_weight = torch.zeros(rows * top_k, dtype=torch.float32, device=place_P.device)
         # Choices of other ranks' experts have no pair here: their ranks send the gradient.
         grad_weight.index_copy_(0, place_P.long(), grad_weight_P.float())
-        grad_hidden_TH, grad_weight_TK = ctx.library.back(
+        grad_hidden_TH, grad_weight_TK = ctx.library.combine(
             grad_rows_RH.contiguous(), ctx.handle, grad_weight.view(rows, top_k)
         )
         assert grad_weight_TK is not None
@@ -211,12 +211,12 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: torch.Tensor, handle: Any, library: Library) -> torch.Tensor:
         ctx.handle, ctx.library = handle, library
-        out_TH, _ = library.back(rows_RH.contiguous(), handle)
+        out_TH, _ = library.combine(rows_RH.contiguous(), handle)
         return out_TH
 
     @staticmethod
     def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.library.there(grad_out_TH.contiguous(), ctx.handle), None, None
+        return ctx.library.dispatch_again(grad_out_TH.contiguous(), ctx.handle), None, None
 
 
 class Exchange:
@@ -235,7 +235,7 @@ class Exchange:
         far = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs) if ranks > NODE else 0
         self._buffer: Any = deep_ep.Buffer(group, near, far, explicitly_destroy=True)
 
-    def first(
+    def dispatch(
         self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int
     ) -> Received:
         index_TK = index_TK.masked_fill(index_TK >= num_experts, -1).to(self._index_dtype)
@@ -251,11 +251,11 @@ class Exchange:
         )
         return Received(handle, rows_RH, index_RK, weight_RK, sum(pairs_L))
 
-    def there(self, rows_TH: torch.Tensor, handle: Any) -> torch.Tensor:
+    def dispatch_again(self, rows_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         rows_RH: torch.Tensor = self._buffer.dispatch(rows_TH, handle=handle)[0]
         return rows_RH
 
-    def back(
+    def combine(
         self, rows_RH: torch.Tensor, handle: Any, weight_RK: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows_TH, weight_TK, _ = self._buffer.combine(rows_RH, handle, topk_weights=weight_RK)

@@ -23,18 +23,7 @@ import torch.distributed as dist
 
 from expertmesh.distributed.collectives import all_to_all, all_to_all_even, exact, to_host
 from expertmesh.experts.activation_checkpointing import exchanged_once
-from expertmesh.experts.pairs import (
-    Counts,
-    LocalPairs,
-    Segments,
-    Splits,
-    count_pairs,
-    order_by_expert,
-    order_received,
-    segment_sum,
-    segments_of,
-    totals_of,
-)
+from expertmesh.experts.pairs import LocalPairs, Segments, count_pairs, order_by_expert, segment_sum, segments_of
 
 # `rows_RH`, the weight of each local pair `weight_P`, pairs, and metadata of the dispatcher's own type for `combine`.
 Dispatched = tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]
@@ -93,6 +82,24 @@ class LocalDispatcher:
 
     def send_token_numbers(self, token_number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
         return token_number_T
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Numbers of rows and pairs exchanged with each rank of the group, on the host; each list is by rank."""
+
+    rows_sent: list[int]
+    """Rows sent to each rank."""
+    rows_received: list[int]
+    """Rows received from each rank."""
+    pairs_sent: list[int]
+    """Pairs sent to each rank."""
+    pairs_received: list[int]
+    """Pairs received from each rank."""
+
+
+# Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and their totals.
+Counts = tuple[torch.Tensor, Splits]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +200,7 @@ class AllToAllDispatcher:
         )
         # All pairs of a row write the same token, so the order of the writes is no matter.
         token_Q = token_S.new_empty(sum(splits.rows_sent)).scatter_(0, row_S, token_S)
-        received_P, source_P = order_received(received[:, 1:], sum(splits.pairs_received))
+        received_P, source_P = _order_received(received[:, 1:], sum(splits.pairs_received))
         block_start_D = received[:, 0].cumsum(0) - received[:, 0]
         return DispatchPlan(
             token_Q=token_Q,
@@ -213,7 +220,34 @@ class AllToAllDispatcher:
         sent = torch.cat([rows_D.unsqueeze(1), pairs_DL], dim=1)
         received = all_to_all_even(sent, self.group)
         # Both directions' totals in one copy: the host waits for the device once.
-        return received, Splits(*to_host(totals_of(sent, received)))
+        return received, Splits(*to_host(_totals_of(sent, received)))
+
+
+def _order_received(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order received pairs by (expert, source rank); they are received by (source rank, expert).
+
+    Args:
+        pairs_DL: Pairs from each rank for each local expert.
+        total: Their sum.
+
+    Returns:
+        For each pair in the new order its place as received, and its source rank. Blocks move as a whole, so no sort is
+        needed.
+    """
+    ranks, experts_here = pairs_DL.shape
+    # Where each block starts as received, and where it shall start; all its pairs move by the difference.
+    received_DL = (pairs_DL.reshape(-1).cumsum(0)).view(ranks, experts_here) - pairs_DL
+    pairs_LD = pairs_DL.t().reshape(-1)
+    wanted_LD = pairs_LD.cumsum(0) - pairs_LD
+    shift_LD = received_DL.t().reshape(-1) - wanted_LD
+    block_P = torch.repeat_interleave(pairs_LD, output_size=total)
+    received_P = torch.arange(total, device=pairs_DL.device) + shift_LD.index_select(0, block_P)
+    return received_P, block_P % ranks
+
+
+def _totals_of(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of `Splits`, `[4, D]`, from counts `[D, 1 + L]`."""
+    return torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])
 
 
 @dataclass(slots=True)
@@ -238,14 +272,14 @@ class _AllToAllDispatch(torch.autograd.Function):
         hidden_TH: torch.Tensor,
         weight_TK: torch.Tensor,
         plan: DispatchPlan,
-        by: AllToAllDispatcher,
+        dispatcher: AllToAllDispatcher,
         in_flight: _InFlight | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Save index tensors like any other: as attributes of ctx they would outlive a checkpointed block's first run.
         ctx.save_for_backward(plan.received_P, plan.pair_S, plan.rows_of_token.item_P, plan.rows_of_token.start_R1)
-        ctx.splits, ctx.by, ctx.weights = plan.splits, by, (weight_TK.shape, weight_TK.dtype)
+        ctx.splits, ctx.dispatcher, ctx.weights = plan.splits, dispatcher, (weight_TK.shape, weight_TK.dtype)
         ctx.in_flight = in_flight
-        splits, group = plan.splits, by.group
+        splits, group = plan.splits, dispatcher.group
         # Send the pairs in one message, weight bits beside row numbers, and before the rows: NCCL sends one message
         # after the other, so the pairs are sorted while the rows are in flight.
         weight_S = exact(weight_TK.reshape(-1).index_select(0, plan.pair_S))
@@ -271,7 +305,7 @@ class _AllToAllDispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         received_P, pair_S, *rows_of_token = ctx.saved_tensors
         if ctx.in_flight is None:
-            sent = _send_gradients(grad_weight_P, grad_rows_RH, received_P, ctx.splits, ctx.by.group)
+            sent = _send_gradients(grad_weight_P, grad_rows_RH, received_P, ctx.splits, ctx.dispatcher.group)
         else:
             sent, ctx.in_flight.gradients = ctx.in_flight.gradients, None
         grad_weight_S, pairs_work, grad_rows_QH, rows_work = sent
@@ -281,7 +315,7 @@ class _AllToAllDispatch(torch.autograd.Function):
         # Padded routing entries were never sent: their weights get zeros.
         grad_weight = grad_weight_S.new_zeros(shape.numel()).index_copy_(0, pair_S, grad_weight_S)
         wait(rows_work)
-        grad_hidden_TH = segment_sum(grad_rows_QH, Segments(*rows_of_token), ctx.by.triton)
+        grad_hidden_TH = segment_sum(grad_rows_QH, Segments(*rows_of_token), ctx.dispatcher.triton)
         return grad_hidden_TH, grad_weight.view(shape).to(dtype), None, None, None
 
 
@@ -310,11 +344,11 @@ class _Receive(torch.autograd.Function):
         rows_RH: torch.Tensor,
         weight_P: torch.Tensor,
         plan: DispatchPlan,
-        by: AllToAllDispatcher,
+        dispatcher: AllToAllDispatcher,
         in_flight: _InFlight,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(plan.received_P)
-        ctx.splits, ctx.group, ctx.in_flight = plan.splits, by.group, in_flight
+        ctx.splits, ctx.group, ctx.in_flight = plan.splits, dispatcher.group, in_flight
         wait(in_flight.rows)
         in_flight.rows = None
         # An autograd function that returns its inputs themselves would be no node between them and what reads them.
@@ -330,16 +364,16 @@ class _Receive(torch.autograd.Function):
 
 
 class SumRows(torch.autograd.Function):
-    """Return rows_RH to their tokens by `plan`, over the group of `by`, and sum what each token receives: out_TH."""
+    """Return rows_RH to the ranks of their tokens, and sum what each token receives: out_TH."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RH: torch.Tensor, plan: "DispatchPlan | NodePlan", by: AllToAllDispatcher
+        ctx: Any, rows_RH: torch.Tensor, plan: "DispatchPlan | NodePlan", dispatcher: AllToAllDispatcher
     ) -> torch.Tensor:
         # Do not save through autograd: a checkpointed block would be recomputed up to here for this tensor alone.
-        ctx.token_Q, ctx.splits, ctx.group = plan.token_Q, plan.splits, by.group
-        rows_QH, _ = all_to_all(rows_RH, plan.splits.rows_received, plan.splits.rows_sent, by.group)
-        return segment_sum(rows_QH, plan.rows_of_token, by.triton)
+        ctx.token_Q, ctx.splits, ctx.group = plan.token_Q, plan.splits, dispatcher.group
+        rows_QH, _ = all_to_all(rows_RH, plan.splits.rows_received, plan.splits.rows_sent, dispatcher.group)
+        return segment_sum(rows_QH, plan.rows_of_token, dispatcher.triton)
 
     @staticmethod
     def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -442,7 +476,7 @@ class HierarchicalDispatcher:
         received = all_to_all_even(sent, self.across)
         sent_inside = received[:, 1:].sum(0).view(ranks, -1)
         received_inside = all_to_all_even(sent_inside, self.inside)
-        totals = totals_of(sent_inside, received_inside).reshape(-1)
+        totals = _totals_of(sent_inside, received_inside).reshape(-1)
         numbers = to_host(torch.cat([sent[:, 0], received[:, 0], totals]))
         across, inside = numbers[: 2 * nodes], numbers[2 * nodes :]
         splits = Splits(across[:nodes], across[nodes:], [], [])
@@ -456,14 +490,14 @@ class _SendRows(torch.autograd.Function):
     """Send each token's values to its nodes, values_TX -> values_RX: the opposite direction of `SumRows`."""
 
     @staticmethod
-    def forward(ctx: Any, values_TX: torch.Tensor, plan: NodePlan, by: AllToAllDispatcher) -> torch.Tensor:
+    def forward(ctx: Any, values_TX: torch.Tensor, plan: NodePlan, dispatcher: AllToAllDispatcher) -> torch.Tensor:
         ctx.save_for_backward(plan.rows_of_token.item_P, plan.rows_of_token.start_R1)
-        ctx.splits, ctx.by = plan.splits, by
+        ctx.splits, ctx.dispatcher = plan.splits, dispatcher
         values_QX = values_TX.index_select(0, plan.token_Q)
-        values_RX, _ = all_to_all(values_QX, plan.splits.rows_sent, plan.splits.rows_received, by.group)
+        values_RX, _ = all_to_all(values_QX, plan.splits.rows_sent, plan.splits.rows_received, dispatcher.group)
         return values_RX
 
     @staticmethod
     def backward(ctx: Any, grad_RX: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_QX, _ = all_to_all(grad_RX, ctx.splits.rows_received, ctx.splits.rows_sent, ctx.by.group)
-        return segment_sum(grad_QX, Segments(*ctx.saved_tensors), ctx.by.triton), None, None
+        grad_QX, _ = all_to_all(grad_RX, ctx.splits.rows_received, ctx.splits.rows_sent, ctx.dispatcher.group)
+        return segment_sum(grad_QX, Segments(*ctx.saved_tensors), ctx.dispatcher.triton), None, None

@@ -37,7 +37,7 @@ from expertmesh.step.by_layer import Round, layers_held
 from expertmesh.step.loss import loss_of_base, loss_of_batch, refuse_labels, refuse_no_targets
 from expertmesh.step.objective import CrossEntropy, Objective, Term
 from expertmesh.step.pipeline_schedule import StageOutput, StageTerm, run_pipeline, same_shape
-from expertmesh.step.router_losses import RouterLosses, active_router_losses, nothing_on_device_of, router_losses
+from expertmesh.step.router_losses import RouterLosses, active_router_losses, router_losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class _Sums:
     """
 
     def __init__(self, batches: Sequence[Batch], objective: Objective) -> None:
-        self.loss = nothing_on_device_of(batches)
+        self.loss = torch.zeros((), dtype=torch.float64, device=batches[0]["input_ids"].device)
         self.figures_F = self.loss.new_zeros(len(objective.figures))
 
     def add(self, term: Term) -> None:

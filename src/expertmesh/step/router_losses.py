@@ -72,7 +72,9 @@ class RouterLosses:
         """
         self.model = model
         self.balance = attached_balance(model)
-        self.aux_loss = self.z_loss = nothing_on_device_of(micro_batches)
+        # Ranks whose stages add nothing have zeros on the same kind of device, so that all ranks can reduce them.
+        device = micro_batches[0]["input_ids"].device if micro_batches else None
+        self.aux_loss = self.z_loss = torch.zeros((), dtype=torch.float64, device=device)
         self._pipeline = sharded(model).pipeline
         local_stages = 1 if self._pipeline is None else len(self._pipeline.local_stages)
         self._left = len(micro_batches) * (layers or local_stages)
@@ -205,16 +207,6 @@ class RouterLosses:
         dist.all_reduce(sums_E1)
         # Each stage counted its own layers, and the same tokens.
         return _Step(sums_E1[:-1].double(), sums_E1[-1].double() / mesh_of(self.model).layout.pp)
-
-
-def nothing_on_device_of(micro_batches: Sequence[Batch]) -> torch.Tensor:
-    """Return a 0-dim fp64 zero on the device of `micro_batches`, where a sum over micro-batches starts.
-
-    Ranks whose pipeline stages add nothing have it on the same kind of device, so that all ranks can reduce it
-    together.
-    """
-    device = micro_batches[0]["input_ids"].device if micro_batches else None
-    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True, slots=True)
