@@ -257,7 +257,7 @@ def _shrunk(config_class: type[PreTrainedConfig], changes: dict[str, Any]) -> Pr
     parts: dict[str, Any] = {
         key: _shrunk(kind, changes.get(key, {}))
         for key, kind in (config_class.sub_configs or {}).items()
-        if issubclass(kind, PreTrainedConfig)
+        if issubclass(kind, PreTrainedConfig) and changes.get(key, {}) is not None
     }
     sizes |= {**changes, **parts}
     if "num_hidden_layers" in sizes or "num_hidden_layers" not in known:

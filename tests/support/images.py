@@ -5,7 +5,7 @@ A processor is the family's own class; its image part has patches as small as th
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,14 @@ class Family:
     """Name of its class."""
     tokens: dict[str, str]
     """Its tokens of images, by key of its configuration: the start of an image, the image, its end, a video."""
-    pixels: str
-    """Class of its image processor."""
+    pixels: dict[str, Any]
+    """Settings of its image processor."""
+    around: tuple[str, str] = ("", "")
+    """What its processor writes around the tokens of an image."""
+    named: tuple[str, ...] = ()
+    """Names by which its processor asks the tokenizer for tokens."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Changes of the tiny configuration, if not those of CHANGES."""
 
     @property
     def placeholder(self) -> str:
@@ -54,10 +60,14 @@ _GLM = {
     "image_end_token_id": "<|end_of_image|>",
     "video_token_id": "<|video|>",
 }
-FAMILIES = {
-    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", _QWEN, "Qwen2VLImageProcessor"),
-    "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", _QWEN, "Qwen2VLImageProcessor"),
-    "glm4v_moe": Family("Glm4vMoeForConditionalGeneration", _GLM, "Glm4vImageProcessor"),
+_GEMMA = {
+    "image_token_id": "<|image|>",
+    "boi_token_id": "<|image>",
+    "eoi_token_id": "<image|>",
+    "video_token_id": "<|video|>",
+    "audio_token_id": "<|audio|>",
+    "boa_token_id": "<|audio>",
+    "eoa_token_index": "<audio|>",
 }
 _PIXELS = {
     "patch_size": 4,
@@ -67,23 +77,62 @@ _PIXELS = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+_OF_QWEN, _OF_GLM = ({**_PIXELS, "image_processor_type": f"{name}ImageProcessor"} for name in ("Qwen2VL", "Glm4v"))
+# As the published mixture: images attend to themselves in both directions, and nothing reads sound.
+_GEMMA_CONFIG = {
+    "text_config": {**CHANGES["gemma4"], "max_position_embeddings": 256},
+    "vision_config": {"position_embedding_size": 128},
+    "audio_config": None,
+}
+FAMILIES = {
+    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", _QWEN, _OF_QWEN),
+    "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", _QWEN, _OF_QWEN),
+    "glm4v_moe": Family("Glm4vMoeForConditionalGeneration", _GLM, _OF_GLM),
+    "gemma4": Family(
+        "Gemma4ForConditionalGeneration",
+        _GEMMA,
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
+        ("<|image>", "<image|>"),
+        ("image_token", "boi_token", "eoi_token", "video_token", "audio_token", "boa_token", "eoa_token"),
+        _GEMMA_CONFIG,
+    ),
+}
 
 
 def write_vision_model(directory: Path, name: str) -> Path:
     """Write a random model of `FAMILIES` as its published repositories have it: weights, tokenizer, processor."""
     family = FAMILIES[name]
-    image = "".join(list(family.tokens.values())[:3])
+    # Where the processor writes what is around an image, the template does not.
+    image = family.placeholder if any(family.around) else "".join(list(family.tokens.values())[:3])
     tokenizer = bpe_tokenizer(TEMPLATE.replace("IMAGE", image))
     tokenizer.add_tokens(list(family.tokens.values()), special_tokens=True)
-    text = {**CHANGES.get(name, {}).get("text_config", {}), "vocab_size": len(tokenizer) + -len(tokenizer) % 8}
-    model: Any = random_model(family.model, name, text_config=text)
+    config = family.config or CHANGES.get(name, {})
+    text = {**config.get("text_config", {}), "vocab_size": len(tokenizer) + -len(tokenizer) % 8}
+    model: Any = random_model(family.model, "", **{**config, "text_config": text})
     for key, token in family.tokens.items():
         setattr(model.config, key, tokenizer.convert_tokens_to_ids(token))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    settings = {**_PIXELS, "image_processor_type": family.pixels}
-    (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+    path, named = directory / "tokenizer_config.json", dict(zip(family.named, family.tokens.values(), strict=False))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **named}))
+    (directory / "preprocessor_config.json").write_text(json.dumps(family.pixels))
     return directory
+
+
+def image_texts(family: Family, found: dict[str, Any]) -> list[str]:
+    """What stands for each image in a row's text, by what the family's image processor gives for the row.
+
+    Takes what is not the model's out of `found`.
+    """
+    counts = found.pop("num_soft_tokens_per_image", None)
+    if counts is None:
+        counts = [int(grid.prod()) // 4 for grid in found["image_grid_thw"]]
+    return [family.placeholder.join(("",) * (int(count) + 1)).join(family.around) for count in counts]
+
+
+def is_vision(name: str) -> bool:
+    """Return whether a parameter's name is one of a tower, or of what brings its output to the text's width."""
+    return any(part in name for part in (".visual.", ".vision_tower.", ".embed_vision."))
 
 
 def write_picture(path: Path, size: tuple[int, int], seed: int) -> Path:

@@ -25,14 +25,24 @@ from expertmesh.data import BatchLayout, Recipe, TokenizedDataset, build_dataset
 from expertmesh.data.images import Images
 from expertmesh.training.run import train
 from expertmesh.weights.meta_model import read_model_config
+from tests.adapters.reference import in_files, random_adapter
 from tests.support.errors import refused_on_ranks
-from tests.support.images import FAMILIES, SIZES, write_picture, write_rows, write_vision_model
+from tests.support.images import (
+    FAMILIES,
+    SIZES,
+    image_texts,
+    is_vision,
+    write_picture,
+    write_rows,
+    write_vision_model,
+)
 from tests.support.ranks import shared_ranks
 from tests.support.reference import whole, worst
 
 GLOBAL_BATCH, STEPS = 4, 2
-# The linear attention of Qwen3.5, the router and the position embeddings of GLM-4.5V compute in fp32 in any model.
-BOUNDS = {"qwen3_vl_moe": 1e-10, "qwen3_5_moe": 1e-5, "glm4v_moe": 1e-5}
+# The linear attention of Qwen3.5, the router and the position embeddings of GLM-4.5V, and the norms and the tower of
+# Gemma 4 compute in fp32 in any model.
+BOUNDS = {"qwen3_vl_moe": 1e-10, "qwen3_5_moe": 1e-5, "glm4v_moe": 1e-5, "gemma4": 1e-5}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -48,7 +58,7 @@ def _config(inputs: Path, output: Path, *overrides: str) -> Config:
     text = f"""
 model: {{name_or_path: {inputs / "model"}}}
 precision: {{params: float64, compute: float64, reduce: float64}}
-data: {{train: [{inputs / "rows.jsonl"}], max_length: 128, packing: false, shuffle: false}}
+data: {{train: [{inputs / "rows.jsonl"}], max_length: 256, packing: false, shuffle: false}}
 optim: {{name: sgd, learning_rate: 1.0e-2, max_grad_norm: 0.5}}
 schedule: {{name: constant, warmup_ratio: 0.0}}
 train: {{global_batch_size: {GLOBAL_BATCH}, max_steps: {STEPS}, num_epochs: {STEPS}}}
@@ -67,7 +77,7 @@ def _by_hand(inputs: Path) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(inputs / "model")
     pixels: Any = AutoImageProcessor.from_pretrained(inputs / "model")
-    placeholder = FAMILIES[_family(inputs)].placeholder
+    family = FAMILIES[_family(inputs)]
     for line in (inputs / "rows.jsonl").read_text().splitlines():
         messages = json.loads(line)["messages"]
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -76,9 +86,9 @@ def _by_hand(inputs: Path) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
         batch: dict[str, torch.Tensor] = {}
         if names:
             batch = dict(pixels([Image.open(inputs / name).convert("RGB") for name in names], return_tensors="pt"))
-            pieces = text.split(placeholder)
-            counts = [int(grid.prod()) // 4 for grid in batch["image_grid_thw"]]
-            text = pieces[0] + "".join(placeholder * n + piece for n, piece in zip(counts, pieces[1:], strict=True))
+            first, *pieces = text.split(family.placeholder)
+            written = image_texts(family, batch)
+            text = first + "".join(image + piece for image, piece in zip(written, pieces, strict=True))
         ids = tokenizer(text, add_special_tokens=False).input_ids
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         answer = [*tokenizer(messages[1]["content"], add_special_tokens=False).input_ids, end]
@@ -88,7 +98,7 @@ def _by_hand(inputs: Path) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
         labels[0, stop - len(answer) : stop] = torch.tensor(answer)
         batch |= {"input_ids": torch.tensor([ids]), "labels": labels}
         if names:
-            is_image = batch["input_ids"] == tokenizer.convert_tokens_to_ids(placeholder)
+            is_image = batch["input_ids"] == tokenizer.convert_tokens_to_ids(family.placeholder)
             batch["mm_token_type_ids"] = is_image.int()
         yield batch, len(answer)
 
@@ -102,16 +112,11 @@ def _family(inputs: Path) -> str:
     return str(json.loads((inputs / "model" / "config.json").read_text())["model_type"])
 
 
-def _is_vision(name: str) -> bool:
-    return ".visual." in name
-
-
 def _expected(inputs: Path, vision: bool) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses and norms of the steps, and the weights behind them."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(inputs / "model", dtype=torch.float64).train()
-    model.set_experts_implementation("eager")  # transformers' grouped product takes no fp64
+    model = _in_memory(inputs)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(vision or not _is_vision(name))
+        parameter.requires_grad_(vision or not is_vision(name))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-2)  # Adam would make much of rounding in gradients near zero
     rows, found = list(_by_hand(inputs)), []
@@ -144,23 +149,27 @@ def test_a_run_on_images_is_plain_training(inputs: Path, tmp_path: Path, micro_b
     base = load_file(inputs / "model" / "model.safetensors")
     assert saved.keys() == base.keys()
     for name, tensor in saved.items():
-        if _is_vision(name):
+        if is_vision(name):
             assert torch.equal(tensor, base[name]) == (vision == "frozen"), name
     trained: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model")
     for name, tensor in trained.state_dict().items():
         assert (tensor - weights[name]).norm() <= 1e-5 * weights[name].norm(), name
 
 
-def _compare_gradients(model: Any, config: Config, expected: dict[str, torch.Tensor], size: int) -> None:
+def _compare_gradients(
+    model: Any, config: Config, expected: dict[str, torch.Tensor], size: int, adapter: Path | None = None
+) -> None:
     """Run one step on all rows from the data loader, and compare every gradient with that of the rows by hand."""
     dataset, images = _dataset(config)
-    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2)))
+    lora = None if adapter is None else em.LoraConfig(from_adapter=str(adapter))
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2)), lora=lora)
     rows = [np.array([number]) for number in range(len(dataset))]
     layout = BatchLayout(size, dist.get_rank(), 2, False, 0, config.data.max_length, images)
     batches = list(layout.micro_batches(dataset, rows))
     em.forward_backward(model, batches, target_tokens=dataset.target_tokens)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert worst(whole(gradients), expected)[0] <= BOUNDS[model.config.model_type]
+    found = whole(gradients) if adapter is None else in_files(model, whole(gradients))
+    assert worst(found, expected)[0] <= BOUNDS[model.config.model_type]
 
 
 def _dataset(config: Config) -> tuple[TokenizedDataset, Images]:
@@ -170,17 +179,43 @@ def _dataset(config: Config) -> tuple[TokenizedDataset, Images]:
     return build_dataset(recipe)[0], recipe.images
 
 
+def _gradients_by_hand(inputs: Path, model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of the mean loss of all rows."""
+    rows = list(_by_hand(inputs))
+    total = sum(targets for _, targets in rows)
+    torch.stack([_loss(model, batch, total) for batch, _ in rows]).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _in_memory(inputs: Path) -> Any:
+    model: Any = AutoModelForImageTextToText.from_pretrained(inputs / "model", dtype=torch.float64).train()
+    model.set_experts_implementation("eager")  # transformers' grouped product takes no fp64
+    return model
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_gradient_of_adapters_on_rows_with_images_is_stock_pefts(inputs: Path, tmp_path: Path, size: int) -> None:
+    """On attention and experts of the text, of which some tokens are an image's."""
+    model = _in_memory(inputs)
+    modules = [f"{name}.{end}" for name in _of_text(model, "self_attn") for end in ("q_proj", "o_proj")]
+    experts = [f"{name}.{end}" for name in _of_text(model, "experts") for end in ("gate_up_proj", "down_proj")]
+    assert modules
+    assert experts
+    adapted = random_adapter(copy.deepcopy(model), tmp_path / "adapter", modules, experts)
+    expected = {name.replace(".default", ""): g for name, g in _gradients_by_hand(inputs, adapted).items()}
+    shared_ranks(_compare_gradients, 2, model, _config(inputs, tmp_path / "run"), expected, size, tmp_path / "adapter")
+
+
+def _of_text(model: Any, end: str) -> list[str]:
+    return [name for name, _ in model.named_modules() if name.endswith(f".{end}") and not is_vision(name)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_gradient_of_rows_with_images_is_exact(inputs: Path, tmp_path: Path, size: int) -> None:
     """The tower's too, where one rank has no images of its own in a micro-batch."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(inputs / "model", dtype=torch.float64).train()
-    model.set_experts_implementation("eager")
-    rows = list(_by_hand(inputs))
-    total = sum(targets for _, targets in rows)
-    own = copy.deepcopy(model)
-    torch.stack([_loss(own, batch, total) for batch, _ in rows]).sum().backward()
-    expected = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
-    assert any(map(_is_vision, expected))
+    model = _in_memory(inputs)
+    expected = _gradients_by_hand(inputs, copy.deepcopy(model))
+    assert any(map(is_vision, expected))
     shared_ranks(_compare_gradients, 2, model, _config(inputs, tmp_path / "run"), expected, size)
 
 
