@@ -113,6 +113,10 @@ CASES = {
         "train.global_batch_size 3 is not a multiple", ("train.global_batch_size=3",), ranks=2
     ),
     "an ep that does not divide the ranks": Case("parallel.ep 3 does not divide", ("parallel.ep=3",), ranks=2),
+    "layers on stages": Case(
+        "train.accumulate: by_layer: it needs an uncut model", ("train.accumulate=by_layer", "parallel.pp=2"), ranks=2
+    ),
+    "offload of what is not packed": Case("parallel.offload: experts: no experts", ("parallel.offload=experts",)),
     "a backend that cannot run": Case(
         "moe.compute: grouped_mm cannot run",
         ("moe.compute=grouped_mm", "precision={params: float64, compute: float64, reduce: float64}"),

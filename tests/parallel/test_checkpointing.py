@@ -22,6 +22,7 @@ from expertmesh.anatomy import describe
 from expertmesh.experts import activation_checkpointing, dispatch, expert_mlp, layer
 from expertmesh.experts.dispatch import AllToAllDispatcher
 from expertmesh.parallel.checkpointing import checkpointed_blocks, checkpointed_layers, refuse_checkpointing
+from expertmesh.parallel.shard_plan import ShardOptions
 from tests.families.tiny import random_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -288,9 +289,8 @@ def test_which_blocks_a_choice_means() -> None:
     assert checkpointed_layers("all", 3) == [0, 1, 2]
     assert checkpointed_layers(2, 5) == [0, 2, 4]
     assert checkpointed_layers((4, 1), 5) == [1, 4]
-    for layers, key in (((0, 5), "train.checkpoint-layers-no-such-block"), (1, "config.wrong-value")):
-        with refused(key):
-            checkpointed_layers(layers, 5)  # type: ignore[arg-type]
+    with refused("train.checkpoint-layers-no-such-block"):
+        checkpointed_layers((0, 5), 5)
 
 
 def test_what_cannot_be_checkpointed_is_refused_by_name() -> None:
@@ -298,11 +298,13 @@ def test_what_cannot_be_checkpointed_is_refused_by_name() -> None:
     anatomy = describe(model)
     for mode, layers, key, named in (
         ("ful", "all", "config.wrong-value", "'ful'"),
-        ("none", 2, "config.combination", "checkpoint_layers is 2"),
-        ("full", (7,), "train.checkpoint-layers-no-such-block", "block 7"),
+        ("full", 1, "config.wrong-value", "not 1"),
+        ("none", 2, "config.combination", "checkpoint_layers does nothing"),
     ):
         with refused(key, naming=named):
-            checkpointed_blocks(model, anatomy, mode, layers)  # type: ignore[arg-type]
+            ShardOptions.of(em.PrecisionConfig(), None, mode, layers, False)  # type: ignore[arg-type]
+    with refused("train.checkpoint-layers-no-such-block", naming="block 7"):
+        checkpointed_blocks(model, anatomy, "full", (7,))
     for name, value in (
         ("supports_gradient_checkpointing", False),
         ("_set_gradient_checkpointing", lambda self, module, value=False: None),

@@ -86,16 +86,6 @@ class Config(Section):
                 f"precision.frozen is {self.precision.frozen}, but without lora nothing is frozen; add lora or set "
                 "precision.frozen to null"
             )
-        if self.parallel.offload != "none" and self.precision.frozen is None:
-            problems.append(
-                f"parallel.offload is {self.parallel.offload}, but no experts stay packed; set precision.frozen, with "
-                "lora, or parallel.offload to none"
-            )
-        if self.train.accumulate == "by_layer" and self.parallel.pp > 1:
-            problems.append(
-                f"train.accumulate is by_layer, but parallel.pp is {self.parallel.pp}, whose schedule orders the "
-                "micro-batches; set train.accumulate to auto, or parallel.pp to 1"
-            )
         if self.train.deterministic and self.moe.dispatch == "deepep":
             problems.append(
                 "train.deterministic is true, but moe.dispatch is deepep, which does not run under torch's "

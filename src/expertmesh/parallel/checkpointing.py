@@ -7,8 +7,9 @@ works. The data that both runs of a block share is in experts/activation_checkpo
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
+import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy
@@ -21,9 +22,11 @@ CheckpointingMode = Literal["none", "selective", "full"]
 CheckpointedLayers = Literal["all"] | int | Sequence[int]
 
 
-def checkpointing_mode(mode: CheckpointingMode | bool) -> CheckpointingMode:
-    """Return the mode by name; `True` is "full" and `False` is "none"."""
-    return mode if isinstance(mode, str) else ("full" if mode else "none")
+def checkpointing_mode(mode: CheckpointingMode | Literal["auto"] | bool) -> CheckpointingMode:
+    """Return the mode: `True` is "full", `False` "none"; auto is "full" on accelerators, whose memory is scarce."""
+    if isinstance(mode, bool) or mode == "auto":
+        return "full" if mode is True or (mode and torch.accelerator.is_available()) else "none"
+    return mode
 
 
 def checkpointed_blocks(
@@ -36,18 +39,9 @@ def checkpointed_blocks(
             list of numbers.
 
     Raises:
-        InputError: a wrong value, or a model whose blocks cannot be recomputed.
+        InputError: a model whose blocks cannot be recomputed, or without one of `layers`.
     """
-    if mode not in get_args(CheckpointingMode):
-        raise InputError(
-            f"activation_checkpointing is {mode!r}; set it to none, selective or full", key="config.wrong-value"
-        )
     if mode == "none":
-        if layers != "all":
-            raise InputError(
-                f"checkpoint_layers is {layers}, but activation_checkpointing is none; set one of them",
-                key="config.combination",
-            )
         return ()
     refuse_checkpointing(model, anatomy, layers)
     return tuple(anatomy.blocks[number] for number in checkpointed_layers(layers, len(anatomy.blocks)))
@@ -81,16 +75,11 @@ def checkpointed_layers(layers: CheckpointedLayers, blocks: int) -> list[int]:
     """Return the block numbers that `layers` means in a model of `blocks` blocks.
 
     Raises:
-        InputError: N is below 2, or a block does not exist.
+        InputError: a block does not exist.
     """
     if layers == "all":
         return list(range(blocks))
     if isinstance(layers, int):
-        if layers < 2:
-            raise InputError(
-                f"checkpoint_layers is {layers}; set it to all, or to at least 2 for every Nth block",
-                key="config.wrong-value",
-            )
         return list(range(0, blocks, layers))
     missing = [number for number in layers if not 0 <= number < blocks]
     if missing:

@@ -21,7 +21,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks, describe, head_of, is_inside, packable_linears
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.config.sections import BYTES_OF
+from expertmesh.config.sections import BYTES_OF, TrainConfig
 from expertmesh.distributed.layout import ExpertTraffic, Layout, TopKRouter
 from expertmesh.experts import deepep
 from expertmesh.experts.balance import Balance
@@ -122,6 +122,8 @@ class ShardOptions:
     ) -> "ShardOptions":
         """Build options from the arguments of the Python interface, where True means "full" and False "none"."""
         mode, moe = checkpointing_mode(activation_checkpointing), moe or MoeConfig()
+        # Values are refused as those of a file are.
+        TrainConfig(activation_checkpointing=mode, checkpoint_layers=checkpoint_layers)  # type: ignore[arg-type]
         if moe.placement == "balanced":
             raise InputError(
                 "moe.placement: balanced looks at the data of a run, which `expertmesh train` has; give a file that "

@@ -15,6 +15,7 @@ import torch
 from expertmesh.config import Config, InputError, ParallelConfig
 from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, explicit, node_crossing
 from expertmesh.io.terminal import gib, plural
+from expertmesh.parallel.checkpointing import checkpointing_mode
 from expertmesh.planning.hardware import Devices, hardware_table, name_of, unknown_device
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan, figures_of_teacher
@@ -23,7 +24,7 @@ from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
 from expertmesh.training.reporting.record import ChosenLayout, Forecast, Prediction
 from expertmesh.training.run import train
-from expertmesh.training.startup.model_check import Checked, OrderWish, checkpointing_mode
+from expertmesh.training.startup.model_check import Checked, OrderWish
 
 
 def train_with_forecast(config: Config, control: Control | None = None) -> None:
@@ -113,7 +114,7 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
 
 def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
     """Return at most three changes of the configuration with which a step is predicted to fit, the fastest first."""
-    now = config.train.micro_batch_size, checkpointing_mode(config)
+    now = config.train.micro_batch_size, checkpointing_mode(config.train.activation_checkpointing)
     fitting: dict[str, float] = {}
     for length in (config.data.max_length, config.data.max_length // 2):
         data = config.data.model_copy(update={"max_length": length})
@@ -179,5 +180,5 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     """Return the candidate with the micro-batch and the checkpointing that the run will have."""
     rows = config.train.micro_batch_size
     accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
-    sequences = rows * config.objective.sequences
-    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(sequences, accumulation))
+    mode = supported_mode(job.model, checkpointing_mode(config.train.activation_checkpointing))
+    return evaluate(job, layout, mode, Batch(rows * config.objective.sequences, accumulation))

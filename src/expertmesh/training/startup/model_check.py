@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -23,7 +22,7 @@ from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.io.terminal import plural
 from expertmesh.model import ModelOptions, build_model, plan_model, vision_parameters
-from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.parallel.checkpointing import checkpointing_mode
 from expertmesh.parallel.packing import cannot_pack
 from expertmesh.parallel.pipeline import refuse_by_layer
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, expert_traffic
@@ -136,18 +135,8 @@ def check_model(
 
 def shard_options(config: Config) -> ShardOptions:
     """Return what `config` says about sharding, beside the layout."""
-    train = config.train
-    return ShardOptions(
-        config.trained_precision, config.moe, checkpointing_mode(config), train.checkpoint_layers, train.compile
-    )
-
-
-def checkpointing_mode(config: Config) -> CheckpointingMode:
-    """Resolve `auto`: recompute whole blocks on accelerators, whose memory is scarce, and keep activations on a CPU."""
-    mode = config.train.activation_checkpointing
-    if mode == "auto":
-        return "full" if torch.accelerator.is_available() else "none"
-    return mode
+    train, mode = config.train, checkpointing_mode(config.train.activation_checkpointing)
+    return ShardOptions(config.trained_precision, config.moe, mode, train.checkpoint_layers, train.compile)
 
 
 class OrderWish(NamedTuple):
