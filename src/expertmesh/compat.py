@@ -176,7 +176,7 @@ def change_count(tensor: torch.Tensor) -> int:
 
 
 def runs_in_backward() -> bool:
-    """Return whether the calling thread runs inside of a backward."""
+    """Return whether the calling thread runs inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -328,7 +328,7 @@ def present_as_fsdp(model: Any, name: str) -> None:
 
 
 def logs_the_model(callback: Any) -> bool:
-    """Return whether transformers' DVCLiveCallback was told to save the model itself."""
+    """Return whether transformers' DVCLiveCallback is set to save the model itself."""
     return getattr(callback, "_log_model", None) is True
 
 

@@ -303,12 +303,10 @@ def test_flex_attention_gets_its_own_mask_of_whole_rows() -> None:
 
 
 def _labels_cut_before_the_shift(model: nn.Module, mesh: Mesh) -> None:
-    def targets(labels: torch.Tensor, cut: Any) -> Any:
-        following = F.pad(cut(labels, 1)[:, 1:], (0, 1), value=-100).reshape(-1)
-        place_N = (following != -100).nonzero().squeeze(1)
-        return following[place_N], place_N
+    def next_labels(labels: torch.Tensor, cut: Any) -> torch.Tensor:
+        return F.pad(cut(labels, 1)[:, 1:], (0, 1), value=-100)
 
-    mock.patch.object(loss, "_targets", targets).start()
+    mock.patch.object(loss, "_next_labels", next_labels).start()
 
 
 def _misaligned_key_heads(model: nn.Module, mesh: Mesh) -> None:

@@ -98,13 +98,13 @@ def _mean_of_a_rank() -> None:
 
 def _last_of_the_row() -> None:
     """Read each row at its last position, which may be padding."""
-    of_class = loss._last_tokens
+    of_class = loss._labels_of_last_tokens
 
     def last(model: Any, batch: Any, share: Any) -> Any:
         others = {key: batch[key] for key in batch if key not in ("real_tokens", "attention_mask")}
         return of_class(model, {**others, "input_ids": torch.full_like(batch["input_ids"], -1)}, share)
 
-    loss._last_tokens = last
+    loss._labels_of_last_tokens = last
 
 
 @pytest.mark.parametrize("planted", [_mean_of_a_rank, _last_of_the_row])

@@ -111,7 +111,7 @@ def _start_from_base(model: nn.Module, weight: str, each: Replaced) -> None:
         return
     if each.rows is None:
         for (box, local), (of_base, values) in zip(held_parts(new), held_parts(base), strict=True):
-            assert box == of_base, (weight, box, of_base)  # of equal shapes, FSDP2 cuts both alike
+            assert box == of_base, (weight, box, of_base)  # of equal shapes, FSDP2 cuts both equally
             local.copy_(values)
         return
     rows_nH = torch.zeros(each.shape, dtype=torch.promote_types(base.dtype, torch.float32))

@@ -259,7 +259,7 @@ def _lock(scratch: Path) -> str | None:
 
 
 def _file_system(directory: Path) -> str:
-    """Return its kind as Linux reports it: that of the mount point that is the longest prefix of the path."""
+    """Return the kind of a path's file system: that of the mount point that is its longest prefix."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:

@@ -177,7 +177,7 @@ def root(
         bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Take what stands before the verb."""
+    """Take the options before the verb."""
 
 
 @verb

@@ -1,4 +1,4 @@
-"""What several verbs print alike, and write: sizes, counts, tables, which checkpoint is meant, where a report goes."""
+"""Print and write what several verbs share: sizes, counts, tables, the checkpoint that is meant, the report's place."""
 
 import os
 import resource

@@ -58,7 +58,7 @@ class SecurityError(ExpertmeshError):
 
 
 class DistributedFailure(ExpertmeshError):
-    """A rank died, hung or never arrived."""
+    """A rank died, hung or never joined."""
 
     exit_code: ClassVar[int] = 5
     key = "distributed"

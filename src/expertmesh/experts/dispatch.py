@@ -98,7 +98,7 @@ class Splits:
     """Pairs received from each rank."""
 
 
-# Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and their totals.
+# Rows and pairs of each expert, received from each rank: int64 `[D, 1 + L]`, and their totals.
 Counts = tuple[torch.Tensor, Splits]
 
 

@@ -22,7 +22,7 @@ contain no copies.
 
     T tokens here, K top-k, H hidden, R rows and P pairs received, E experts, L experts of this rank; a trailing 1 is a
     dim of size 1
-    of copies: L own experts of a rank, C copies beside them, S = L + C slots, X experts that this rank sends,
+    of copies: L local experts of a rank, C copies beside them, S = L + C slots, X experts that this rank sends,
     F numbers of an expert, M most ranks that hold an expert
 """
 
@@ -316,7 +316,7 @@ class Copies:
     sent_X: torch.Tensor
     """The slots of this rank's own experts that others copy, by the rank that gets them, int64."""
     by_owner: Segments
-    """The places of each own expert in `sent_X`, to sum the gradients received in backward."""
+    """The places of each local expert in `sent_X`, to sum the gradients received in backward."""
     send: list[int]
     """The number of them that each rank gets."""
     receive: list[int]

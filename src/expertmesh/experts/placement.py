@@ -5,7 +5,7 @@ ascend. The contiguous order is 0, 1, ..., E-1. An order is for run time alone: 
 keep the model's own numbers.
 
 Ranks may also hold copies of frozen experts, equally many each. Tokens go to their own rank if it holds their expert,
-else by turns to all that hold it: k of them get equal shares, if ranks route alike. The rule needs no exchange.
+else by turns to all that hold it: k of them get equal shares, if all ranks route equally. The rule needs no exchange.
 
 `expert_load.json` has the tokens that each expert of a run got; a placement file has what was made of them. Both come
 from others and are refused unless every number in them is in its place. Nothing here communicates.
@@ -90,7 +90,7 @@ def balanced(
 
     Args:
         together: Tokens that chose both of two experts by layer, int64 `[E, E]`. With it and without replicas, experts
-            that tokens choose together share ranks, at little more load: a token travels once to a rank.
+            that tokens choose together share ranks, at little more load: a token is sent once to a rank.
     """
     if not replicas:
         orders = {name: balanced_order(load_E, ep) for name, load_E in loads.items()}
@@ -254,7 +254,7 @@ def copied_loads(load_E: Sequence[int], order: Sequence[int], copies: Copied) ->
 def balanced_copies(load_E: Sequence[int], ep: int, replicas: int) -> tuple[tuple[int, ...], Copied]:
     """Return an order and the experts that each rank copies, `replicas` of them, with few tokens on the busiest rank.
 
-    One copy after the other is of the expert with most tokens for each rank that holds it. Then own experts are placed
+    One copy after the other is of the expert with most tokens for each rank that holds it. Then experts are placed
     with the tokens that are left to them, and copies go to the least busy rank with room, the busiest first. Where
     copies of the least busy experts leave fewer tokens on the busiest rank, it has those.
     """

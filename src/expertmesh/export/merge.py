@@ -383,7 +383,7 @@ class Deltas:
 class FileValues:
     """Reads a model's values from its files, for `save_values`, with an adapter's changes if there is one.
 
-    What is adapted or replaced comes in fp32 or wider, the rest in the dtype of the files.
+    What is adapted or replaced comes in fp32 or wider, the others in the dtype of the files.
     """
 
     def __init__(

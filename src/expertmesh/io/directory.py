@@ -65,7 +65,7 @@ def io_errors(directory: Path, needed: int) -> Iterator[None]:
 
 @contextmanager
 def report_errors(path: str | Path) -> Iterator[None]:
-    """Turn an `OSError` of a write of the one file that a command was told to write into an `InputError`."""
+    """Turn an `OSError` of a write of the one file that a command writes into an `InputError`."""
     try:
         yield
     except OSError as error:

@@ -114,7 +114,7 @@ def hang_error(
     """Return the error that names the rank which hung, or None if none did. `first`: the rank that timed out, and
     where.
 
-    A stopped rank goes on when it is asked for its stack, and a slow one by itself, so both may have failed since.
+    A stopped rank goes on when its stack is requested, and a slow one by itself, so both may have failed since.
     Without `first` (a rank aborted, as NCCL's watchdog lets it) only a rank that clearly does not wait is blamed.
     """
     lasting = [each for each in snapshots if each.still_running]
@@ -154,7 +154,7 @@ def is_stopped(process: int, states: str = "Tt") -> bool:
 
 
 def read_stack(file: Path, main_thread: int, seconds: float) -> tuple[str, ...]:
-    """Return the main thread's part of the stacks that a rank was asked to write; wait at most `seconds` for it."""
+    """Return the main thread's part of the stacks that were requested from a rank; wait at most `seconds` for it."""
     deadline = time.monotonic() + seconds
     while True:
         lines = _stack_of(file, main_thread)

@@ -68,7 +68,7 @@ POLL_SECONDS = 0.05
 # How long ranks get to fail by themselves after the first has: an error that all share is then known to be shared.
 GRACE_SECONDS = 3.0
 STACK_SECONDS = 2.0
-# How long a stopped rank, told to go on, gets to save when the job is asked to end.
+# How long a stopped rank, once continued, gets to save when the job is requested to end.
 STOPPED_SECONDS = 5.0
 # A process in an uninterruptible wait (a dead disk or driver) does not even end by SIGKILL; the launcher still must.
 KILL_SECONDS = 30.0

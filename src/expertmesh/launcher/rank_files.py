@@ -1,6 +1,6 @@
 """Exchange files between local ranks and their launcher, in one directory for each attempt.
 
-Each rank leaves there its status, how it failed, and, when asked by a signal, the Python stack of its threads. They
+Each rank leaves there its status, how it failed, and, on request by a signal, the Python stack of its threads. They
 outlive the rank: the launcher reads them after SIGKILL as well.
 
 When one rank fails, the others fail after it, with errors about lost connections. So the launcher picks the cause among

@@ -1,4 +1,4 @@
-"""Take routes from a batch and give out those that a forward chose, in whole rows of the full model.
+"""Take routes from a batch and give out those that a forward chose, in full rows of the full model.
 
 Hooks on the root work for every way to run a model: its own call, a loss, layers, stages. A rank's layers get its
 positions alone (sequence.py). A *chooser* is the module whose code chooses: the block around the experts, or a router

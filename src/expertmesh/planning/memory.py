@@ -456,7 +456,7 @@ class _Backward:
         common = self.root + self.head_gradient + flats + block.dense
         now = before + self.saved[index]
         full = now + (block.reads - block.saved + hidden if mode != "none" else 0.0)
-        # Selective: experts run backward first, from what was saved; then the rest of the block runs again.
+        # Selective: experts run backward first, from what was saved; then the remainder of the block runs again.
         early = now + hidden if mode == "selective" else full
         if pieces[index][0].experts is not None:
             at_work = common + experts.gathered + behind

@@ -214,7 +214,7 @@ def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) ->
         in_order = replace(workload, batch=replace(batch, order=order))
         if memory_of(in_order, overhead=overhead).total > job.budget:
             return False
-        # Half of it for inputs: the rest is for what ranks hold of their data, checkpoints and experts.
+        # Half of it for inputs: the remainder is for what ranks hold of their data, checkpoints and experts.
         return not order.inputs_on_host or inputs_on_host(in_order) <= job.devices.hardware.host_memory / 2
 
     recomputes_all = mode == "full" and job.layers == "all"

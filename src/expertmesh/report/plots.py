@@ -346,7 +346,7 @@ def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> Hover:
 
 
 def _draw_line(axes: Axes, line: Line, noisy: bool, label: str, colour: str) -> None:
-    """Draw the rows pale and their tendency strong."""
+    """Draw the values pale and their trend strong."""
     smooth = line.smooth if noisy else None
     pale: dict[str, Any] = {"color": colour, "label": None}
     if colour == FIRST:  # the legend says it once

@@ -125,7 +125,7 @@ class ModuleState:
     lora_scaling: Mapping[str, float] = field(default_factory=dict)
     """The factor of the adapter's product, by the name of the adapted parameter."""
     lora_rows: Tensor | None = None
-    """The rows of its weight that training replaces, int64 `[n]`; None if it replaces the whole weight, or none."""
+    """The rows of its weight that training replaces, int64 `[n]`; None if it replaces the full weight, or none."""
     lora_name: str = ""
     """The adapted module's name in the model."""
     first_column: int = 0

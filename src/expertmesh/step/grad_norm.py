@@ -2,7 +2,7 @@
 
 Dense and expert parameters live on different meshes, so `torch.nn.utils.clip_grad_norm_` refuses them or sees only the
 local shards. Here every rank sums its own shards of both kinds. The ranks of one shard group together hold every
-parameter exactly once, so one all-reduce gives the norm of the whole model, equal on every rank.
+parameter exactly once, so one all-reduce gives the norm of the full model, equal on every rank.
 """
 
 import math

@@ -131,9 +131,11 @@ def loss_of_base(
         hidden_BSH = gather(hidden_BSH, 1, vocabulary.group)
     batch = {key: tensor.to(hidden_BSH.device) for key, tensor in batch.items()}
     if is_classifier(model):
-        target_N, place_N = _last_tokens(model, batch, share)
+        label_BS = _labels_of_last_tokens(model, batch, share)
     else:
-        target_N, place_N = _targets(batch["labels"], share.local if vocabulary is None else share.of_context)
+        label_BS = _next_labels(batch["labels"], share.local if vocabulary is None else share.of_context)
+    place_N = (label_BS.reshape(-1) != IGNORED).nonzero().squeeze(1)
+    target_N = label_BS.reshape(-1).index_select(0, place_N)
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
     training = torch.is_grad_enabled()
     if not training and isinstance(model, FSDPModule):
@@ -155,23 +157,16 @@ def count_targets(labels: torch.Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
-def _targets(
-    labels: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target tokens of the positions that `cut` takes out of all, and the flat positions that
-    predict them.
-    """
+def _next_labels(labels_BS: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Return the label that each of this rank's positions predicts; `cut` takes this rank's positions."""
     # Shift before cutting: the last position of this rank predicts the first token of the next rank.
-    following = cut(F.pad(labels[:, 1:], (0, 1), value=IGNORED), 1).reshape(-1)
-    place_N = (following != IGNORED).nonzero().squeeze(1)
-    return following.index_select(0, place_N), place_N
+    return cut(F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED), 1)
 
 
-def _last_tokens(
-    model: nn.Module, batch: Mapping[str, torch.Tensor], share: SequenceShare
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the labels of the rows whose last token, by the rule of transformers' class, is on this rank, and the flat
-    positions of these tokens. Labels of tokens, as those of pairs are, count as 0.
+def _labels_of_last_tokens(model: nn.Module, batch: Mapping[str, torch.Tensor], share: SequenceShare) -> torch.Tensor:
+    """Return each row's label at its last token, by the rule of transformers' class, among this rank's positions.
+
+    Other positions are `IGNORED`. Labels of tokens, as those of pairs are, count as 0.
     """
     ids_BS, labels, pad = batch["input_ids"], batch["labels"], padding_of(model)
     real_BS = torch.ones_like(ids_BS, dtype=torch.bool) if pad is None else ids_BS != pad
@@ -180,9 +175,7 @@ def _last_tokens(
         real_BS = real_BS & marked_BS
     label_B = labels if labels.dim() == 1 else torch.zeros_like(ids_BS[:, 0])
     last_B1 = (torch.arange(1, ids_BS.shape[1] + 1, device=ids_BS.device) * real_BS).argmax(-1, keepdim=True)
-    own_BS = share.local(torch.full_like(ids_BS, IGNORED).scatter(1, last_B1, label_B.unsqueeze(1)), 1).reshape(-1)
-    place_N = (own_BS != IGNORED).nonzero().squeeze(1)
-    return own_BS.index_select(0, place_N), place_N
+    return share.local(torch.full_like(ids_BS, IGNORED).scatter(1, last_B1, label_B.unsqueeze(1)), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Objectives of responses (pairs, or judged ones) and of a teacher; `objective_of` makes what a configuration names.
 
-A loss of responses is a function of their log-probabilities, and no rank may hold a whole row. These are summed over
+A loss of responses is a function of their log-probabilities, and no rank may hold a full row. These are summed over
 all ranks first, without gradients; the derivative by each sum then weights the tokens of its row in the gradient.
 
     dpo      direct preference optimization, arXiv 2305.18290

@@ -7,7 +7,7 @@ micro-batches, never averaged, so nothing is scaled. FSDP2 sees the same calls a
 one backward for each micro-batch, and gathers and reduces in each of them. Torch's own way, for stages that are FSDP
 modules, gathers and reduces once, but keeps all parameters and gradients of a stage unsharded meanwhile.
 
-    B rows, S positions of a whole row
+    B rows, S positions of a full row
 """
 
 from collections.abc import Callable, Sequence

@@ -115,7 +115,7 @@ class Progress:
 
     @property
     def stop(self) -> int:
-        """Return the signal by which the launcher was asked to stop, or 0. Only the launcher writes it."""
+        """Return the signal by which the launcher was requested to stop, or 0. Only the launcher writes it."""
         return int(self._fields.stop)
 
     @stop.setter

@@ -81,7 +81,7 @@ class TrainingLoop:
         """Train up to `total_steps` optimizer steps.
 
         Raises:
-            Stopped: On all ranks, when one of them was asked to stop: after the step, with its checkpoint on the disk.
+            Stopped: On all ranks, when one was requested to stop: after the step, with its checkpoint on the disk.
             IntegrityError: Losses stay non-finite.
         """
         clock = _Clock(self.counters, self.config.log.every_steps)

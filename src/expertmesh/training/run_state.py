@@ -125,7 +125,7 @@ def load_state(run: Prepared, control: "Control") -> RunState:
 def save_result(run: Prepared, tokenizer: CopiedFiles) -> None:
     """Write the trained model, or its adapters alone, and print it. Every rank calls it; rank 0 prints.
 
-    `tokenizer`: on rank 0, the files of the tokenizer, and of a whole model's processor.
+    `tokenizer`: on rank 0, the files of the tokenizer, and of a full model's processor.
     """
     config, (directory, _) = run.config, result_of(run.config)
     if config.lora is not None:

@@ -29,6 +29,7 @@ Errors are raised on every rank with the same sentence. Weights are never gather
 overwrite the experts of another.
 """
 
+import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -275,8 +276,7 @@ def summarize_unmapped(tensors: Sequence[FileTensor], used: Collection[str]) -> 
 
 
 def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return list(itertools.accumulate(name.split("."), "{}.{}".format))
 
 
 def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> None:

@@ -378,7 +378,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return a predicate on tensor names: whether the family keeps the tensor in fp32 when the rest is `dtype`."""
+    """Return a predicate on tensor names: whether the family keeps the tensor in fp32 when the others are `dtype`."""
     patterns: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         patterns |= set(declared(model, "_keep_in_fp32_modules_strict"))

@@ -136,7 +136,7 @@ def save_values(
         unmapped = [tensor for tensor in view.attached.source.unmapped if tensor.name not in lazies]
     # All ranks must decide the same: a file that one rank cannot read would give that rank another layout.
     readable = not sum_over_ranks(torch.tensor([not still_readable([*unmapped, *packing.sources])]).long()).any()
-    copied = [*unmapped, *packing.copied]  # lost, and reported, if the old files are gone
+    copied = [*unmapped, *packing.copied]  # lost, and reported, if the old files are absent
     summary = summarize_unmapped(unmapped if readable else copied, lazies)
     plain = {name: lazy for name, lazy in lazies.items() if name not in packing.packed}
     with raise_on_all_ranks("planning what to save"):

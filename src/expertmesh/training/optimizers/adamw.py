@@ -4,16 +4,16 @@ The arithmetic is that of torch's AdamW in float32, a few rows at a time; result
 stochastic rounding, or in 8 bits by blocks with a scale for each. Every rank updates its own shards; only blocks of 8
 bits that several ranks share need communication.
 
-A block is 256 elements of the last dim of the *whole* tensor, so that every layout stores the same codes: where the
+A block is 256 elements of the last dim of the full tensor, so that every layout stores the same codes: where the
 last dim is cut, the ranks that share blocks take the largest magnitude of all of them. Codes are those of dynamic 8-bit
 quantisation (arXiv 2110.02861): 7 decades below the block's largest magnitude, more of them the larger the values.
 
 Rounded to nearest, an update smaller than half a unit in the last place of bfloat16 (1/512 of a weight) is lost, every
 time; so it is rounded up or down with the probability that keeps the expectation. The direction of an element follows
-from the run's seed, the step, the tensor's name and the element's place in the whole tensor alone. So every layout
+from the run's seed, the step, the tensor's name and the element's place in the full tensor alone. So every layout
 rounds equally, and a resumed run as one that was not interrupted; no generator's state is needed.
 
-Shapes: R rows (all dims but the last) and C columns (the last dim) of a rank's part, B blocks of a whole row.
+Shapes: R rows (all dims but the last) and C columns (the last dim) of a rank's part, B blocks of a full row.
 """
 
 import hashlib
@@ -235,7 +235,7 @@ def is_quantised(shape: Sequence[int]) -> bool:
 
 
 def scale_shape(shape: Sequence[int]) -> list[int]:
-    """Return the shape of the scales of a whole tensor."""
+    """Return the shape of the scales of a full tensor."""
     return [*shape[:-1], -(-shape[-1] // BLOCK)]
 
 

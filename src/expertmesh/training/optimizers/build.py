@@ -69,7 +69,7 @@ def moment_bytes(
 
     Args:
         is_matrix: Whether Muon updates it.
-        here: Count only that many of its elements, in rows that are one of `cut` parts of the whole rows.
+        here: Count only that many of its elements, in rows that are one of `cut` parts of the full rows.
     """
     here = math.prod(shape) if here is None else here
     if optimizer == "sgd":

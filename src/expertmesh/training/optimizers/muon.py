@@ -1,9 +1,9 @@
-"""Update matrices by Muon (Jordan et al. 2024): orthogonalised momentum, as torch.optim.Muon has it for whole matrices.
+"""Update matrices by Muon (Jordan et al. 2024): orthogonalised momentum, as torch.optim.Muon has it for full matrices.
 
 Steps are scaled to the size of AdamW's (arXiv 2502.16982), so that one learning rate and one weight decay serve
 matrices and all other parameters, which AdamW updates.
 
-A stack of experts is one matrix for each expert. A rank that holds whole matrices (experts that ep and efsdp shard by
+A stack of experts is one matrix for each expert. A rank that holds full matrices (experts that ep and efsdp shard by
 expert) orthogonalises them alone. Of a matrix in parts, one rank gets all parts, orthogonalises it and sends the parts
 back: as many matrices at a time as there are ranks, each on another rank. So each rank computes its share, and the
 group issues two all-to-alls of about the size of its own shards.

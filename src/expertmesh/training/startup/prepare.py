@@ -117,6 +117,7 @@ class Prepared:
 
 def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
     """Prepare for reading weights. Collectives: every rank calls it; those of the stages that it says."""
+    # 1. The checkpoint to continue from, from object storage or output_dir.
     restore(config)
     found: tuple[Path | None, Path | None, datetime.date | None] = (None, None, None)
     with raise_on_all_ranks("looking for a checkpoint"):
@@ -124,6 +125,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
             start = find_start(config)
             found = start, find_weights(config), date_of(start)
     start, weights, date = from_rank_0(found)
+    # 2. Data and batches.
     data = read_data(config, checked, date, partial(say, control))
     refuse_idle_tower(config, data.training)
     for dataset in data.datasets:
@@ -144,6 +146,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
     )
     batches, total_steps = _batches(config, layout, data)
     evaluation = {name: EvaluationBatches(dataset, layout) for name, dataset in data.evaluation.items()}
+    # 3. The same data on all ranks, and as in the checkpoint.
     with raise_on_all_ranks("comparing the data"):
         identity = Identity.of(config, checked.directory, data.training, data.date)
     identity.agree()
@@ -152,6 +155,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
         if mesh.rank == 0 and start is not None:
             changes = check_start(start, identity, total_steps, config)
             refuse_no_more_steps(config, start, total_steps)
+    # 4. The model, sharded on meta.
     checked = place_experts(config, checked, mesh, batches, partial(say, control))
     say(control, "sharding the model")
     torch.manual_seed(config.train.seed + mesh.rank)
@@ -160,6 +164,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
         checked.objective.teacher.shard(mesh)
     with raise_on_all_ranks("reading the headers of the weights"):
         to_load = 0 if checked.weights_seed is not None else bytes_to_read(checked.model, checked.directory)
+    # 5. The configuration in output_dir; the result of an earlier start is set aside.
     with raise_on_all_ranks("writing the configuration"):
         if mesh.rank == 0:
             if start is not None:

@@ -427,7 +427,7 @@ class _Measured:
     def beside(self, expected: Expected, by_kl: float) -> Expected:
         """Return the results of a step with this forward. `by_kl` is the derivative of the step's loss by `kl`."""
         margins = {f"{MISMATCHED}{name}": margin for name, margin in self.recorder.margins().items()}
-        # The loss depends on these by their mean alone, on all of them alike.
+        # The loss depends on these by their mean alone, on all of them equally.
         losses = self.token_losses.double().cpu()[: None if len(expected.token_losses) else 0]
         by_each = -by_kl / self.rows * bool(self.kl > 0)
         return replace(
