@@ -127,7 +127,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     for figures in ("0.25 s 0.5 s 2.00×", "10,000 5,000 0.50×"):
         assert figures in told
     # Of a processor, resident memory and tensors stand apart.
-    assert "tensors of a rank 2.00 GiB resident memory of a rank 3.00 GiB" in told
+    assert "tensors of a rank 2.0 GiB resident memory of a rank 3.0 GiB" in told
     assert "the resident memory of the whole process" in told
     assert "not predicted" not in told
 
@@ -137,7 +137,7 @@ def test_a_prediction_is_compared_with_what_came_after_its_start_alone(tmp_path:
     rows = [row(step, 40, 1, tokens_per_second=100.0 if step <= 20 else 20_000.0) for step in range(1, 41)]
     page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(), start(20, plan=PREDICTED, device="cuda")]))
     assert "10,000 20,000 2.00×" in page.texts["plan"]
-    assert "peak memory of a rank 2.00 GiB 3.00 GiB 1.50×" in page.texts["plan"]
+    assert "peak memory of a rank 2.0 GiB 3.0 GiB 1.50×" in page.texts["plan"]
     assert "resident" not in page.texts["plan"]
 
 

@@ -48,7 +48,7 @@ from expertmesh.io.directory import (
 from expertmesh.io.hub import cached, local_model
 from expertmesh.io.reading import parse_json
 from expertmesh.io.storage import Storage, is_url
-from expertmesh.io.terminal import gib
+from expertmesh.io.terminal import bytes_text
 
 # The interval at which a rank polls the job's store. In a job of more than `OFTEN_RANKS` ranks it is longer, so that
 # all ranks together make no more requests than `OFTEN_RANKS` ranks do.
@@ -222,7 +222,7 @@ def download(remote: RemoteCheckpoints, step: int, directory: Path) -> Path:
                         sync(path)
                     rename_synced(temporary, target)
                 seconds = time.monotonic() - started
-                log.info(f"downloaded {target.name} from {remote.storage.url}: {gib(size)} in {seconds:.1f} s")
+                log.info(f"downloaded {target.name} from {remote.storage.url}: {bytes_text(size)} in {seconds:.1f} s")
     return target
 
 

@@ -27,10 +27,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch.utils.collect_env import get_pretty_env_info
 
-from expertmesh.cli.printing import bytes_text
 from expertmesh.config.errors import InputError
 from expertmesh.io.directory import sync
-from expertmesh.io.terminal import printable
+from expertmesh.io.terminal import bytes_text, printable
 from expertmesh.planning.forecast import devices_here, host_memory
 from expertmesh.training.lock import RunLock
 from expertmesh.training.reporting.start import device_name, versions
@@ -114,7 +113,7 @@ def packages() -> ReportLine:
 
 def devices() -> ReportLine:
     """Report the accelerators that torch sees, or the processor, with what training cannot use of them."""
-    system = f"{sys.platform}, {bytes_text(int(host_memory()))} of memory"
+    system = f"{sys.platform}, {bytes_text(host_memory())} of memory"
     here = next((file for file in _DEVICE_FILES if Path(file).exists()), None)
     if not torch.accelerator.is_available():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no accelerator"

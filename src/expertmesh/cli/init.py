@@ -21,7 +21,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from expertmesh.cli.data import FEW_STEPS, note_lines
 from expertmesh.cli.options import InitOptions
 from expertmesh.cli.plan import read_figures, usual_length
-from expertmesh.cli.printing import bytes_text
 from expertmesh.config import Config, LoraConfig, ObjectiveConfig, PrecisionConfig
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.config.files import apply_override, config_from, make_config
@@ -31,7 +30,7 @@ from expertmesh.data import Recipe, build_dataset, load_tokenizer
 from expertmesh.data.sources import locations
 from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.io.directory import report_errors
-from expertmesh.io.terminal import plural
+from expertmesh.io.terminal import bytes_text, plural
 from expertmesh.launcher.launch import local_ranks
 from expertmesh.model import ModelOptions
 from expertmesh.planning.forecast import devices_here, forecast
@@ -253,7 +252,7 @@ def _comments(
         step += f"; about {sizes.steps:,} steps an epoch"
     experts = checked.anatomy.num_experts
     here = f"all {experts} experts" if layout.ep == 1 else f"{experts // layout.ep} of {experts} experts"
-    size = bytes_text(int(checkpoint_bytes(choice.job, choice.best.layout)))
+    size = bytes_text(checkpoint_bytes(choice.job, choice.best.layout))
     comments = {
         ("data", "train"): found.what,
         ("data", "max_length"): found.lengths,

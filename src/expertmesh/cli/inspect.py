@@ -16,12 +16,12 @@ from transformers import PreTrainedConfig
 
 from expertmesh.adapters.targets import by_gradient, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks, describe, is_inside, names_without_blocks
-from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
+from expertmesh.cli.printing import Terminal, count_text, print_rows
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weight_files, read_index
-from expertmesh.io.terminal import plural
+from expertmesh.io.terminal import bytes_text, plural
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import ShardOptions, quantised_formats
 from expertmesh.weights.meta_model import kept_in_fp32, read_model_config

@@ -21,7 +21,7 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from expertmesh.cli.options import PlanOptions
-from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
+from expertmesh.cli.printing import Terminal, count_text, print_rows
 from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
@@ -45,7 +45,7 @@ from expertmesh.experts.placement import (
     write_placement,
 )
 from expertmesh.introspection.attention import packing_refusal
-from expertmesh.io.terminal import plural
+from expertmesh.io.terminal import bytes_text, plural
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.hardware import hardware_table, parse_devices
@@ -260,8 +260,8 @@ def print_best(console: Console, job: Job, best: Candidate) -> None:
             link.transfer.axis,
             link.transfer.kind,
             f"{link.transfer.calls:.0f}",
-            bytes_text(int(link.transfer.bytes)),
-            *([bytes_text(round(bytes_between_nodes(link.transfer, best.layout, per_node)))] if several else []),
+            bytes_text(link.transfer.bytes),
+            *([bytes_text(bytes_between_nodes(link.transfer, best.layout, per_node))] if several else []),
             f"{link.seconds:.3f}",
             f"{link.exposed:.3f}",
         )
@@ -369,9 +369,9 @@ def _memory(job: Job, best: Candidate) -> list[tuple[str, str]]:
         "working": "a block at work",
     }
     items = {name: size for name, size in asdict(best.memory).items() if name != "moment" and size}
-    rows = [(names.get(name, name), bytes_text(int(size))) for name, size in items.items()]
-    peak = f"{bytes_text(int(best.memory.total))} of {bytes_text(int(job.budget))}"
-    saved = bytes_text(int(checkpoint_bytes(job, best.layout)))
+    rows = [(names.get(name, name), bytes_text(size)) for name, size in items.items()]
+    peak = f"{bytes_text(best.memory.total)} of {bytes_text(job.budget)}"
+    saved = bytes_text(checkpoint_bytes(job, best.layout))
     return [*rows, ("peak", peak), ("a checkpoint, of all ranks", saved)]
 
 
@@ -450,7 +450,7 @@ def _simulate(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None
         predicted = transfers[axis, kind].bytes if (axis, kind) in transfers else 0.0
         compared.append((f"{axis} {kind}", sent.get((axis, kind), 0), predicted))
     rows = [
-        (what, bytes_text(simulated), bytes_text(int(size)), f"{size / simulated - 1:+.2%}" if simulated else "-")
+        (what, bytes_text(simulated), bytes_text(size), f"{size / simulated - 1:+.2%}" if simulated else "-")
         for what, simulated, size in compared
     ]
     console = Terminal()

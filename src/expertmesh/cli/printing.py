@@ -24,16 +24,6 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
-def bytes_text(count: int) -> str:
-    """Format a number of bytes: `57.0 GiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
 class Terminal(Console):
     """stdout, where what is printed as text has its control characters visible, that of tables too."""
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.options import VerifyArguments
-from expertmesh.cli.printing import bytes_text, located_text, refuse_unwritable
+from expertmesh.cli.printing import located_text, refuse_unwritable
 from expertmesh.config import Config, load_config, make_config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.distributed.environment import find_place
 from expertmesh.distributed.layout import CONFIGURED_AXES, DENSE_AXES
 from expertmesh.io.directory import report_errors
-from expertmesh.io.terminal import plural, tell
+from expertmesh.io.terminal import bytes_text, plural, tell
 from expertmesh.launcher.launch import RunOptions, job_size
 from expertmesh.launcher.launch import run as run_ranks
 from expertmesh.launcher.worker import lazy_imports

@@ -18,12 +18,12 @@ from expertmesh.adapters.targets import Target
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.checkpoint.remote import local_adapter, locate_local
 from expertmesh.checkpoint.small_files import ADAPTER
-from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
+from expertmesh.cli.printing import located_text, peak_bytes
 from expertmesh.config.errors import InputError
 from expertmesh.export.checkpoint import AdapterFormat, export
 from expertmesh.export.merge import MergeReport, convert, merge
 from expertmesh.io.directory import io_errors
-from expertmesh.io.terminal import plural, tell
+from expertmesh.io.terminal import bytes_text, plural, tell
 from expertmesh.training.reporting.weights import dtype_text, saved_lines
 from expertmesh.weights.save import SaveReport
 

@@ -196,9 +196,14 @@ class _Record(logging.LogRecord):
         return printable(super().getMessage())
 
 
-def gib(size: int) -> str:
-    """Format a number of bytes."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
+def bytes_text(count: float) -> str:
+    """Format a number of bytes: `57.0 GiB`."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if count < 1024:
+            break
+        count, unit = count / 1024, larger
+    return f"{count:.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def duration(seconds: float) -> str:

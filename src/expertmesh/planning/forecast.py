@@ -14,7 +14,7 @@ import torch
 
 from expertmesh.config import Config, InputError, ParallelConfig
 from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, explicit, node_crossing
-from expertmesh.io.terminal import gib, plural
+from expertmesh.io.terminal import bytes_text, plural
 from expertmesh.parallel.checkpointing import checkpointing_mode
 from expertmesh.planning.hardware import Devices, hardware_table, name_of, unknown_device
 from expertmesh.planning.probe import NotProbed
@@ -90,7 +90,7 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
         warning = f"{where}, so this may run out of memory"
     memory, timed = found.memory.total, not checked.objective.runs_another
     prediction = Prediction(peak_memory_bytes=memory)
-    notes = [f"{gib(round(memory))} of tensors a rank"]
+    notes = [f"{bytes_text(memory)} of tensors a rank"]
     if timed:  # else each step runs the reference or a teacher as well
         prediction = Prediction(
             step_seconds=found.speed.seconds, tokens_per_second=found.tokens_per_second, peak_memory_bytes=memory
@@ -104,7 +104,7 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
         others = [_candidate(config, job, each) for each in even if job.model.traffic.can_have(each)]
         if fitting := [other for other in others if other.fits(job)]:
             best = min(fitting, key=lambda other: other.memory.total)
-            notes.append(f"parallel.ep={best.layout.ep} would fit ({gib(round(best.memory.total))})")
+            notes.append(f"parallel.ep={best.layout.ep} would fit ({bytes_text(best.memory.total)})")
     cures, peak = partial(_cures, config, checked, devices), None
     if timed and devices.name != "cpu":  # of a processor the table has no peak, but what one reached
         peak = found.speed.peak_flops * found.speed.tokens / found.speed.model_flops
@@ -162,7 +162,7 @@ def host_memory() -> float:
 
 
 def _figures(found: Candidate) -> str:
-    return f"{gib(round(found.memory.total))} of tensors a rank, {found.speed.seconds:.3g} s a step"
+    return f"{bytes_text(found.memory.total)} of tensors a rank, {found.speed.seconds:.3g} s a step"
 
 
 def _job(config: Config, checked: Checked, devices: Devices) -> Job:

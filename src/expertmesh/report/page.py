@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -25,7 +25,7 @@ from markupsafe import Markup
 
 from expertmesh import __version__
 from expertmesh.io.directory import replace_synced, report_errors
-from expertmesh.io.terminal import duration, plural
+from expertmesh.io.terminal import bytes_text, duration, plural
 from expertmesh.report.metrics import WORST
 from expertmesh.report.plots import (
     MAX_POINTS,
@@ -169,7 +169,10 @@ def _environment() -> Environment:
         loader=PackageLoader("expertmesh", "report"), autoescape=True, undefined=StrictUndefined, finalize=_visible,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    words = {"number": number, "whole": whole, "size": size, "duration": _duration, "plural": plural, "short": short}
+    words = {
+        "number": number, "whole": _known("{:,.0f}".format), "size": _known(bytes_text), "duration": _known(duration),
+        "plural": plural, "short": short,
+    }  # fmt: skip
     environment.filters |= words
     environment.tests["finite"] = lambda column: bool(np.isfinite(column).any())
 
@@ -251,19 +254,6 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
-def whole(value: float) -> str:
-    return f"{value:,.0f}" if math.isfinite(value) else NOTHING
-
-
-def size(value: float) -> str:
-    """Format bytes."""
-    if not math.isfinite(value):
-        return NOTHING
-    for unit, limit, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
-        if value >= limit:
-            return f"{value / limit:.{digits}f} {unit}"
-    return f"{value:.0f} bytes"
-
-
-def _duration(seconds: float) -> str:
-    return duration(seconds) if math.isfinite(seconds) else NOTHING
+def _known(form: Callable[[float], str]) -> Callable[[float], str]:
+    """Return `form`, with a dash for an unknown value."""
+    return lambda value: form(value) if math.isfinite(value) else NOTHING

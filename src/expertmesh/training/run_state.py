@@ -31,7 +31,7 @@ from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.directory import replace_synced
-from expertmesh.io.terminal import first_line, gib, plural
+from expertmesh.io.terminal import bytes_text, first_line, plural
 from expertmesh.model import fill_and_audit
 from expertmesh.training.objective import reference_file
 from expertmesh.training.optimizers.build import build_optimizer, build_schedule
@@ -263,7 +263,7 @@ class RunCheckpoints:
         self.best_seconds = best_interval(saved, 3600 * config.device_hours_per_failure / ranks)
         if self.run.mesh.rank == 0:
             log.info(
-                f"checkpoint {saved.directory.name}: {saved.files} files, {gib(saved.total_bytes)}, "
+                f"checkpoint {saved.directory.name}: {saved.files} files, {bytes_text(saved.total_bytes)}, "
                 f"written in {saved.seconds:.1f} s, training paused {saved.paused_seconds:.2f} s"
             )
             unchanged = abs(self.best_seconds / before - 1) < _WORTH_A_LINE

@@ -36,7 +36,7 @@ from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.distributed.mesh import current_device
 from expertmesh.io.boxes import volume
 from expertmesh.io.directory import replace_synced
-from expertmesh.io.terminal import gib, plural
+from expertmesh.io.terminal import bytes_text, plural
 from expertmesh.parallel.packing import packed_attention_line
 from expertmesh.parallel.pipeline import Pipeline
 from expertmesh.state.model_view import is_adapter, sharded
@@ -161,7 +161,7 @@ def _model_lines(run: Prepared) -> Iterator[str]:
         yield f"layout     {checked.layout_reason}"
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
-    yield f"per rank   {counts}, {gib(run.bytes_to_load)} to load"
+    yield f"per rank   {counts}, {bytes_text(run.bytes_to_load)} to load"
     precision, lora = config.precision, sharded(model).lora_plan
     what, base = ("parameters", "") if lora is None else ("adapters", "base and ")
     kept = "" if precision.frozen is None or lora is None else f", experts and linear layers in {precision.frozen}"
@@ -278,7 +278,7 @@ def _disk_line(size: int, config: Config) -> str:
     remote = config.checkpoint.remote is not None
     total = (keep + (3 if remote else 1)) * size
     what = f"{keep} kept, up to two waiting for their upload and one" if remote else f"{keep} kept and one"
-    line = f"{gib(size)} a checkpoint, {what} being written: {gib(total)}; {gib(free)} are free"
+    line = f"{bytes_text(size)} a checkpoint, {what} being written: {bytes_text(total)}; {bytes_text(free)} are free"
     if total > free:
         line += "; warning: not enough for them, lower checkpoint.keep_last or choose another output_dir"
     return line

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from expertmesh.adapters.save import AdapterReport
-from expertmesh.io.terminal import gib
+from expertmesh.io.terminal import bytes_text
 from expertmesh.weights.audit import AuditReport, write_audit
 from expertmesh.weights.load import LoadReport, UnmappedTensors
 from expertmesh.weights.save import SaveReport
@@ -69,7 +69,7 @@ def dtype_text(saved: SaveReport) -> str:
 
 def adapter_lines(saved: AdapterReport) -> Iterator[str]:
     """Yield lines for rank 0's terminal about which adapters have moved from where they started."""
-    yield f"adapter    {saved.tensors:,} tensors, {gib(saved.total_bytes)}"
+    yield f"adapter    {saved.tensors:,} tensors, {bytes_text(saved.total_bytes)}"
     for name, shares in saved.filled.items():
         still = [str(expert) for expert, share in enumerate(shares) if share == 0]
         if still:
@@ -88,7 +88,7 @@ def _serving_lines(unread: Sequence[str]) -> Iterator[str]:
 
 def _listed(groups: Sequence[UnmappedTensors]) -> Iterator[str]:
     for group in groups[:_LISTED]:
-        yield f"{group.pattern} ({group.tensors:,} tensors, {gib(group.bytes)})"
+        yield f"{group.pattern} ({group.tensors:,} tensors, {bytes_text(group.bytes)})"
     if more := groups[_LISTED:]:
         tensors, size = sum(group.tensors for group in more), sum(group.bytes for group in more)
-        yield f"{len(more):,} more of the kind of {more[0].pattern} ({tensors:,} tensors, {gib(size)})"
+        yield f"{len(more):,} more of the kind of {more[0].pattern} ({tensors:,} tensors, {bytes_text(size)})"
