@@ -110,7 +110,7 @@ def test_options_that_contradict_the_launcher(
     with pytest.raises(ExpertmeshError) as caught:
         join_job(RunOptions(nproc=3))
     assert str(caught.value) == (
-        f"--nproc is 3, but {by} on this machine; leave --nproc out, or let one process a machine start the ranks"
+        f"--nproc is 3, but {by} on this machine; leave --nproc out, or let torchrun start the ranks of each machine"
     )
 
 
