@@ -416,9 +416,7 @@ def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
 def _parse_prompt_completion(row: Mapping[str, Any], roles: Mapping[str, str]) -> PromptCompletion | Conversation:
     """Read text that follows text, or messages that follow messages, of which the prompt's are no targets."""
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list) != isinstance(completion, list):
-        raise MalformedRow(f"'prompt' is {_kind(prompt)} and 'completion' {_kind(completion)}; both must be alike")
-    if isinstance(prompt, list):
+    if _are_messages(row, "prompt", "completion"):
         before, after = (
             _messages(row[key], f"{key!r} message", "role", "content", {**_ROLES, **roles})
             for key in ("prompt", "completion")
@@ -426,7 +424,6 @@ def _parse_prompt_completion(row: Mapping[str, Any], roles: Mapping[str, str]) -
         _refuse_no_question(before)
         untrained = _untrained(completion, "'completion' message", len(before)).union(range(len(before)))
         return Conversation((*before, *after), untrained, *_for_template(row))
-    _refuse_template_columns(row, "its prompt and completion are")
     if roles:
         raise MalformedRow(
             "roles does nothing with a prompt and a completion that are text", mend=f"remove roles {_BESIDE_PATH}"
@@ -441,23 +438,26 @@ def _refuse_no_question(prompt: Messages) -> None:
         raise MalformedRow("the prompt ends with an assistant message")
 
 
-def _refuse_template_columns(row: Mapping[str, Any], what: str) -> None:
-    """Refuse columns for chat templates in a row whose texts, `what`, go through none."""
-    for key in ("tools", "functions", "chat_template_kwargs"):
+def _are_messages(row: Mapping[str, Any], one: str, other: str) -> bool:
+    """Return whether both columns hold messages. If both are text, refuse columns for the chat template they lack."""
+    is_list = isinstance(row[one], list)
+    if is_list != isinstance(row[other], list):
+        raise MalformedRow(f"{one!r} is {_kind(row[one])} and {other!r} {_kind(row[other])}; both must be alike")
+    for key in () if is_list else ("tools", "functions", "chat_template_kwargs"):
         if row.get(key):
-            raise MalformedRow(f"the row has {key!r}, which is for chat templates, but {what} plain text")
+            raise MalformedRow(
+                f"the row has {key!r}, which is for chat templates, but its {one} and {other} are plain text"
+            )
+    return is_list
 
 
 def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Preference:
     """Read a pair as TRL does: with a prompt of its own, or with one that both responses begin with."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     _refuse_empty(row, "prompt", "chosen", "rejected")
-    if isinstance(chosen, list) != isinstance(rejected, list):
-        raise MalformedRow(f"'chosen' is {_kind(chosen)} and 'rejected' {_kind(rejected)}; both must be alike")
-    if isinstance(chosen, list):
+    if _are_messages(row, "chosen", "rejected"):
         before, (better, worse) = _parse_responses(row, roles, "chosen", "rejected")
         return Preference(before, better, worse, *_for_template(row))
-    _refuse_template_columns(row, "its responses are")
     chosen, rejected = _text(chosen, "'chosen'"), _text(rejected, "'rejected'")
     if prompt is not None:
         return Preference(_text(prompt, "'prompt'"), chosen, rejected)
@@ -476,12 +476,9 @@ def _parse_judged(row: Mapping[str, Any], roles: Mapping[str, str]) -> Judged:
         said = "missing or null" if label is None else show(label)
         raise MalformedRow(f"'label' is {said}, not true (a desirable completion) or false")
     _refuse_empty(row, "prompt", "completion")
-    if isinstance(prompt, list) != isinstance(completion, list):
-        raise MalformedRow(f"'prompt' is {_kind(prompt)} and 'completion' {_kind(completion)}; both must be alike")
-    if isinstance(completion, list):
+    if _are_messages(row, "prompt", "completion"):
         before, (answer,) = _parse_responses(row, roles, "completion")
         return Judged(before, answer, bool(label), *_for_template(row))
-    _refuse_template_columns(row, "its prompt and completion are")
     return Judged(_text(prompt, "'prompt'"), _text(completion, "'completion'"), bool(label))
 
 

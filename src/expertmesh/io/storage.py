@@ -21,6 +21,7 @@ from typing import IO, Any, TypeVar
 from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
 from expertmesh.io.directory import replace_synced, sync
 from expertmesh.io.reading import MAX_MANIFEST_BYTES, open_file, shortened, too_large
+from expertmesh.io.terminal import first_line
 
 # The package behind each scheme; None: fsspec itself.
 PACKAGES = {
@@ -283,11 +284,10 @@ class Storage:
         raise AssertionError("unreachable")
 
     def _failed(self, name: str, done: str, error: Exception) -> InputError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = f"{self.url}/{name}" if name else self.url
         return InputError(
-            f"{where}: cannot be {done} ({shortened(reason)}); check the URL, the network, and the credentials in the "
-            "environment",
+            f"{where}: cannot be {done} ({shortened(first_line(error))}); check the URL, the network, and the "
+            "credentials in the environment",
             key="storage.failed",
         )
 
