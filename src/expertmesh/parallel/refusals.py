@@ -49,70 +49,6 @@ def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
     return balance
 
 
-def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
-    """Return the dispatcher that `moe.dispatch` means in `layout`.
-
-    Raises:
-        InputError: `hierarchical`, and ep does not consist of several full nodes.
-    """
-    if moe.dispatch == "hierarchical" and nodes_of_ep(layout) == 1:
-        raise InputError(
-            f"moe.dispatch: hierarchical sends rows once to each node, and ep {layout.ep} is not several whole nodes "
-            "of LOCAL_WORLD_SIZE ranks; set moe.dispatch to auto or parallel.ep to such nodes",
-            key="moe.dispatch-needs-nodes",
-        )
-    return "local" if layout.ep == 1 else "all_to_all" if moe.dispatch == "auto" else moe.dispatch
-
-
-def choose_placement(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> Placement:
-    """Return the places of experts as `moe.placement` says before any token was routed.
-
-    `balanced` is contiguous here: a run replaces it when it knows the load (training/startup/prepare.py).
-
-    Raises:
-        InputError: ep is 1, the file does not fit the model, or the model cannot have `moe.replicas`.
-    """
-    if moe.placement == "contiguous":
-        return Placement(layout.ep, {})
-    if layout.ep == 1:
-        if moe.placement == "balanced" and not moe.replicas:
-            return Placement(1, {})
-        what = f"moe.replicas: {moe.replicas}" if moe.replicas else f"moe.placement: {moe.placement}"
-        raise InputError(
-            f"{what}: at ep 1 each rank holds all experts; leave it out, or set parallel.ep to more",
-            key="moe.placement-unsupported",
-        )
-    if moe.replicas and (why := _why_no_copies(model, moe, layout, anatomy)) is not None:
-        raise no_copies(f"moe.replicas {moe.replicas}", why)
-    if moe.placement == "balanced":
-        return Placement(layout.ep, {})
-    placement = read_placement(Path(moe.placement))
-    check_fits(placement, {spec.name: spec.num_experts for spec in anatomy.experts}, layout.ep)
-    if placement.replicas != moe.replicas:
-        raise InputError(
-            f"moe.replicas is {moe.replicas}, and {moe.placement} has {placement.replicas} copies for each rank; set "
-            f"moe.replicas to {placement.replicas}",
-            key="placement.other-replicas",
-        )
-    return placement
-
-
-def _why_no_copies(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> str | None:
-    """Return why experts cannot be copied here, or None."""
-    experts = {f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters}
-    if adapter_state(model) is None or any(model.get_parameter(name).requires_grad for name in experts):
-        return "copies are of experts that lora has frozen; add lora, or set moe.replicas to 0"
-    if layout.replicate * layout.efsdp > 1 or layout.offload != "none":
-        sharded = f"replicate {layout.replicate} * efsdp {layout.efsdp} ranks share"
-        where = sharded if layout.offload == "none" else f"parallel.offload: {layout.offload} keeps in host memory"
-        return f"{where} each expert, which then cannot lie beside copies; give each stage one EP group"
-    if moe.dispatch == "deepep":
-        return "deepep's kernels were not tried with it; set moe.dispatch to auto"
-    if (flat := next((spec.name for spec in anatomy.experts if spec.flat_gate is not None), None)) is not None:
-        return f"{flat} keeps gate and up projections apart, in one matrix of all experts; set moe.replicas to 0"
-    return too_many_copies(moe.replicas, anatomy.num_experts, layout.ep)
-
-
 def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:
     """Refuse a `moe.dispatch` that cannot be used here.
 
@@ -128,26 +64,20 @@ def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: t
         )
 
 
-def shared_beside_rows(
-    view: ModelView, anatomy: Anatomy, layout: Layout, moe: MoeConfig, gathered: Sequence[str]
-) -> dict[str, str]:
-    """Find the shared experts that can compute while rows are sent.
+def plan_expert_dims(model: nn.Module, anatomy: Anatomy, layout: Layout) -> dict[str, int]:
+    """Return the dim that efsdp shards, by expert parameter, adapters included.
 
-    There are none under tp, which splits their tokens. The caller excludes compiled models, and selective
-    checkpointing, where the second run of a block has the result of the routed experts but not of the shared one.
-
-    Args:
-        gathered: the modules of all FSDP2 groups; a shared expert that FSDP2 gathers separately is left out.
-
-    Returns:
-        The shared expert by experts module.
+    Raises:
+        InputError: efsdp or ep divides no dim of a parameter.
     """
-    if layout.ep == 1 or layout.tp > 1 or choose_dispatch(moe, layout) != "all_to_all":
-        return {}
-    found = shared_behind_routed(view.meta, anatomy)
-    return {
-        experts: shared for experts, shared in found.items() if not any(is_within(name, shared) for name in gathered)
-    }
+    dims: dict[str, int] = {}
+    for spec in anatomy.experts:
+        dims |= dict.fromkeys((f"{spec.name}.{name}" for name in spec.parameters), expert_shard_dim(spec, layout))
+        for holder in spec.holders:
+            for name, parameter in model.get_submodule(holder).named_parameters(recurse=False):
+                if is_adapter(name):
+                    dims[f"{holder}.{name}"] = adapter_shard_dim(name, parameter, layout)
+    return dims
 
 
 def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
@@ -243,17 +173,87 @@ def _refuse_mixed_dtypes(
             )
 
 
-def plan_expert_dims(model: nn.Module, anatomy: Anatomy, layout: Layout) -> dict[str, int]:
-    """Return the dim that efsdp shards, by expert parameter, adapters included.
+def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
+    """Return the dispatcher that `moe.dispatch` means in `layout`.
 
     Raises:
-        InputError: efsdp or ep divides no dim of a parameter.
+        InputError: `hierarchical`, and ep does not consist of several full nodes.
     """
-    dims: dict[str, int] = {}
-    for spec in anatomy.experts:
-        dims |= dict.fromkeys((f"{spec.name}.{name}" for name in spec.parameters), expert_shard_dim(spec, layout))
-        for holder in spec.holders:
-            for name, parameter in model.get_submodule(holder).named_parameters(recurse=False):
-                if is_adapter(name):
-                    dims[f"{holder}.{name}"] = adapter_shard_dim(name, parameter, layout)
-    return dims
+    if moe.dispatch == "hierarchical" and nodes_of_ep(layout) == 1:
+        raise InputError(
+            f"moe.dispatch: hierarchical sends rows once to each node, and ep {layout.ep} is not several whole nodes "
+            "of LOCAL_WORLD_SIZE ranks; set moe.dispatch to auto or parallel.ep to such nodes",
+            key="moe.dispatch-needs-nodes",
+        )
+    return "local" if layout.ep == 1 else "all_to_all" if moe.dispatch == "auto" else moe.dispatch
+
+
+def shared_beside_rows(
+    view: ModelView, anatomy: Anatomy, layout: Layout, moe: MoeConfig, gathered: Sequence[str]
+) -> dict[str, str]:
+    """Find the shared experts that can compute while rows are sent.
+
+    There are none under tp, which splits their tokens. The caller excludes compiled models, and selective
+    checkpointing, where the second run of a block has the result of the routed experts but not of the shared one.
+
+    Args:
+        gathered: the modules of all FSDP2 groups; a shared expert that FSDP2 gathers separately is left out.
+
+    Returns:
+        The shared expert by experts module.
+    """
+    if layout.ep == 1 or layout.tp > 1 or choose_dispatch(moe, layout) != "all_to_all":
+        return {}
+    found = shared_behind_routed(view.meta, anatomy)
+    return {
+        experts: shared for experts, shared in found.items() if not any(is_within(name, shared) for name in gathered)
+    }
+
+
+def choose_placement(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> Placement:
+    """Return the places of experts as `moe.placement` says before any token was routed.
+
+    `balanced` is contiguous here: a run replaces it when it knows the load (training/startup/prepare.py).
+
+    Raises:
+        InputError: ep is 1, the file does not fit the model, or the model cannot have `moe.replicas`.
+    """
+    if moe.placement == "contiguous":
+        return Placement(layout.ep, {})
+    if layout.ep == 1:
+        if moe.placement == "balanced" and not moe.replicas:
+            return Placement(1, {})
+        what = f"moe.replicas: {moe.replicas}" if moe.replicas else f"moe.placement: {moe.placement}"
+        raise InputError(
+            f"{what}: at ep 1 each rank holds all experts; leave it out, or set parallel.ep to more",
+            key="moe.placement-unsupported",
+        )
+    if moe.replicas and (why := _why_no_copies(model, moe, layout, anatomy)) is not None:
+        raise no_copies(f"moe.replicas {moe.replicas}", why)
+    if moe.placement == "balanced":
+        return Placement(layout.ep, {})
+    placement = read_placement(Path(moe.placement))
+    check_fits(placement, {spec.name: spec.num_experts for spec in anatomy.experts}, layout.ep)
+    if placement.replicas != moe.replicas:
+        raise InputError(
+            f"moe.replicas is {moe.replicas}, and {moe.placement} has {placement.replicas} copies for each rank; set "
+            f"moe.replicas to {placement.replicas}",
+            key="placement.other-replicas",
+        )
+    return placement
+
+
+def _why_no_copies(model: nn.Module, moe: MoeConfig, layout: Layout, anatomy: Anatomy) -> str | None:
+    """Return why experts cannot be copied here, or None."""
+    experts = {f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters}
+    if adapter_state(model) is None or any(model.get_parameter(name).requires_grad for name in experts):
+        return "copies are of experts that lora has frozen; add lora, or set moe.replicas to 0"
+    if layout.replicate * layout.efsdp > 1 or layout.offload != "none":
+        sharded = f"replicate {layout.replicate} * efsdp {layout.efsdp} ranks share"
+        where = sharded if layout.offload == "none" else f"parallel.offload: {layout.offload} keeps in host memory"
+        return f"{where} each expert, which then cannot lie beside copies; give each stage one EP group"
+    if moe.dispatch == "deepep":
+        return "deepep's kernels were not tried with it; set moe.dispatch to auto"
+    if (flat := next((spec.name for spec in anatomy.experts if spec.flat_gate is not None), None)) is not None:
+        return f"{flat} keeps gate and up projections apart, in one matrix of all experts; set moe.replicas to 0"
+    return too_many_copies(moe.replicas, anatomy.num_experts, layout.ep)

@@ -2,7 +2,8 @@
 
 The trainer calls it, and so do training loops of users. A step without pipeline stages, as `run_step` takes it:
 
-1. `router_losses` (router_losses.py) counts which experts the whole step chooses, if `moe` has an auxiliary loss.
+1. `router_losses` (router_losses.py) counts which experts the whole step chooses, if `moe` has an auxiliary loss;
+   `copies_of_step` (experts/layer.py) exchanges the adapters of copied experts, if it has replicas.
 2. For each micro-batch, `loss_of_batch` (loss.py) runs the model with its head on no token: `run_base` (base_model.py).
    Its expert layers send tokens to their experts and back (experts/layer.py).
 3. The objective (objective.py) asks `TokenLosses` (loss.py) for its share of the loss. The head runs on chunks of the
@@ -152,7 +153,7 @@ def run_step(
             "forward_backward: a step needs a micro-batch; give each rank as many as the others",
             key="data.no-micro-batch",
         )
-    with copies_of_step(model):
+    with copies_of_step(model):  # 1
         sums = _Sums(micro_batches, objective)
         if order.by_layer and len(micro_batches) > 1:
             return _by_layer(model, layers_of(model), micro_batches, objective, sums, chunk_tokens, order)
@@ -165,13 +166,13 @@ def _one_by_one(
     model: nn.Module, micro_batches: Sequence[Batch], objective: Objective, sums: "_Sums", chunk_tokens: int
 ) -> StepLosses:
     """Run the step one micro-batch after the other. Collectives: as `forward_backward`."""
-    with router_losses(model, micro_batches) as router_loss:
+    with router_losses(model, micro_batches) as router_loss:  # 1
         for index, batch in enumerate(micro_batches, start=1):
             if isinstance(model, FSDPModule) and mesh_of(model).layout.replicate > 1:
                 # Replicas need one all-reduce per step; earlier ones would only add communication.
                 model.set_requires_all_reduce(index == len(micro_batches))
-            term = loss_of_batch(model, batch, objective, chunk_tokens)
-            (term.loss + router_loss()).backward()
+            term = loss_of_batch(model, batch, objective, chunk_tokens)  # 2 and 3
+            (term.loss + router_loss()).backward()  # 4
             sums.add(term)
             del term  # free what the graph still holds before the next forward
     return sums.with_router_losses(router_loss)
