@@ -408,16 +408,9 @@ class _Joined:
             self.leader = rank, summary.tensors
             for kind, name, entry in summary.listing:
                 if self.tensors.setdefault((kind, name), entry) != entry:
-                    raise IntegrityError(
-                        f"{name}: rank {rank} holds another dtype or layout of it than another stage",
-                        key="model.replicas-differ",
-                    )
+                    raise _differ(f"{name}: rank {rank} holds another dtype or layout of it than another stage")
         elif summary.tensors != self.leader[1]:
-            raise IntegrityError(
-                f"rank {rank} holds other tensors than rank {self.leader[0]} of the same stage, so this job does not "
-                "train one model; the checkpoint was not written",
-                key="model.replicas-differ",
-            )
+            raise _differ(f"rank {rank} holds other tensors than rank {self.leader[0]} of the same stage")
         for sharding, shared in summary.boxes.items():
             holders = self.holders.setdefault(sharding, {})
             if not volume(shared.box):
@@ -427,11 +420,7 @@ class _Joined:
                 one, other = (read_fingerprints(self.directory, each) for each in (first.first, rank))
                 names = (name for (_, name), (_, _, cut) in self.tensors.items() if cut == sharding)
                 name = next(name for name in names if one.get(name) != other.get(name))
-                raise IntegrityError(
-                    f"{name}: the copies of rank {first.first} and rank {rank} differ, so this job does not train one "
-                    "model; the checkpoint was not written. Start again from an earlier one",
-                    key="model.replicas-differ",
-                )
+                raise _differ(f"{name}: the copies of rank {first.first} and rank {rank} differ")
             first.count += 1
             first.writers += [rank] * shared.writes
 
@@ -495,6 +484,11 @@ def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
         model=entries["model"],
         optimizer=entries["optimizer"],
     )
+
+
+def _differ(what: str) -> IntegrityError:
+    mend = "the checkpoint was not written; start again from an earlier one"
+    return IntegrityError(f"{what}, so this job does not train one model; {mend}", key="model.replicas-differ")
 
 
 def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Holders]) -> Tiling:

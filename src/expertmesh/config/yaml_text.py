@@ -43,11 +43,8 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\
 def parse_yaml(text: str, source: str) -> Document:
     """Return the one document in `text`; `InputError` for text that is not one, with `source` as its name."""
     if len(text) > MAX_CHARACTERS:
-        raise InputError(
-            f"{source}: has more characters than a configuration may have, {MAX_CHARACTERS:,}; name directories "
-            "instead of files",
-            key="config.invalid-yaml",
-        )
+        most = f"has more characters than a configuration may have, {MAX_CHARACTERS:,}"
+        raise _invalid(source, f"{most}; name directories instead of files")
     depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -60,20 +57,18 @@ def parse_yaml(text: str, source: str) -> Document:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         what = " ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(
-            f"{source}{line}: this is not valid YAML ({what}); correct the line", key="config.invalid-yaml"
-        ) from None
+        raise _invalid(f"{source}{line}", f"this is not valid YAML ({what}); correct the line") from None
     except RecursionError:
-        raise InputError(
-            f"{source}: lists and mappings are nested too deeply; flatten them", key="config.invalid-yaml"
-        ) from None
+        raise _invalid(source, "lists and mappings are nested too deeply; flatten them") from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
         first_line = str(error).splitlines()[0]
-        raise InputError(
-            f"{source}: this is not valid YAML ({first_line}); remove the character", key="config.invalid-yaml"
-        ) from None
+        raise _invalid(source, f"this is not valid YAML ({first_line}); remove the character") from None
     lines: dict[Path, int] = {}
     return Document(None if node is None else _value(node, (), source, lines), lines)
+
+
+def _invalid(where: str, problem: str) -> InputError:
+    return InputError(f"{where}: {problem}", key="config.invalid-yaml")
 
 
 def _refuse_more_than_plain(event: yaml.Event, source: str) -> None:
@@ -107,9 +102,7 @@ def _mapping(node: yaml.MappingNode, path: Path, source: str, lines: dict[Path, 
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise InputError(
-                f"{source}:{line}: a key must be plain text, not a list or a mapping", key="config.invalid-yaml"
-            )
+            raise _invalid(f"{source}:{line}", "a key must be plain text, not a list or a mapping")
         key: str = key_node.value
         here = (*path, key)
         if key in values:

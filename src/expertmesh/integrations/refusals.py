@@ -117,20 +117,13 @@ def trl_class(trainer_class: type[Trainer]) -> str | None:
 def refuse_class(trainer_class: type[Trainer]) -> None:
     """Raise `InputError` for a class that is not known to train correctly, or a version with other methods."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
-        raise InputError(
-            f"{trainer_class!r} is not a Trainer class of transformers; em.trainer takes the class, not an instance",
-            key="trainer.unsupported-class",
-        )
+        raise _unsupported_class(f"{trainer_class!r} is no Trainer class of transformers; give the class, no instance")
     of_trl = trl_class(trainer_class)
     if of_trl is not None and of_trl not in TRL_TRAINERS:
-        raise InputError(
-            f"{of_trl} of TRL is not supported; {', '.join(TRL_TRAINERS)} are, and so is transformers' Trainer",
-            key="trainer.unsupported-class",
-        )
+        supported = f"{', '.join(TRL_TRAINERS)} are, and so is transformers' Trainer"
+        raise _unsupported_class(f"{of_trl} of TRL is not supported; {supported}")
     if issubclass(trainer_class, transformers.Seq2SeqTrainer):
-        raise InputError(
-            "Seq2SeqTrainer trains encoder-decoders, which are not supported", key="trainer.unsupported-class"
-        )
+        raise _unsupported_class("Seq2SeqTrainer trains encoder-decoders, which are not supported")
     for name, expected in OVERRIDDEN.items():
         method = getattr(trainer_class, name, None)
         found = None if method is None else tuple(inspect.signature(method).parameters)
@@ -152,6 +145,10 @@ def refuse_class(trainer_class: type[Trainer]) -> None:
                 "was made for",
                 key="trainer.unsupported-version",
             )
+
+
+def _unsupported_class(why: str) -> InputError:
+    return InputError(why, key="trainer.unsupported-class")
 
 
 def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:

@@ -88,23 +88,17 @@ def read_model_json(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
     except FileNotFoundError as error:
-        raise InputError(
-            f"{path}: there is no such file; give the directory of a model", key="model.invalid-config"
-        ) from error
+        raise _invalid(path, "there is no such file; give the directory of a model") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as a model's config: {error}", key="model.invalid-config") from error
+        raise _invalid(path, f"cannot be read as a model's config: {error}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path}: is not a JSON object", key="model.invalid-config")
+        raise _invalid(path, "is not a JSON object")
     if "configuration_files" in content:
-        raise InputError(
-            f"{path}: configuration_files names other files, which transformers would read in place of this one; "
-            "remove it, and put the wanted one here",
-            key="model.invalid-config",
-        )
+        others = "configuration_files names other files, which transformers would read in place of this one"
+        raise _invalid(path, f"{others}; remove it, and put the wanted one here")
     for key, kind in _KINDS.items():
         if not isinstance(value := content.get(key), kind | None):
-            problem = f"{path}: {key} is {shortened(repr(value))}, which has another type; correct it"
-            raise InputError(problem, key="model.invalid-config")
+            raise _invalid(path, f"{key} is {shortened(repr(value))}, which has another type; correct it")
     refuse_impossible(content, path)
     return content
 
@@ -112,7 +106,11 @@ def read_model_json(path: Path) -> dict[str, Any]:
 def refuse_impossible(content: Mapping[str, Any], path: Path) -> None:
     """Raise `InputError` for the first number in `content` that no model has."""
     for where, problem in _impossible(content, ""):
-        raise InputError(f"{path}: {shortened(where)} {problem}; correct it", key="model.invalid-config")
+        raise _invalid(path, f"{shortened(where)} {problem}; correct it")
+
+
+def _invalid(path: Path, problem: str) -> InputError:
+    return InputError(f"{path}: {problem}", key="model.invalid-config")
 
 
 def blamed(content: Mapping[str, Any], reason: str, prefix: str = "") -> str | None:
@@ -225,10 +223,8 @@ def read_model_config(
     except Exception as error:
         # A family's config class can raise any exception on wrong values.
         cause, reason = blamed(content, str(error)), _one_line(error)
-        problem = (
-            "is not a config that transformers understands" if cause is None else f"{cause}, which transformers refuses"
-        )
-        raise InputError(f"{path}: {problem}: {reason}; correct it", key="model.invalid-config") from error
+        refused = f"{cause}, which transformers refuses" if cause else "is not a config that transformers understands"
+        raise _invalid(path, f"{refused}: {reason}; correct it") from error
     assert isinstance(config, PreTrainedConfig)
     refuse_impossible(config.to_dict(), path)  # now with the family's defaults for values that the file lacks
     refuse_unsupported(config, directory)
@@ -431,7 +427,7 @@ def _one_line(error: Exception) -> str:
 def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: bool) -> None:
     remote = content.get("auto_map") or {}
     if not isinstance(remote, dict):
-        raise InputError(f"{path}: auto_map is not an object of names", key="model.invalid-config")
+        raise _invalid(path, "auto_map is not an object of names")
     if remote and content.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         code = ", ".join(sorted({str(reference) for reference in remote.values()}))
         raise remote_code(f"{path}: the model brings its own code ({code})")
