@@ -424,7 +424,7 @@ def _train_and_count(config: Config, steps: int | None) -> list[int]:
     tokens = []
 
     def report(loop: TrainingLoop, *args: Any) -> None:
-        tokens.append(loop.counters.tokens)
+        tokens.append(loop.state.counters.tokens)
         original(loop, *args)
 
     original = TrainingLoop._report

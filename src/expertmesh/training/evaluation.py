@@ -5,8 +5,7 @@ keys and values: it is the same computation in every layout, pipeline stages inc
 has to be right. That suits a few short answers, not serving. Every rank calls all of it, and gets the same results.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,15 +14,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
-from expertmesh.config import Config
 from expertmesh.data import IGNORE, BatchLayout, EvaluationBatches, TokenizedDataset
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.terminal import tracked
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import NextWords
-from expertmesh.training.objective import RunObjective, by_row, evaluating, in_groups, table_of_rows
+from expertmesh.training.objective import by_row, evaluating, in_groups, table_of_rows
 from expertmesh.training.reporting.metrics import EvalMetrics, EvalSample
 
 if TYPE_CHECKING:
@@ -32,68 +29,46 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The evaluations of a run."""
+def evaluate(run: "Prepared") -> EvalMetrics:
+    """Return the figures of all evaluation sets, with the answers that `eval.samples` asks for."""
+    metrics = EvalMetrics.together({name: _figures(run, batches) for name, batches in run.evaluation.items()})
+    return replace(metrics, samples=_samples(run)) if run.config.eval.samples else metrics
 
-    config: Config
-    objective: RunObjective
-    mesh: Mesh
-    sets: Mapping[str, EvaluationBatches]
-    """Batches by the name of the set."""
-    datasets: Mapping[str, TokenizedDataset]
-    """Tokens by the name of the set."""
-    layout: BatchLayout
-    tokenizer: PreTrainedTokenizerBase
 
-    @classmethod
-    def of(cls, run: "Prepared") -> "Evaluation":
-        data = run.data
-        objective = run.checked.objective
-        return cls(run.config, objective, run.mesh, run.evaluation, data.evaluation, run.batch_layout, data.tokenizer)
+def _figures(run: "Prepared", batches: EvaluationBatches) -> EvalMetrics:
+    """Compute the objective over a whole set. Collectives: those of `with_kl_of_step`, and one all-reduce."""
+    chosen, model, mesh = run.checked.objective, run.model, run.mesh
+    objective = chosen.of_step(rows=batches.rows, target_tokens=batches.target_tokens, evaluated=True)
+    totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=mesh.device)
+    mismatched = in_groups(batches.mismatched(), mesh, "") if chosen.config.judged else ()
+    objective = chosen.with_kl_of_step(model, objective, mismatched, batches.desirable, mesh)
+    with evaluating(model):
+        for group in in_groups(batches, mesh, "evaluating"):
+            compared, rows = chosen.with_comparison(model, group, objective)
+            for term in evaluate_terms(model, rows, compared):
+                totals += torch.cat([term.loss.double().view(1), term.figures_F])
+    dist.all_reduce(totals)
+    loss, *figures = totals.tolist()
+    named = dict(zip(objective.figures, figures, strict=True))
+    return EvalMetrics(loss, batches.target_tokens, named, count=int(objective.count), over=objective.over)
 
-    def metrics(self, model: nn.Module) -> EvalMetrics:
-        """Return the figures of all sets, with the answers that `eval.samples` asks for."""
-        metrics = EvalMetrics.together({name: self._figures(model, batches) for name, batches in self.sets.items()})
-        return replace(metrics, samples=self._samples(model)) if self.config.eval.samples else metrics
 
-    def _figures(self, model: nn.Module, batches: EvaluationBatches) -> EvalMetrics:
-        """Compute the objective over a whole set. Collectives: those of `with_kl_of_step`, and one all-reduce."""
-        objective = self.objective.of_step(rows=batches.rows, target_tokens=batches.target_tokens, evaluated=True)
-        totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
-        mismatched = in_groups(batches.mismatched(), self.mesh, "") if self.objective.config.judged else ()
-        objective = self.objective.with_kl_of_step(model, objective, mismatched, batches.desirable, self.mesh)
-        with evaluating(model):
-            for group in in_groups(batches, self.mesh, "evaluating"):
-                compared, rows = self.objective.with_comparison(model, group, objective)
-                for term in evaluate_terms(model, rows, compared):
-                    totals += torch.cat([term.loss.double().view(1), term.figures_F])
-        dist.all_reduce(totals)
-        loss, *figures = totals.tolist()
-        return EvalMetrics(
-            loss,
-            batches.target_tokens,
-            dict(zip(objective.figures, figures, strict=True)),
-            count=int(objective.count),
-            over=objective.over,
-        )
-
-    def _samples(self, model: nn.Module) -> list[EvalSample]:
-        # The first sample of each of the first rows; of preferences the chosen one.
-        found = [
-            (name, dataset.position(index), *prompt_of(dataset, index))
-            for name, dataset in self.datasets.items()
-            for index in range(len(dataset))[:: dataset.samples_per_row][: self.config.eval.samples]
-        ]
-        config = self.config
-        most = [min(config.eval.sample_tokens, config.data.max_length - len(prompt)) for *_, prompt, _ in found]
-        ends = end_tokens(model)
-        answers = generate(model, self.mesh, self.layout, [prompt for *_, prompt, _ in found], most, ends)
-        decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-        return [
-            EvalSample(name, source, *(str(decode(ids.tolist())) for ids in (prompt, answer, expected)))
-            for (name, source, prompt, expected), answer in zip(found, answers, strict=True)
-        ]
+def _samples(run: "Prepared") -> list[EvalSample]:
+    # The first sample of each of the first rows; of preferences the chosen one.
+    config = run.config
+    found = [
+        (name, dataset.position(index), *prompt_of(dataset, index))
+        for name, dataset in run.data.evaluation.items()
+        for index in range(len(dataset))[:: dataset.samples_per_row][: config.eval.samples]
+    ]
+    prompts = [prompt for *_, prompt, _ in found]
+    most = [min(config.eval.sample_tokens, config.data.max_length - len(prompt)) for prompt in prompts]
+    answers = generate(run.model, run.mesh, run.batch_layout, prompts, most, end_tokens(run.model))
+    decode = partial(run.data.tokenizer.decode, clean_up_tokenization_spaces=False)
+    return [
+        EvalSample(name, source, *(str(decode(ids.tolist())) for ids in (prompt, answer, expected)))
+        for (name, source, prompt, expected), answer in zip(found, answers, strict=True)
+    ]
 
 
 def prompt_of(dataset: TokenizedDataset, index: int) -> tuple[Ids, Ids]:

@@ -16,27 +16,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from expertmesh.compat import memory_page, record_memory
-from expertmesh.config import Config
-from expertmesh.data import Step, StreamBatches, TrainingBatches
+from expertmesh.data import Step
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.distributed.mesh import Mesh, set_timeout
+from expertmesh.distributed.mesh import set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.experts.placement import LOAD_FILE
 from expertmesh.io.terminal import plural
-from expertmesh.step.forward_backward import Order, run_step
+from expertmesh.step.forward_backward import run_step
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.control import Control, Stopped
-from expertmesh.training.evaluation import Evaluation
+from expertmesh.training.evaluation import evaluate
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
-from expertmesh.training.objective import RunObjective, on_device
+from expertmesh.training.objective import on_device
 from expertmesh.training.reporting.metrics import ExpertLoad, StepMetrics, tokens_are_due
 from expertmesh.training.reporting.reporter import Reporter
 from expertmesh.training.resume import Counters
-from expertmesh.training.run_state import RunCheckpoints
+from expertmesh.training.run_state import RunCheckpoints, RunState
+from expertmesh.training.startup.prepare import Prepared
 
 log = logging.getLogger(__name__)
 _MEMORY_EVENTS = 200_000
@@ -44,28 +43,12 @@ _MEMORY_EVENTS = 200_000
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Everything that a run needs after its setup. `run` trains from `counters.step` to the end."""
+    """Everything that a run needs after its setup."""
 
-    config: Config
-    """The resolved configuration."""
-    mesh: Mesh
-    """The layout of ranks."""
-    model: nn.Module
-    """The sharded model."""
-    objective: RunObjective
-    """The loss, with the reference or the teacher that it needs."""
-    order: Order
-    """The order of micro-batches and layers."""
-    optimizer: torch.optim.Optimizer
-    """The optimizer of this rank's shards."""
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    """The learning rate; a skipped step moves it too."""
-    train_batches: TrainingBatches | StreamBatches
-    """The optimizer steps of this data rank."""
-    evaluation: Evaluation
-    """Held-out rows; without any it does nothing."""
-    total_steps: int
-    """The number of the run's last step."""
+    run: Prepared
+    """Configuration, mesh, sharded model and batches."""
+    state: RunState
+    """Optimizer and schedule of this rank's shards, and the counters, which are part of every checkpoint."""
     reporter: Reporter
     """The sinks of metrics."""
     expert_load: ExpertLoad
@@ -74,53 +57,52 @@ class TrainingLoop:
     """Saves and uploads, and when they are due."""
     control: Control
     """Requests to stop, and the progress for the launcher."""
-    counters: Counters
-    """Step and timers; part of every checkpoint."""
 
-    def run(self) -> None:
+    def train(self) -> None:
         """Train up to `total_steps` optimizer steps.
 
         Raises:
             Stopped: On all ranks, when one was requested to stop: after the step, with its checkpoint on the disk.
             IntegrityError: Losses stay non-finite.
         """
-        clock = _Clock(self.counters, self.config.log.every_steps)
-        guard = NonFiniteGuard(self.counters.skipped_in_a_row)
+        config, counters = self.run.config, self.state.counters
+        clock = _Clock(counters, config.log.every_steps)
+        guard = NonFiniteGuard(counters.skipped_in_a_row)
         selection = self.checkpoints.selection
-        first = self.counters.step + 1
-        self.expert_load.restore(self.counters.expert_load, first)
-        profile = profiling(self.control.profile, Path(self.config.output_dir, "profile"), self.mesh.rank)
+        first = counters.step + 1
+        self.expert_load.restore(counters.expert_load, first)
+        profile = profiling(self.control.profile, Path(config.output_dir, "profile"), self.run.mesh.rank)
         with self.control.accepting_stop(), profile as end_step:
             self.control.progress.at(first, "reading data")
             # A run that stopped early trains no further step when it is started again.
             steps: Iterator[Step] = iter(())
             if not selection.ends():
-                left = self.total_steps - self.counters.step
-                steps = itertools.islice(self.train_batches.steps(self.counters.step, self.counters.stream), left)
+                left = self.run.total_steps - counters.step
+                steps = itertools.islice(self.run.batches.steps(counters.step, counters.stream), left)
             for number, step in enumerate(steps, start=first):
                 result = self._train_step(number, step, guard)
-                self.counters.step, self.counters.skipped_in_a_row = number, guard.in_a_row
-                self.counters.tokens += step.tokens
-                self.counters.stream = step.position
+                counters.step, counters.skipped_in_a_row = number, guard.in_a_row
+                counters.tokens += step.tokens
+                counters.stream = step.position
                 # The first step has a longer timeout.
                 if number == first:
-                    set_timeout(self.mesh, self.config.distributed.timeout_seconds)
-                if number == 1 and self.mesh.rank == 0:
-                    for line in self.objective.first_loss_lines(
-                        self.model.config, result.facts.loss, step.target_tokens
+                    set_timeout(self.run.mesh, config.distributed.timeout_seconds)
+                if number == 1 and self.run.mesh.rank == 0:
+                    for line in self.run.checked.objective.first_loss_lines(
+                        self.run.model.config, result.facts.loss, step.target_tokens
                     ):
                         (log.warning if line.startswith("warning") else log.info)(line)
                 # Publish a checkpoint that all ranks have written; never waits.
                 self.checkpoints.settle(result.facts.statuses)
-                if result.skipped or number % self.config.log.every_steps == 0 or number == self.total_steps:
+                if result.skipped or number % config.log.every_steps == 0 or number == self.run.total_steps:
                     self._report(number, step, result, clock)
-                every = self.config.train.eval_every_steps
-                last, saves_last = number == self.total_steps, self.config.checkpoint.every_steps is not None
+                every = config.train.eval_every_steps
+                last, saves_last = number == self.run.total_steps, config.checkpoint.every_steps is not None
                 best = False
-                if self.evaluation.sets and (last or (every and number % every == 0)):
+                if self.run.evaluation and (last or (every and number % every == 0)):
                     self.control.progress.at(number, "evaluating")
                     paused = time.monotonic()
-                    figures = self.evaluation.metrics(self.model)
+                    figures = evaluate(self.run)
                     figures = replace(figures, step=number, seconds=time.monotonic() - paused)
                     self.reporter.emit(figures)
                     best = selection.saw(number, figures.row())
@@ -132,17 +114,17 @@ class TrainingLoop:
                     break
                 self.control.progress.at(number + 1, "reading data")
             self._write_load()
-            for line in (*selection.last_lines(), *self.expert_load.last_lines()) if self.mesh.rank == 0 else ():
+            for line in (*selection.last_lines(), *self.expert_load.last_lines()) if self.run.mesh.rank == 0 else ():
                 log.info(line)
-            self.control.progress.at(self.counters.step, "waiting for the last checkpoint")
+            self.control.progress.at(counters.step, "waiting for the last checkpoint")
             self.checkpoints.finish()
 
     def _report(self, number: int, step: Step, result: "_StepResult", clock: "_Clock") -> None:
         tokens_LE, peak_memory = self.expert_load.take(number)
         elapsed, seconds = clock.read()
         steps = clock.restart(number)
-        balance = attached_balance(self.model)
-        due = tokens_are_due(number, self.config.log.every_steps, self.total_steps)
+        balance = attached_balance(self.run.model)
+        due = tokens_are_due(number, self.run.config.log.every_steps, self.run.total_steps)
         self.reporter.emit(
             StepMetrics(
                 step=number,
@@ -151,7 +133,7 @@ class TrainingLoop:
                 grad_norm=result.facts.grad_norm,
                 learning_rate=result.learning_rate,
                 target_tokens=step.target_tokens,
-                tokens_per_second=self.counters.tokens / seconds,
+                tokens_per_second=self.state.counters.tokens / seconds,
                 peak_memory_bytes=peak_memory,
                 elapsed_seconds=elapsed,
                 step_seconds=seconds / steps,
@@ -163,7 +145,7 @@ class TrainingLoop:
                 skipped=result.skipped,
             )
         )
-        self.counters.tokens = 0
+        self.state.counters.tokens = 0
 
     def _checkpoint(self, number: int, facts: StepFacts, clock: "_Clock", *, wanted: bool) -> None:
         """Save if it is `wanted`, by the rules, or after a request to stop; raise `Stopped` after the latter."""
@@ -171,55 +153,56 @@ class TrainingLoop:
             self.control.progress.at(number, "saving a checkpoint")
             paused = time.monotonic()
             if self.checkpoints.saved_step != number:
-                self.counters.elapsed_seconds, self.counters.seconds = clock.read()
-                self.counters.expert_load = self.expert_load.pending() if self.counters.tokens else None
+                self.state.counters.elapsed_seconds, self.state.counters.seconds = clock.read()
+                self.state.counters.expert_load = self.expert_load.pending() if self.state.counters.tokens else None
                 self.reporter.sync()
                 self._write_load()
-                self.checkpoints.save(self.counters)
+                self.checkpoints.save(self.state.counters)
             clock.skip(time.monotonic() - paused)
         if facts.stop:
             self.checkpoints.finish()
-            if self.mesh.rank == 0:
+            if self.run.mesh.rank == 0:
                 log.info(f"stopped by {facts.stop} after step {number}; the same command continues from there")
             self.checkpoints.upload_before_stopping()
             raise Stopped(facts.stop)
 
     def _write_load(self) -> None:
         with raise_on_all_ranks(f"writing {LOAD_FILE}"):
-            if self.mesh.rank == 0:
-                self.expert_load.write(Path(self.config.output_dir))
+            if self.run.mesh.rank == 0:
+                self.expert_load.write(Path(self.run.config.output_dir))
 
     def _train_step(self, number: int, step: Step, guard: NonFiniteGuard) -> "_StepResult":
         """Run one optimizer step: backward over all micro-batches, one norm, one decision, one update.
 
         A skipped step uses up its place in the schedule.
         """
+        model, mesh, minimised = self.run.model, self.run.mesh, self.run.checked.objective
         self.control.progress.at(number, "forward and backward")
         # 1. The objective. It divides by numbers of the whole step, which every rank knows without a collective.
-        batches = [on_device(batch, self.mesh.device) for batch in step.micro_batches]
-        objective = self.objective.of_step(rows=step.rows, target_tokens=step.target_tokens)
+        batches = [on_device(batch, mesh.device) for batch in step.micro_batches]
+        objective = minimised.of_step(rows=step.rows, target_tokens=step.target_tokens)
         # For kto: forwards of the mismatched rows without gradients, and one all-reduce of a number.
-        mismatched = [on_device(batch, self.mesh.device) for batch in step.mismatched]
-        objective = self.objective.with_kl_of_step(self.model, objective, [mismatched], step.desirable, self.mesh)
+        mismatched = [on_device(batch, mesh.device) for batch in step.mismatched]
+        objective = minimised.with_kl_of_step(model, objective, [mismatched], step.desirable, mesh)
         # With a reference or a teacher: one more forward of each micro-batch, without gradients.
-        objective, rows = self.objective.with_comparison(self.model, batches, objective)
+        objective, rows = minimised.with_comparison(model, batches, objective)
         # 2. Forward and backward of all micro-batches; gradients are reduced over the ranks.
-        losses = run_step(self.model, rows, objective, order=self.order)
+        losses = run_step(model, rows, objective, order=self.run.checked.order)
         self.control.progress.at(number, "update")
         # 3. One norm over all shards; gradients are clipped even in a step that is skipped below.
-        grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
+        grad_norm = clip_grad_norm_(model, self.run.config.optim.max_grad_norm)
         # 4. One decision for all ranks, with the only wait for the device.
         own = RankFacts(self.control.stop_requested(), self.checkpoints.overdue(), self.checkpoints.writer.status())
-        facts = exchange(losses, grad_norm, own, objective.figures, self.mesh.device)
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        skipped = guard.check(number, facts, losses, self.model)
+        facts = exchange(losses, grad_norm, own, objective.figures, mesh.device)
+        learning_rate = float(self.state.optimizer.param_groups[0]["lr"])
+        skipped = guard.check(number, facts, losses, model)
         # 5. The update. Muon and 8-bit blocks communicate: no rank may skip it alone, and `skipped` is equal on all.
         if skipped is None:
-            self.optimizer.step()
+            self.state.optimizer.step()
         # After a skipped step too, whose counts of tokens must not move the biases in the next one.
-        update_router_bias(self.model, skipped=skipped is not None)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.schedule.step()
+        update_router_bias(model, skipped=skipped is not None)
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.schedule.step()
         return _StepResult(facts, learning_rate, skipped)
 
 

@@ -17,7 +17,6 @@ from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.directory import wait_until_seen
 from expertmesh.io.terminal import plural
 from expertmesh.training.control import Control
-from expertmesh.training.evaluation import Evaluation
 from expertmesh.training.lock import NAME, RunLock
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.reporting.record import ChosenLayout
@@ -86,24 +85,7 @@ def _train(config: Config, control: Control, checked: Checked, predict: Predict 
         expert_load = start_reports(reporter, run, forecast, state.counters, control.began)
         checkpoints = open_checkpoints(run, state)
         # 4. All steps.
-        loop = TrainingLoop(
-            config=config,
-            mesh=run.mesh,
-            model=run.model,
-            objective=run.checked.objective,
-            order=run.checked.order,
-            optimizer=state.optimizer,
-            schedule=state.schedule,
-            train_batches=run.batches,
-            evaluation=Evaluation.of(run),
-            total_steps=run.total_steps,
-            reporter=reporter,
-            expert_load=expert_load,
-            checkpoints=checkpoints,
-            control=control,
-            counters=state.counters,
-        )
-        loop.run()
+        TrainingLoop(run, state, reporter, expert_load, checkpoints, control).train()
         # 5. The result, on the disk and in object storage.
         control.progress.at(state.counters.step, "saving the result")
         run.close()

@@ -51,22 +51,26 @@ class Sink(Protocol):
     def close(self, failed: bool) -> None: ...
 
 
-def keep_rows(path: Path, done: int) -> None:
+def keep_rows(path: Path, done: int) -> float:
     """Drop the rows of steps after `done` from a metrics.jsonl, and a last line that was cut short.
 
-    Raises `InputError` for a file that cannot be read or written, or has a line that is no row.
+    Raises `InputError` for a file that cannot be read or written, or has a line that is no row. Returns
+    `elapsed_seconds` of the last row that had one, dropped ones too; 0 without any.
     """
-    kept, line = [], b"\n"
+    kept, line, elapsed = [], b"\n", 0.0
     with io_errors(path, path.stat().st_size if path.exists() else 0):
-        if done and path.exists():
+        if path.exists():
             with opened(path, MAX_METRICS_BYTES) as file:
                 for number, line in enumerate(rows(file, path), start=1):
-                    if line.endswith(b"\n") and _step_of(line, path, number) <= done:
+                    with suppress(ValueError, KeyError, TypeError):
+                        elapsed = max(0.0, float(json.loads(line)["elapsed_seconds"]))
+                    if done and line.endswith(b"\n") and _step_of(line, path, number) <= done:
                         kept.append(line)
-        if not line.endswith(b"\n"):  # blocks of zeros are what a power loss leaves
+        if done and not line.endswith(b"\n"):  # blocks of zeros are what a power loss leaves
             what = "zeros" if line.strip(b"\0") == b"" else "a row that was cut short"
             log.info(f"{path}: ended in {what}; cut back to its last whole row")
         replace_synced(path, b"".join(kept))
+    return elapsed
 
 
 def _step_of(line: bytes, path: Path, number: int) -> int:
@@ -78,17 +82,6 @@ def _step_of(line: bytes, path: Path, number: int) -> int:
         ) from error
 
 
-def last_elapsed(path: Path) -> float:
-    """Return `elapsed_seconds` of the last complete row that has one; 0 without any."""
-    elapsed = 0.0
-    if path.exists():
-        with io_errors(path, 0), opened(path, MAX_METRICS_BYTES) as file:
-            for line in rows(file, path):
-                with suppress(ValueError, KeyError, TypeError):
-                    elapsed = max(0.0, float(json.loads(line)["elapsed_seconds"]))
-    return elapsed
-
-
 class MetricsFile:
     """The metrics.jsonl of a run that goes on after `done` steps.
 
@@ -96,8 +89,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, done: int) -> None:
-        self.before = last_elapsed(path)
-        keep_rows(path, done)
+        self.before = keep_rows(path, done)
         self.path = path
         self.file = path.open("ab", buffering=0)
 
