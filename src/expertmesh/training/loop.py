@@ -157,7 +157,7 @@ class TrainingLoop:
                 self.state.counters.expert_load = self.expert_load.pending() if self.state.counters.tokens else None
                 self.reporter.sync()
                 self._write_load()
-                self.checkpoints.save(self.state.counters)
+                self.checkpoints.save()
             clock.skip(time.monotonic() - paused)
         if facts.stop:
             self.checkpoints.finish()

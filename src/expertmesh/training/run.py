@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from expertmesh.config import Config
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.experts.install import close_library
 from expertmesh.io.directory import wait_until_seen
 from expertmesh.io.terminal import plural
 from expertmesh.training.control import Control
@@ -88,7 +89,7 @@ def _train(config: Config, control: Control, checked: Checked, predict: Predict 
         TrainingLoop(run, state, reporter, expert_load, checkpoints, control).train()
         # 5. The result, on the disk and in object storage.
         control.progress.at(state.counters.step, "saving the result")
-        run.close()
+        close_library(run.model)
         save_result(run, checkpoints.beside_weights)
         if checkpoints.uploads is not None:
             checkpoints.uploads.finish_with_result()

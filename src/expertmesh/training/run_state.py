@@ -195,7 +195,7 @@ class RunCheckpoints:
     """The checkpoints of one run. Every rank has one and uses it in step; make it with `open_checkpoints`."""
 
     run: Prepared
-    optimizer: Optimizer
+    state: RunState
     writer: CheckpointWriter
     files: Mapping[str, bytes]
     """Content of small files that every checkpoint holds, by name."""
@@ -225,14 +225,15 @@ class RunCheckpoints:
         """Publish what all ranks have written by now; `ranks` as in `CheckpointWriter.settle`."""
         self._print_saved(self.writer.settle(ranks))
 
-    def save(self, counters: Counters) -> None:
+    def save(self) -> None:
         """Save the state after `counters.step`, first waiting for an earlier checkpoint. Every rank calls it."""
         self._print_saved(self.writer.finish())
+        counters, optimizer = self.state.counters, self.state.optimizer
         state: dict[str, Any] = {"identity": asdict(self.run.identity), "counters": asdict(counters)}
         state["total_steps"] = self.run.total_steps
         self.writer.keep_step = counters.best.step if counters.best is not None else None
-        files = {**self.files, STATE_FILE: state_bytes(counters.step, state, self.optimizer)}
-        saved = self.writer.save(self.run.model, self.optimizer, counters.step, files)
+        files = {**self.files, STATE_FILE: state_bytes(counters.step, state, optimizer)}
+        saved = self.writer.save(self.run.model, optimizer, counters.step, files)
         self.saved_step, self.saved_at = counters.step, time.monotonic()
         self._print_saved(saved)
 
@@ -310,7 +311,7 @@ def open_checkpoints(run: Prepared, state: RunState) -> RunCheckpoints:
     writer = CheckpointWriter(directory, keep_last=keep_last, asynchronous=asynchronous, uploads=queue)
     selection = Selection(config, state.counters)
     step, copied = state.counters.step, CopiedFiles(beside)
-    return RunCheckpoints(run, state.optimizer, writer, files, copied, step, selection, uploads)
+    return RunCheckpoints(run, state, writer, files, copied, step, selection, uploads)
 
 
 def check_hub(config: Config) -> None:

@@ -103,23 +103,16 @@ class Comparison:
 
 
 @dataclass(slots=True)
-class Expectations:
-    """The unsharded model's results, shared by all jobs of one layout."""
-
-    found: dict[torch.dtype, Expected] = field(default_factory=dict)
-    """The results of the first step by dtype, with the experts that the unsharded model chooses."""
-    trajectories: tuple[UnshardedRun, UnshardedRun] | None = None
-    """The runs over all steps, without and with noise (layers/update.py); None until they are computed."""
-
-
-@dataclass(slots=True)
 class Proof:
     """One job under proof, in each of its precisions, with the reference that it is compared with."""
 
     setup: Setup
     scratch: Path
     """A directory that all ranks can read."""
-    expectations: Expectations = field(default_factory=Expectations)
+    results: dict[torch.dtype, Expected] = field(default_factory=dict)
+    """The unsharded model's results of the first step by dtype, with the experts that it chooses."""
+    trajectories: dict[float, UnshardedRun] = field(default_factory=dict)
+    """Its runs over all steps, by the noise on their gradients (layers/update.py)."""
     hooks: Hooks = field(default_factory=Hooks)
     """The planted bug; by default none."""
     uses_float64: bool = True
@@ -165,7 +158,7 @@ class Proof:
 
         Collectives: every rank calls it; those of `Reference.run` at the first call for a dtype.
         """
-        found = self.expectations.found
+        found = self.results
         if dtype not in found:
             found[dtype] = self.reference(dtype).run(self.setup.steps[0])
         return found[dtype]

@@ -455,7 +455,7 @@ def self_test(proof: Proof) -> list[Mutation]:
     """
     config = proof.setup.config
     setup = replace(proof.setup, config=config.model_copy(update={"precision": in_float32(config.precision)}))
-    sound = Proof(setup, proof.scratch, proof.expectations, uses_float64=False)
+    sound = Proof(setup, proof.scratch, proof.results, proof.trajectories, uses_float64=False)
     found = []
     for bug in bugs(sound):
         if bug.refusal is not None:

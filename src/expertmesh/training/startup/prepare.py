@@ -110,10 +110,6 @@ class Prepared:
             yield self.batches.mismatched(self.total_steps)
             yield from (each.mismatched().dataset for each in self.evaluation.values())
 
-    def close(self) -> None:
-        """Free buffers that a library holds on the device. Every rank calls it after the last dispatch."""
-        close_library(self.model)
-
 
 def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
     """Prepare for reading weights. Collectives: every rank calls it; those of the stages that it says."""

@@ -215,12 +215,14 @@ def start_trajectory(proof: Proof, job: ProvenJob) -> Trajectory | str:
     if (why := proof.no_memory_for(5 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) is not None:
         return why
     start = {name: local_tensor(parameter).clone() for name, parameter in job.parameters().items()}
-    if proof.expectations.trajectories is None:
-        proof.expectations.trajectories = _train(proof), _train(proof, noise=proof.exact.limit)
-    return Trajectory(start, *proof.expectations.trajectories)
+    noises = 0.0, proof.exact.limit
+    for noise in noises:
+        if noise not in proof.trajectories:
+            proof.trajectories[noise] = _train(proof, noise)
+    return Trajectory(start, *(proof.trajectories[noise] for noise in noises))
 
 
-def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
+def _train(proof: Proof, noise: float) -> unsharded.UnshardedRun:
     """Take the steps of the setup on the unsharded model, with all weights in the memory of every rank.
 
     Args:
