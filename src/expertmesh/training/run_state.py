@@ -35,10 +35,11 @@ from expertmesh.io.terminal import bytes_text, first_line, plural
 from expertmesh.model import fill_and_audit
 from expertmesh.training.objective import reference_file
 from expertmesh.training.optimizers.build import build_optimizer, build_schedule
-from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, report_resumed, saved_lines
+from expertmesh.training.reporting.weights import AUDIT_FILE, adapter_lines, dtype_text, loaded_lines, saved_lines
 from expertmesh.training.resume import Best, Counters, flat, read_counters
 from expertmesh.training.startup.output_dir import RunUploads, result_of, start_uploads
 from expertmesh.training.startup.prepare import Prepared, say
+from expertmesh.weights.audit import write_audit
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.save import save_model
 from expertmesh.weights.sidecars import CopiedFiles, model_files, tokenizer_files
@@ -91,7 +92,10 @@ def load_state(run: Prepared, control: "Control") -> RunState:
         if is_main and audited is None:
             log.info(f"weights    random, drawn from train.seed {seed}; there are no files to audit them by")
         elif is_main and audited is not None:
-            report_loaded(loaded, audited, run.checked.directory, Path(config.output_dir))
+            output = Path(config.output_dir)
+            if audited.mode == "full":
+                write_audit(output / AUDIT_FILE, audited, run.checked.directory)
+            log.info("\n".join(loaded_lines(loaded, audited, output)))
             if loaded.new:
                 log.info(f"new head   {', '.join(loaded.new)}: not in the files, drawn from train.seed {seed}")
         start_adapters(run.model, config.train.seed)
@@ -118,7 +122,9 @@ def load_state(run: Prepared, control: "Control") -> RunState:
         saved = load_directory(run.model, optimizer, run.start)
         counters = read_counters(run.start, saved.state["counters"], saved.step)
         if is_main:
-            report_resumed(run.start, saved.step, run.changes, audit=control.audit == "full" and config.lora is None)
+            log.info(f"resume     {run.start.name}, after step {saved.step}; {'; '.join(run.changes)}")
+            if control.audit == "full" and config.lora is None:
+                log.info("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
     return RunState(optimizer, build_schedule(optimizer, config.schedule, run.total_steps, counters.step), counters)
 
 

@@ -1,37 +1,16 @@
 """Report on a run's weights: the result of the audit, and tensors that the model leaves out."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from expertmesh.adapters.save import AdapterReport
 from expertmesh.io.terminal import bytes_text
-from expertmesh.weights.audit import AuditReport, write_audit
+from expertmesh.weights.audit import AuditReport
 from expertmesh.weights.load import LoadReport, UnmappedTensors
 from expertmesh.weights.save import SaveReport
 
-log = logging.getLogger(__name__)
-
 AUDIT_FILE = "audit.json"
 _LISTED = 10
-
-
-def report_loaded(loaded: LoadReport, audited: AuditReport, source: Path, output_dir: Path) -> None:
-    """Print how loading from `source` went, and write a full audit to `output_dir`. For rank 0."""
-    if audited.mode == "full":
-        write_audit(output_dir / AUDIT_FILE, audited, source)
-    for line in loaded_lines(loaded, audited, output_dir):
-        log.info(line)
-
-
-def report_resumed(checkpoint: Path, step: int, changes: Sequence[str], *, audit: bool) -> None:
-    """Print what a run goes on from, and what has changed. For rank 0.
-
-    `audit`: weights were to be compared with the model's files.
-    """
-    log.info(f"resume     {checkpoint.name}, after step {step}; {'; '.join(changes)}")
-    if audit:
-        log.info("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
 
 
 def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> Iterator[str]:
