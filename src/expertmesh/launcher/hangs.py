@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -210,32 +210,20 @@ class Answer:
         return RankSnapshot(rank, status, now, stopped=False, stack=self.stack, still_running=True)
 
 
+@dataclass
 class Liveness:
-    """One rank's part in finding the rank that hangs.
+    """One rank's part in finding the rank that hangs."""
 
-    `report` is called with the verdict in a rank that is ended; all stacks are written to `stacks`. `attempt` is the
-    same for all ranks of one start, and another in the next.
-    """
-
-    def __init__(
-        self,
-        place: Rank,
-        progress: Progress,
-        attempt: str,
-        stacks: Path,
-        report: Callable[[DistributedFailure], None],
-    ) -> None:
-        self.place = place
-        self.progress = progress
-        self.prefix = f"expertmesh/liveness/{attempt}/"
-        self.stacks = stacks
-        self._report = report
-        self._main_thread = threading.get_ident()
-        self._failed = False
-
-    def start(self, timeout_seconds: float) -> None:
-        """Listen in a thread, once the store is there, which is waited for at most `timeout_seconds`."""
-        threading.Thread(target=self._listen, args=(timeout_seconds,), name="liveness", daemon=True).start()
+    place: Rank
+    progress: Progress
+    attempt: str
+    """The same for all ranks of one start, and another in the next."""
+    stacks: Path
+    """The file for all stacks."""
+    report: Callable[[DistributedFailure], None]
+    """Called with the verdict in a rank that is ended."""
+    _main_thread: int = field(default_factory=threading.get_ident)
+    _failed: bool = False
 
     def verdict_on(self, error: BaseException) -> DistributedFailure | None:
         """Return the error that ends all ranks, if `error` shows that this rank timed out or lost a peer that did."""
@@ -282,7 +270,8 @@ class Liveness:
             time.sleep(0.05)
         return answers
 
-    def _listen(self, timeout_seconds: float) -> None:
+    def listen(self, timeout_seconds: float) -> None:
+        """Wait for the rank that times out first, answer it, and end by its verdict. In a thread of its own."""
         from torch.distributed import DistError
 
         try:
@@ -300,14 +289,14 @@ class Liveness:
             return
         time.sleep(LEAVE_SECONDS)
         verdict = DistributedFailure(sentence, key=key)
-        self._report(verdict)
+        self.report(verdict)
         os._exit(verdict.exit_code)
 
     def _connect(self, seconds: float) -> JobStore:
         address, port = self.place.address, self.place.port
         assert address is not None
         assert port is not None
-        return JobStore.connect(address, port, self.prefix, seconds)
+        return JobStore.connect(address, port, f"expertmesh/liveness/{self.attempt}/", seconds)
 
     def _unreachable(self, message: str) -> DistributedFailure:
         return DistributedFailure(
@@ -375,5 +364,6 @@ def open_liveness(
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
     found = Liveness(place, progress, attempt, Path(config.output_dir, STACKS_FILE), report)
-    found.start(config.distributed.first_step_timeout_seconds)
+    seconds = config.distributed.first_step_timeout_seconds  # for the store to be there
+    threading.Thread(target=found.listen, args=(seconds,), name="liveness", daemon=True).start()
     return found
