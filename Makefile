@@ -63,7 +63,6 @@ test-newest:
 families: export OMP_NUM_THREADS ?= 1
 families: setup
 	$(BIN)/python -m tests.families
-	$(BIN)/python -m tests.families.known
 
 lint: setup
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from expertmesh.adapters.peft_config import config_content
 from expertmesh.adapters.plan import adapt, plan_adapters, plan_lines
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.introspection import known_families
+from expertmesh.introspection import proofs
 from expertmesh.introspection.stage_probe import without_gradient
 from expertmesh.parallel.refusals import refuse_model
 from tests.families.tiny import random_model
@@ -116,7 +116,7 @@ def test_what_only_chooses_gets_no_gradient_and_no_adapter(
     left = plan_adapters(model, em.LoraConfig(targets=tuple(groups), exclude=(f"*.{idle}",)), None).targets
     assert left == every  # who leaves them out by will, may
     anatomy = describe(model)
-    with mock.patch.object(known_families, "_table", return_value={}):
+    with mock.patch.object(proofs, "_answers", return_value={}):
         found = without_gradient(model, anatomy)
     assert any(name.endswith((idle, f"{idle}.weight")) for name in found)
 

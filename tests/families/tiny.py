@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertmesh.introspection import known_families
+from expertmesh.introspection import proofs
 
 VOCABULARY, EXPERTS, TOP_K = 96, 8, 2
 
@@ -244,7 +244,7 @@ def turned_switches(text: PreTrainedConfig) -> dict[str, Any]:
     """The settings of a text model's configuration that change its code, each as it is not: flags turned, what may be
     left out None.
     """
-    settings = {name: value for name, value in text.to_dict().items() if known_families.matters(name)}
+    settings = {name: value for name, value in text.to_dict().items() if proofs.matters(name)}
     turned: dict[str, Any] = {name: not value for name, value in settings.items() if isinstance(value, bool)}
     return turned | {name: None for name in _OPTIONAL if settings.get(name) is not None}
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 
-from expertmesh.introspection import known_families
+from expertmesh.introspection import proofs
 from tests.families.axes import AXES, refusal_of, run_of
 from tests.families.catalogue import families
 from tests.families.packing import packing_of
@@ -61,9 +61,7 @@ def switches(names: Sequence[str] = ()) -> Iterator[Variant]:
         text, own = config.get_text_config(), CHANGES.get(family.name, {})
         place = next((key for key in config.sub_configs or {} if getattr(config, key, None) is text), None)
         turned = {key: value for key, value in turned_switches(text).items() if key not in _IDLE}
-        lists = {
-            key: value for key, value in text.to_dict().items() if known_families.matters(key) and type(value) is list
-        }
+        lists = {key: value for key, value in text.to_dict().items() if proofs.matters(key) and type(value) is list}
         turned |= {key: kinds[::-1] for key, kinds in lists.items() if str in map(type, kinds) and kinds != kinds[::-1]}
         for key, value in turned.items():
             more = {key: value, "num_hidden_layers": len(value)} if isinstance(value, list) else {key: value}

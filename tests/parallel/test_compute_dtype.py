@@ -11,7 +11,7 @@ import expertmesh as em
 from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.introspection import compute_dtype, known_families
+from expertmesh.introspection import compute_dtype, proofs
 from expertmesh.introspection.compute_dtype import plan_compute, with_wide_routers
 from expertmesh.state.model_view import meta_copy
 from expertmesh.training.startup.preflight import preflight
@@ -85,7 +85,7 @@ def test_a_product_of_two_dtypes_is_seen_without_values() -> None:
     model = build_meta_model(tiny_config("JetMoeForCausalLM", "jetmoe"), torch.float32)
     anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
     policy = plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
-    with mock.patch.object(known_families, "_table", return_value={}):
+    with mock.patch.object(proofs, "_answers", return_value={}):
         wide = with_wide_routers(meta_copy(model), anatomy, torch.bfloat16, policy)
         assert wide == policy
         mixtral = build_meta_model(tiny_config("MixtralForCausalLM", "mixtral"), torch.float32)
@@ -98,12 +98,12 @@ def test_a_proof_is_run_once_in_a_process_and_a_refusal_each_time() -> None:
     anatomy, kept = describe(mixtral), kept_in_fp32(mixtral, torch.bfloat16)
     no = compute_dtype._Refused("of a family", "")
     run = mock.patch.object(compute_dtype, "_run", side_effect=[no, no, None])
-    with mock.patch.object(known_families, "_table", return_value={}), run as proofs:
+    with mock.patch.object(proofs, "_answers", return_value={}), run as asked:
         with refused("precision.compute-unsupported"):
             plan_compute(meta_copy(mixtral), anatomy, torch.bfloat16, kept)
         for _ in range(3):
             plan_compute(meta_copy(mixtral), anatomy, torch.bfloat16, kept)
-    assert proofs.call_count == 3  # two of the refusal, which is asked again for what to cast
+    assert asked.call_count == 3  # two of the refusal, which is asked again for what to cast
 
 
 def test_preflight_refuses_before_ranks_start(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from expertmesh.introspection import known_families
+from expertmesh.introspection import proofs
 from expertmesh.introspection.attention import _masks_see_positions, packing_refusal
 from expertmesh.parallel import packing as packed_rows
 from tests.families import packing
@@ -74,7 +74,7 @@ def test_packed_samples_train_as_samples_apart(model_class: str, family: str) ->
 
 
 def test_what_is_proven_on_the_spot_is_run_apart_as_well() -> None:
-    with mock.patch.object(known_families, "_table", return_value={}):
+    with mock.patch.object(proofs, "_answers", return_value={}):
         assert packing_of(*ZAYA, run_ranks) is None
 
 

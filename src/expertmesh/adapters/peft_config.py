@@ -30,7 +30,7 @@ from expertmesh.config import LoraConfig
 from expertmesh.config.base import pattern_problem
 from expertmesh.config.errors import InputError, SecurityError
 from expertmesh.config.sections import MAX_ALPHA, MAX_RANK
-from expertmesh.introspection.known_families import own_class
+from expertmesh.introspection.proofs import own_class
 from expertmesh.io.reading import read_json, shortened
 from expertmesh.state.model_view import ModelView
 

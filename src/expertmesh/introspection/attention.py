@@ -3,8 +3,8 @@
 Attention that goes through transformers' registry (`ALL_ATTENTION_FUNCTIONS`) is known: parallel/context.py
 replaces its function. Other code that looks along the sequence (state spaces, linear attention, convolutions, attention
 outside of the registry, positions numbered by the module itself) is found here, so that cp and packing can handle it or
-refuse it by name. transformers does not declare how a class calls attention and what looks along the sequence: for
-classes that the table of families does not have it is read from their Python source, which is parsed, never run.
+refuse it by name. transformers does not declare how a class calls attention and what looks along the sequence: it is
+read from the Python source of the class, which is parsed, never run.
 
 Some code multiplies matrices over experts or residual streams, or slices a dim, and no token sees another: `TokenProof`
 finds it out. Nothing here reads weights or communicates.
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from expertmesh.anatomy import HIDDEN_OF_KEYS, Anatomy, carries_state, decoder_blocks, describe, is_inside, is_within
 from expertmesh.compat import attention_of
-from expertmesh.introspection.known_families import known_by_class, own_class
+from expertmesh.introspection.proofs import by_class, own_class
 from expertmesh.introspection.small_copies import TokenProof
 
 # Kinds of layers (config.layer_types) that mix positions without attention over all of them.
@@ -225,18 +225,13 @@ class RegistryCall:
         return vars(sys.modules[self.module])[name]
 
 
-def registry_call(module: nn.Module) -> RegistryCall | None:
-    """Return the call of transformers' attention registry in the code of a module, or None if there is none.
+@by_class
+def registry_call(kind: Any) -> RegistryCall | None:
+    """Return the call of transformers' attention registry in the code of a class, or None if there is none.
 
     The pattern is the same in all of transformers 5: `interface = REGISTRY.get_interface(implementation, eager)`, then
     `interface(self, query, key, value, mask, ...)`.
     """
-    found = _registry_call(module)
-    return None if found is None else RegistryCall(**{"module": own_class(type(module)).__module__, **found})
-
-
-@known_by_class("registry_call")
-def _registry_call(kind: Any) -> dict[str, Any] | None:
     for owner in _owners(kind):
         if owner.__module__ == "transformers.modeling_utils":
             continue  # the base class of all models: thousands of lines without attention
@@ -246,13 +241,12 @@ def _registry_call(kind: Any) -> dict[str, Any] | None:
                 assert isinstance(call.func, ast.Attribute)
                 interface = [other for other in calls if "interface" in _called(other) and other is not call]
                 keywords = {k.arg for other in interface for k in other.keywords if k.arg is not None}
-                inherited = {} if owner.__module__ == own_class(kind).__module__ else {"module": owner.__module__}
-                mapping, default = ast.unparse(call.func.value), call.args[1].id
-                return inherited | {"mapping": mapping, "default": default, "keywords": sorted(keywords)}
+                mapping = ast.unparse(call.func.value)
+                return RegistryCall(owner.__module__, mapping, call.args[1].id, sorted(keywords))
     return None
 
 
-@known_by_class("along_the_sequence")
+@by_class
 def along_the_sequence(kind: Any) -> str | None:
     """Return the first call or operator in a class that may look along the sequence, or None."""
     for tree in map(_tree, _owners(kind)):
@@ -262,14 +256,14 @@ def along_the_sequence(kind: Any) -> str | None:
     return None
 
 
-@known_by_class("attributes_read")
+@by_class
 def attributes_read(function: Any) -> list[str]:
     """Return the attributes of its argument `module` that a Python function reads."""
     nodes = (node for node in ast.walk(_tree(function)) if isinstance(node, ast.Attribute))
     return sorted({n.attr for n in nodes if isinstance(n.value, ast.Name) and n.value.id == "module"})
 
 
-@known_by_class("counts_heads")
+@by_class
 def counts_heads(kind: Any) -> str | None:
     """Return the first expression in a class that depends on the total number of heads, or None."""
     for owner in kind.__mro__:
@@ -283,7 +277,7 @@ def counts_heads(kind: Any) -> str | None:
     return None
 
 
-@known_by_class("masks")
+@by_class
 def mask_refusal(kind: Any) -> str | None:
     """Return the reason why the masks that a decoder builds may not separate packed samples, or None."""
     source = _source(kind)
@@ -294,7 +288,7 @@ def mask_refusal(kind: Any) -> str | None:
     return None
 
 
-@known_by_class("takes_masks")
+@by_class
 def takes_masks(kind: Any) -> bool:
     """Return whether a decoder accepts masks as a dict with one for each kind of layer."""
     return _TAKES_MASKS.search(_source(kind)) is not None

@@ -22,8 +22,8 @@ from torch.utils.module_tracker import ModuleTracker
 from expertmesh.anatomy import Anatomy, decoder_blocks, group_by_kind, is_inside, is_within, settings
 from expertmesh.compat import buffer_slots, tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
-from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.meta_run import WithoutValues, run_text
+from expertmesh.introspection.proofs import proof_key, refusal_by_proof
 from expertmesh.state.model_view import is_adapter
 from expertmesh.state.patching import exchanged, replace_forward
 
@@ -181,7 +181,7 @@ def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _is_proven(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, policy: DtypePolicy) -> bool:
-    """Return whether a model runs with `policy`, from the table of known families or by a run on meta."""
+    """Return whether a model runs with `policy`, by a run on meta, once for equal models."""
     tensors = [*meta_model.named_parameters(), *meta_model.named_buffers()]
     dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
     kinds = {re.sub(r"\.\d+", "", name) for name in policy.in_fp32}

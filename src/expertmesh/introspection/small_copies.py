@@ -50,8 +50,8 @@ from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
 from expertmesh.experts.layer import ExpertLayer, sorted_forward
 from expertmesh.experts.lora_state import drop_adapters
-from expertmesh.introspection.known_families import own_class, proof_key, refusal_by_proof
 from expertmesh.introspection.meta_run import LENGTH, ROWS, run_text
+from expertmesh.introspection.proofs import own_class, proof_key, refusal_by_proof
 from expertmesh.state.model_view import OUTPUT_ROWS, meta_copy
 from expertmesh.state.patching import forwards_replaced
 
@@ -440,7 +440,7 @@ def _why_not_shared(module: nn.Module, found: StateHeads, ranks: int) -> str | N
 
 
 class TokenProof:
-    """The proofs for the modules of one model; the model runs on meta once, if the table of families lacks a proof."""
+    """The proofs for the modules of one model; the model runs on meta once, if any is to be proven."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         self._model: Any = model  # torch types `config` of any module as a tensor

@@ -24,8 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks, group_by_kind, is_inside, settings
 from expertmesh.compat import READS_A_VALUE, tree_leaves
 from expertmesh.config.errors import InputError
-from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.meta_run import LENGTH, ROWS, WithoutValues, run_text
+from expertmesh.introspection.proofs import look_up, proof_key
 from expertmesh.state.model_view import meta_copy
 
 _BEFORE = -1  # the origin of a value is before the blocks (-1), block number n, or after the last (number of blocks)

@@ -25,8 +25,8 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, head_of, is_inside, is_w
 from expertmesh.compat import parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.meta_run import LENGTH, ROWS
+from expertmesh.introspection.proofs import look_up, proof_key
 from expertmesh.introspection.stage_probe import Decoder, cannot_cut, carries_more, probe, rehearse
 from expertmesh.state.patching import set_at
 
@@ -113,9 +113,6 @@ def _work(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str]) -> list[flo
     return work
 
 
-_HIDDEN_SIZE = "hidden_size"  # in a cached answer, stands for the value of this name in the configuration
-
-
 def stages_of(layout: Layout, pp_rank: int) -> tuple[int, ...]:
     """Return the stages that one pp rank holds."""
     return tuple(range(pp_rank, layout.pp * layout.pp_virtual_stages, layout.pp))
@@ -196,16 +193,13 @@ def find_decoder(meta_model: nn.Module, anatomy: Anatomy, blocks: Sequence[str])
     The answer is cached by the family's code and configuration. To prove it, the model runs on meta with placeholders.
     """
 
-    def prove() -> dict[str, Any]:
+    def prove() -> Decoder:
         decoder = probe(meta_model, blocks, anatomy.experts)
         # Replace every part at once: no stage can lack more than that.
         everything = parts_by_stage(meta_model, decoder, blocks, Layout(), (range(len(blocks)),))
         with placeholders_for(meta_model, everything, blocks, decoder.items):
             rehearse(meta_model)
-        dims = [_HIDDEN_SIZE if size == hidden_size else size for size in decoder.hidden]
-        answer = {"before": sorted(decoder.before), "behind": sorted(decoder.behind), "hidden": dims}
-        rare = {"unused": sorted(decoder.unused), "items": decoder.items, "joined": list(decoder.joined.items())}
-        return answer | {what: value for what, value in rare.items() if value}
+        return decoder
 
     config: Any = meta_model.config
     hidden_size: Any = getattr(config.get_text_config(), "hidden_size", None)
@@ -214,15 +208,12 @@ def find_decoder(meta_model: nn.Module, anatomy: Anatomy, blocks: Sequence[str])
     uses = Counter(map(id, parameters.values()))
     # The configuration does not show whether a block shares parameters with other modules, so the answer is not cached.
     shared = any(uses[id(parameter)] > 1 for name, parameter in parameters.items() if name not in outside)
-    key = None if shared else proof_key(meta_model, *outside)
+    key = None if shared else proof_key(meta_model, hidden_size, *outside)
     # The layers that read results of others depend on the number of layers, so such an answer is not cached either.
-    found = look_up(
-        "stages", key, prove, keep=lambda answer: answer["hidden"] == [_HIDDEN_SIZE] and "joined" not in answer
+    found: Decoder = look_up(
+        "stages", key, prove, keep=lambda decoder: decoder.hidden == (hidden_size,) and not decoder.joined
     )
-    dims = tuple(hidden_size if size == _HIDDEN_SIZE else size for size in found["hidden"])
-    sets = (frozenset(found.get(what, ())) for what in ("before", "behind", "unused"))
-    before, behind, unused = sets
-    return Decoder(before, behind, dims, unused, found.get("items", 0), dict(found.get("joined", ())))
+    return found
 
 
 def rehearse_each(

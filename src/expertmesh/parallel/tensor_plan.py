@@ -23,7 +23,7 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, head_of, is_classifier, 
 from expertmesh.compat import child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.attention import counts_heads
-from expertmesh.introspection.known_families import proof_key, refusal_by_proof
+from expertmesh.introspection.proofs import proof_key, refusal_by_proof
 from expertmesh.introspection.small_copies import TensorCut, why_not_split
 from expertmesh.state.model_view import OUTPUT_ROWS, is_adapter, sharded
 

@@ -31,7 +31,7 @@ from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
 from expertmesh.experts.layer import ExpertLayer
 from expertmesh.experts.module_list import FusedExperts, fuse
-from expertmesh.introspection.known_families import proof_key, refusal_by_proof
+from expertmesh.introspection.proofs import proof_key, refusal_by_proof
 from expertmesh.introspection.small_copies import not_weighted_sum
 from expertmesh.state.model_view import attach_to_module
 
