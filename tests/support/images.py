@@ -40,12 +40,22 @@ class Family:
     """What its processor writes around the tokens of an image."""
     named: tuple[str, ...] = ()
     """Names by which its processor asks the tokenizer for tokens."""
+    placeholder: str = ""
+    """What the template writes for an image; empty for the token of images, with those around it."""
+    needs: str = ""
+    """A package without which its processor is not there."""
     config: dict[str, Any] = field(default_factory=dict)
     """Changes of the tiny configuration, if not those of CHANGES."""
 
     @property
-    def placeholder(self) -> str:
+    def image(self) -> str:
+        """The token whose embedding the model replaces."""
         return self.tokens["image_token_id"]
+
+    @property
+    def written(self) -> str:
+        """What stands for an image in a row's text before the processor reads it."""
+        return self.placeholder or self.image
 
 
 _QWEN = {
@@ -84,6 +94,19 @@ _GEMMA_CONFIG = {
     "vision_config": {"position_embedding_size": 128},
     "audio_config": None,
 }
+_LLAMA = {
+    "image_token_id": "<|patch|>",
+    "boi_token_id": "<|image_start|>",
+    "eoi_token_id": "<|image_end|>",
+    **{name: f"<|{name}|>" for name in ("image", "tile_x_separator", "tile_y_separator")},
+}
+_LLAMA_CONFIG = {
+    "text_config": {**CHANGES["llama4"], "max_position_embeddings": 256},
+    "vision_config": {
+        **CHANGES["llama4_published"]["vision_config"],
+        "intermediate_size": 128,  # four patches of the hidden size, which its adapter takes at once
+    },
+}
 FAMILIES = {
     "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", _QWEN, _OF_QWEN),
     "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", _QWEN, _OF_QWEN),
@@ -94,7 +117,17 @@ FAMILIES = {
         {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
         ("<|image>", "<image|>"),
         ("image_token", "boi_token", "eoi_token", "video_token", "audio_token", "boa_token", "eoa_token"),
-        _GEMMA_CONFIG,
+        placeholder="<|image|>",
+        config=_GEMMA_CONFIG,
+    ),
+    "llama4": Family(
+        "Llama4ForConditionalGeneration",
+        _LLAMA,
+        {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 16, "width": 16}, "max_patches": 4},
+        ("<|image_start|>", "<|image_end|>"),
+        placeholder="<|image|>",
+        needs="torchvision",
+        config=_LLAMA_CONFIG,
     ),
 }
 
@@ -103,19 +136,22 @@ def write_vision_model(directory: Path, name: str) -> Path:
     """Write a random model of `FAMILIES` as its published repositories have it: weights, tokenizer, processor."""
     family = FAMILIES[name]
     # Where the processor writes what is around an image, the template does not.
-    image = family.placeholder if any(family.around) else "".join(list(family.tokens.values())[:3])
+    image = family.placeholder or "".join(list(family.tokens.values())[:3])
     tokenizer = bpe_tokenizer(TEMPLATE.replace("IMAGE", image))
     tokenizer.add_tokens(list(family.tokens.values()), special_tokens=True)
     config = family.config or CHANGES.get(name, {})
     text = {**config.get("text_config", {}), "vocab_size": len(tokenizer) + -len(tokenizer) % 8}
     model: Any = random_model(family.model, "", **{**config, "text_config": text})
     for key, token in family.tokens.items():
-        setattr(model.config, key, tokenizer.convert_tokens_to_ids(token))
+        if hasattr(model.config, key):
+            setattr(model.config, key, tokenizer.convert_tokens_to_ids(token))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     path, named = directory / "tokenizer_config.json", dict(zip(family.named, family.tokens.values(), strict=False))
     path.write_text(json.dumps({**json.loads(path.read_text()), **named}))
     (directory / "preprocessor_config.json").write_text(json.dumps(family.pixels))
+    if name == "llama4":
+        (directory / "processor_config.json").write_text(json.dumps({"patch_size": 4}))
     return directory
 
 
@@ -124,15 +160,20 @@ def image_texts(family: Family, found: dict[str, Any]) -> list[str]:
 
     Takes what is not the model's out of `found`.
     """
-    counts = found.pop("num_soft_tokens_per_image", None)
+    counts, ratios = found.pop("num_soft_tokens_per_image", None), found.pop("aspect_ratios", None)
+    if ratios is not None:  # tiles of four tokens, row by row, and the image as one more
+        tile, (x, y) = family.image * 4, ("<|tile_x_separator|>", "<|tile_y_separator|>")
+        tiles = [(x.join([tile] * int(width)) + y) * int(height) * (height * width > 1) for height, width in ratios]
+        return [f"{each}{family.placeholder}{tile}".join(family.around) for each in tiles]
     if counts is None:
         counts = [int(grid.prod()) // 4 for grid in found["image_grid_thw"]]
-    return [family.placeholder.join(("",) * (int(count) + 1)).join(family.around) for count in counts]
+    return [(family.image * int(count)).join(family.around) for count in counts]
 
 
 def is_vision(name: str) -> bool:
     """Return whether a parameter's name is one of a tower, or of what brings its output to the text's width."""
-    return any(part in name for part in (".visual.", ".vision_tower.", ".embed_vision."))
+    parts = ("visual.", "vision_tower.", "embed_vision.", "vision_model.", "multi_modal_projector.")
+    return any(part in name for part in parts)
 
 
 def write_picture(path: Path, size: tuple[int, int], seed: int) -> Path:

@@ -5,6 +5,7 @@ other none (`PICTURES`), and pictures have other sizes.
 """
 
 import copy
+import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -42,10 +43,20 @@ from tests.support.reference import whole, worst
 GLOBAL_BATCH, STEPS = 4, 2
 # The linear attention of Qwen3.5, the router and the position embeddings of GLM-4.5V, and the norms and the tower of
 # Gemma 4 compute in fp32 in any model.
-BOUNDS = {"qwen3_vl_moe": 1e-10, "qwen3_5_moe": 1e-5, "glm4v_moe": 1e-5, "gemma4": 1e-5}
+BOUNDS = {"qwen3_vl_moe": 1e-10, "qwen3_5_moe": 1e-5, "glm4v_moe": 1e-5, "gemma4": 1e-5, "llama4": 1e-5}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def _is_there(package: str) -> bool:
+    return not package or importlib.util.find_spec(package) is not None
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.skipif(not _is_there(family.needs), reason=f"needs {family.needs}"))
+        for name, family in FAMILIES.items()
+    ],
+)
 def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory, and rows with pictures."""
     root = tmp_path_factory.mktemp(request.param)
@@ -55,10 +66,11 @@ def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _config(inputs: Path, output: Path, *overrides: str) -> Config:
+    length = 256 if FAMILIES[_family(inputs)].placeholder else 128  # Gemma 4 makes 49 tokens or more of any image
     text = f"""
 model: {{name_or_path: {inputs / "model"}}}
 precision: {{params: float64, compute: float64, reduce: float64}}
-data: {{train: [{inputs / "rows.jsonl"}], max_length: 256, packing: false, shuffle: false}}
+data: {{train: [{inputs / "rows.jsonl"}], max_length: {length}, packing: false, shuffle: false}}
 optim: {{name: sgd, learning_rate: 1.0e-2, max_grad_norm: 0.5}}
 schedule: {{name: constant, warmup_ratio: 0.0}}
 train: {{global_batch_size: {GLOBAL_BATCH}, max_steps: {STEPS}, num_epochs: {STEPS}}}
@@ -86,7 +98,7 @@ def _by_hand(inputs: Path) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
         batch: dict[str, torch.Tensor] = {}
         if names:
             batch = dict(pixels([Image.open(inputs / name).convert("RGB") for name in names], return_tensors="pt"))
-            first, *pieces = text.split(family.placeholder)
+            first, *pieces = text.split(family.written)
             written = image_texts(family, batch)
             text = first + "".join(image + piece for image, piece in zip(written, pieces, strict=True))
         ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -98,7 +110,8 @@ def _by_hand(inputs: Path) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
         labels[0, stop - len(answer) : stop] = torch.tensor(answer)
         batch |= {"input_ids": torch.tensor([ids]), "labels": labels}
         if names:
-            is_image = batch["input_ids"] == tokenizer.convert_tokens_to_ids(family.placeholder)
+            batch["pixel_values"] = batch["pixel_values"].double()
+            is_image = batch["input_ids"] == tokenizer.convert_tokens_to_ids(family.image)
             batch["mm_token_type_ids"] = is_image.int()
         yield batch, len(answer)
 
@@ -193,6 +206,7 @@ def _in_memory(inputs: Path) -> Any:
     return model
 
 
+@pytest.mark.slow_cases(r"(qwen3_vl_moe|gemma4|llama4)-1", r"(qwen3_5_moe|glm4v_moe)-.*", why="one size of three stays")
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_gradient_of_adapters_on_rows_with_images_is_stock_pefts(inputs: Path, tmp_path: Path, size: int) -> None:
     """On attention and experts of the text, of which some tokens are an image's."""
@@ -256,6 +270,15 @@ def _error_of(config: Config) -> tuple[str, str]:
     with pytest.raises(IntegrityError) as caught:
         train(config)
     return caught.value.key, str(caught.value)
+
+
+@pytest.mark.skipif(_is_there("torchvision"), reason="torchvision is installed")
+def test_a_processor_whose_package_is_absent_is_refused_by_name(tmp_path: Path) -> None:
+    write_vision_model(tmp_path / "model", "llama4")
+    write_rows(tmp_path)
+    with refused_on_ranks("install.missing-package", naming="pip install torchvision"):
+        shared_ranks(train, 2, _config(tmp_path, tmp_path / "run"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_tower_is_not_trained_on_text_alone(inputs: Path, tmp_path: Path) -> None:

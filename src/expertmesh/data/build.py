@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from expertmesh.config import Config, DataConfig, DataSource
@@ -60,7 +61,8 @@ class Recipe:
     ) -> "Recipe":
         """Return the recipe of a run for one of its lists of sources; `model` are its config and directory."""
         vocabulary = int(model[0].get_text_config().vocab_size)
-        images = None if config.data.stream else Images(*model, tokenizer, config.model.trust_remote_code)
+        dtype = getattr(torch, config.precision.compute)
+        images = None if config.data.stream else Images(*model, tokenizer, config.model.trust_remote_code, dtype)
         return cls(sources, config.data, tokenizer, vocabulary, config.objective.facts.format, images, date)
 
     @property

@@ -23,7 +23,9 @@ import numpy.typing as npt
 import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.models.auto.auto_mappings import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils.import_utils import is_torchvision_available
 
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError
 from expertmesh.data.formats import ImageSource, MalformedRow
@@ -80,12 +82,19 @@ class Images:
         config: The model's config.json.
         directory: The directory of the model's files.
         trust: Let a processor's own code run.
+        dtype: What the model computes in. Pixels are widened to it, which is exact: Llama 4's are bfloat16.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, directory: Path, tokenizer: PreTrainedTokenizerBase, trust: bool = False
+        self,
+        config: PreTrainedConfig,
+        directory: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        trust: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._config, self._directory, self._tokenizer, self._trust = config, directory, tokenizer, trust
+        self._dtype = dtype
         self._proven = False
 
     @cached_property
@@ -239,7 +248,9 @@ class Images:
 
     def _called(self, text: str, images: Sequence[Any] | None) -> dict[str, torch.Tensor]:
         given = {} if images is None else {"images": list(images)}
-        return dict(self.processor(text=[text], **given, add_special_tokens=False, return_tensors="pt"))
+        found = dict(self.processor(text=[text], **given, add_special_tokens=False, return_tensors="pt"))
+        wide = {key: torch.promote_types(t.dtype, self._dtype) for key, t in found.items() if t.is_floating_point()}
+        return found | {key: found[key].to(dtype) for key, dtype in wide.items()}
 
     def _prove(self, text: str, ids: npt.NDArray[np.int32] | None, contents: Sequence[bytes]) -> None:
         """Compare what the processor makes of images together with what it makes of each.
@@ -391,12 +402,15 @@ def _load(config: PreTrainedConfig, directory: Path, trust: bool, tokenizer: Pre
             "choose a model that reads images",
             key="model.no-image-processor",
         )
+    makers = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, {})  # class names by what they stand on
+    if [package for package, name in makers.items() if name] == ["torchvision"] and not is_torchvision_available():
+        raise _missing("torchvision")
     try:
         pixels = AutoImageProcessor.from_pretrained(directory, trust_remote_code=trust)
         given, _ = kind.get_processor_dict(directory)
         return _of_images(kind, {"image_processor": pixels, "tokenizer": tokenizer}, given)
-    except ImportError as error:  # Pillow, or torchvision where a family has nothing else
-        raise _missing("torchvision" if "torchvision" in str(error).lower() else "pillow") from error
+    except ImportError as error:
+        raise _missing("pillow") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(
             f"{directory}: the processor of images cannot be loaded ({' '.join(str(error).split())[:200]}); put the "
