@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertmesh.report.metrics import read_metrics
+from expertmesh.report.run import read_metrics
 from tests.report.made_up import row
 from tests.support.errors import refused
 

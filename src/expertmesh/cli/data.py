@@ -113,7 +113,6 @@ def _print_all(console: Console, config: Config, samples: int, found: Checked | 
     dataset, report = found_or_built(config, recipe)
     if isinstance(found, Checked):
         stop_where_taught(found.model, report, tokenizer)
-    if isinstance(found, Checked):
         refuse_idle_tower(config, dataset)
         with_images(config, found, dataset)
     mixture = None if config.data.stream else Mixture.of(config.data.train, report, dataset.samples_per_row)

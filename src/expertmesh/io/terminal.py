@@ -116,9 +116,14 @@ def counted(what: str, unit: str, total: int | None = None) -> Iterator[Callable
 _MAX_LINE = 4000
 
 
+def visible(text: str) -> str:
+    """Return `text` with control characters, bidirectional overrides and what is no Unicode character as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def printable(text: str) -> str:
     """Return `text` with control characters as escapes and long lines cut, so that data cannot control the terminal."""
-    shown = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    shown = visible(text)
     if len(shown) <= _MAX_LINE:
         return shown
     lines = shown.split("\n")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, decoder_blocks
 from expertmesh.config import PrecisionConfig
@@ -153,31 +153,38 @@ class BlockFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
-    """One parameter that is not a routed expert's."""
+class StoredWeight:
+    """One parameter as it is stored."""
 
     shape: tuple[int, ...]
+    """Shape of the full parameter."""
     trains: bool
     """True if it requires a gradient."""
     bytes: float
     """Bytes per element, as stored."""
-    compute: float
-    """Bytes per element, as gathered."""
-    split: int | None
-    """The dim that tp splits, or None."""
     is_matrix: bool
-    """True if Muon can update it."""
-    packed: bool = False
+    """True if Muon can update it, or each expert's."""
+    packed: bool
     """True if it is stored in packed codes and dequantised for each use."""
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
     @property
     def is_muons(self) -> bool:
         """True if Muon updates it, if that is the optimizer."""
         return self.trains and self.is_matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Weight(StoredWeight):
+    """One parameter that is not a routed expert's."""
+
+    compute: float
+    """Bytes per element, as gathered."""
+    split: int | None
+    """The dim that tp splits, or None."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
     @property
     def is_split_on_last(self) -> bool:
@@ -253,28 +260,14 @@ def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: Optimi
     return GroupBytes(*totals)
 
 
-class ExpertWeight(NamedTuple):
-    """One parameter of routed experts, all of them together."""
+@dataclass(frozen=True, slots=True)
+class ExpertWeight(StoredWeight):
+    """One parameter of routed experts, all of them together; gathered in its codes if it is packed."""
 
-    shape: tuple[int, ...]
-    """Shape of the full parameter, of all experts."""
     elements: int
     """Elements of one expert."""
-    trains: bool
-    """True if it requires a gradient."""
-    bytes: float
-    """Bytes per element, as stored."""
     is_adapter_a: bool
     """True if it is LoRA's A."""
-    is_matrix: bool
-    """True if Muon can update each expert's."""
-    packed: bool = False
-    """True if it is stored and gathered in packed codes."""
-
-    @property
-    def is_muons(self) -> bool:
-        """True if Muon updates it, if that is the optimizer."""
-        return self.trains and self.is_matrix
 
     @property
     def one(self) -> tuple[int, int]:

@@ -25,8 +25,7 @@ from markupsafe import Markup
 
 from expertmesh import __version__
 from expertmesh.io.directory import replace_synced, report_errors
-from expertmesh.io.terminal import bytes_text, duration, plural
-from expertmesh.report.metrics import WORST
+from expertmesh.io.terminal import bytes_text, duration, plural, visible
 from expertmesh.report.plots import (
     MAX_POINTS,
     draw,
@@ -37,7 +36,7 @@ from expertmesh.report.plots import (
     thin_grid,
     thin_line,
 )
-from expertmesh.report.run import CONFIG_FILE, Run
+from expertmesh.report.run import CONFIG_FILE, WORST, Run
 from expertmesh.training.reporting.record import Start
 from expertmesh.training.resume import flat
 
@@ -166,8 +165,9 @@ def render_together(runs: Sequence[Run]) -> str:
 def _environment() -> Environment:
     """Return the environment that fills the templates; it keeps them compiled."""
     environment = Environment(
-        loader=PackageLoader("expertmesh", "report"), autoescape=True, undefined=StrictUndefined, finalize=_visible,
+        loader=PackageLoader("expertmesh", "report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),  # no string can hide
     )  # fmt: skip
     words = {
         "number": number, "whole": _known("{:,.0f}".format), "size": _known(bytes_text), "duration": _known(duration),
@@ -209,13 +209,6 @@ def write(path: Path, page: str) -> None:
     """Put the page at `path`, completely or not at all. Raises `InputError` if that cannot be written."""
     with report_errors(path):
         replace_synced(path, page.encode())
-
-
-def _visible(value: object) -> object:
-    """Escape control characters, bidirectional overrides and what is no Unicode character: no string can hide."""
-    if isinstance(value, Markup):
-        return value
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in str(value))
 
 
 def _experts(run: Run) -> dict[str, Any] | None:

@@ -29,8 +29,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from expertmesh.report.metrics import WORST
-from expertmesh.report.run import Run
+from expertmesh.report.run import WORST, Run
 from expertmesh.training.reporting.record import Bin
 
 MAX_POINTS = 600
