@@ -37,7 +37,7 @@ def all_gather(block: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor
 
 
 def reduce_scatter(blocks: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum `blocks` over the ranks; this rank keeps its own part of dim 0, in a new tensor or in `into`."""
+    """Sum `blocks` over the ranks; this rank keeps its part of dim 0, in a new tensor or in `into`."""
     own = blocks.new_empty(blocks.shape[0] // group.size(), *blocks.shape[1:]) if into is None else into
     reduce_scatter_into(own, blocks.contiguous(), group=group)
     return own

@@ -26,7 +26,7 @@ def gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum every rank's `x`; each rank keeps its own part of `dim`. The result is contiguous.
+    """Sum every rank's `x`; each rank keeps its part of `dim`. The result is contiguous.
 
     Collectives: every rank of the group calls it; a reduce-scatter in forward, an all-gather in backward.
     """

@@ -479,11 +479,8 @@ class HierarchicalDispatcher:
         totals = _totals_of(sent_inside, received_inside).reshape(-1)
         numbers = to_host(torch.cat([sent[:, 0], received[:, 0], totals]))
         across, inside = numbers[: 2 * nodes], numbers[2 * nodes :]
-        splits = Splits(across[:nodes], across[nodes:], [], [])
-        return splits, (
-            received_inside,
-            Splits(*(inside[first : first + ranks] for first in range(0, 4 * ranks, ranks))),
-        )
+        splits_inside = Splits(*(inside[first : first + ranks] for first in range(0, 4 * ranks, ranks)))
+        return Splits(across[:nodes], across[nodes:], [], []), (received_inside, splits_inside)
 
 
 class _SendRows(torch.autograd.Function):

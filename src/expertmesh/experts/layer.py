@@ -9,12 +9,12 @@ One forward of `ExpertLayer`, from the router's choice to the block's next line:
     2a  dispatch  Send each token once to each rank that holds any of its experts. A shared expert may compute while
                   the rows are in flight.
     2b  experts   Compute this rank's experts on the rows received; sum the weighted pairs of each row.
-    2c  combine   Return one row per token and rank; sum them on the token's own rank.
+    2c  combine   Return one row per token and rank; sum them on the token's rank.
     3   shared    The model calls its shared expert, and gets the result of 2a.
 
 install.py puts the layer into a model. Router, shared experts and block stay the model's own code.
 
-`Copies` holds copies of other ranks' experts beside a rank's own, so that ranks share their tokens (`moe.replicas`).
+`Copies` holds copies of other ranks' experts beside the local ones, so that ranks share their tokens (`moe.replicas`).
 Copied experts are frozen: their weights are fetched once from the ranks that own them. Adapters on them train: a step
 exchanges those of copied experts before its first forward, and at its end sends the gradients of the copies to the
 owners, which sum them (`copies_of_step`); a forward outside a step does so for itself. Files, checkpoints and hashes
@@ -97,7 +97,7 @@ class ExpertLayer:
     slot_E: torch.Tensor | None = None
     """The slot of each expert among those of all EP ranks, int64; None if that is its number, or with copies."""
     copies: "Copies | None" = None
-    """The copies of other ranks' experts on this rank, which has slots for them behind its own experts'."""
+    """The copies of other ranks' experts on this rank, which has slots for them behind the local experts'."""
     shared: "SharedExpert | None" = None
     """The shared expert that computes during the dispatch."""
     tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
@@ -215,13 +215,13 @@ class ExpertLayer:
             return ExpertWeights(up, others[0].view(by_expert).transpose(1, 2))
         return ExpertWeights(first, second, *others)
 
-    def own_adapters(self, experts: nn.Module) -> tuple[Adapter | None, Adapter | None]:
+    def local_adapters(self, experts: nn.Module) -> tuple[Adapter | None, Adapter | None]:
         """Return the adapters of the up and the down projection, without copies; None for one that has none."""
         return _adapter(experts, self.spec.up), _adapter(experts, self.spec.down)
 
     def _adapters(self, experts: nn.Module) -> Adapters | None:
         """Return the adapters of this rank's experts, or None."""
-        up, down = self.own_adapters(experts)
+        up, down = self.local_adapters(experts)
         if self.copies is not None and (up is not None or down is not None):
             up, down = self.copies.with_adapters(up, down)
         return None if up is None and down is None else Adapters(up, down, self.expert_L)
@@ -314,7 +314,7 @@ class Copies:
     group: dist.ProcessGroup
     """The EP group."""
     sent_X: torch.Tensor
-    """The slots of this rank's own experts that others copy, by the rank that gets them, int64."""
+    """The slots of the local experts that other ranks copy, by the rank that gets them, int64."""
     by_owner: Segments
     """The places of each local expert in `sent_X`, to sum the gradients received in backward."""
     send: list[int]
@@ -337,7 +337,7 @@ class Copies:
         Args:
             group: The EP group.
             device: The device of the indices.
-            order: The expert in each slot of own experts, by EP rank.
+            order: The expert in each slot of local experts, by EP rank.
             copies: The experts that each EP rank copies, in the order of their slots.
         """
         rank, per_rank, slots = group.rank(), len(order) // group.size(), inverse(order)
@@ -379,7 +379,7 @@ class Copies:
             set_at(experts, name, placed_like(view, parameter))
 
     def with_adapters(self, *local: Adapter | None) -> list[Adapter | None]:
-        """Return adapters `[S, ...]` of this rank's own `[L, ...]`, differentiable.
+        """Return adapters `[S, ...]` of the local experts' `[L, ...]`, differentiable.
 
         Collectives: every rank of the group calls it; outside a step one all-to-all in forward, one in backward.
         """
@@ -396,7 +396,7 @@ class Copies:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Send the values of own experts to their copies, and the gradients of copies back to be summed."""
+    """Send the values of local experts to their copies, and the gradients of copies back to be summed."""
 
     @staticmethod
     def forward(ctx: Any, copies: Copies, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -429,7 +429,7 @@ def copies_of_step(model: nn.Module) -> Iterator[None]:
     copied = () if plan is None else plan.experts.placement.copies
     for experts in map(model.get_submodule, stage_names(model, copied) if copied else ()):
         layer = layer_of(experts)
-        if layer.copies is not None and (own := _tensors(layer.own_adapters(experts))):
+        if layer.copies is not None and (own := _tensors(layer.local_adapters(experts))):
             exchanged.append((layer.copies, layer.copies.exchanged(own)))
     try:
         for copies, values in exchanged:

@@ -227,7 +227,7 @@ def busiest(load_E: Sequence[int], order: Sequence[int], ep: int) -> float:
 def slots_from(rank: int, order: Sequence[int], copies: Copied) -> list[list[int]]:
     """Return for each expert the slots that tokens of EP rank `rank` go to, by turns of tokens.
 
-    Each rank has the slots of its own experts, then those of its copies.
+    Each rank has the slots of its local experts, then those of its copies.
     """
     here = len(order) // len(copies)
     slots = here + len(copies[0])

@@ -229,7 +229,7 @@ def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) 
 
 def _of_other_groups(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.Parameter]:
     """Return the parameters in the modules of a group with another mesh or dtype policy than the group."""
-    uncast = {name for other in plan.groups if not other.casts_parameters for name in other.parameters}
+    uncast = plan.uncast
     return {
         parameter
         for prefix in group.modules

@@ -176,7 +176,7 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
 
 
 def hidden_bytes(model: ModelFigures, sharding: BlockSharding) -> float:
-    """Return the bytes of the hidden states of a rank's own positions."""
+    """Return the bytes of the hidden states of a rank's positions."""
     return sharding.part * model.length * model.hidden * model.compute_bytes
 
 
@@ -260,7 +260,7 @@ class _Experts:
         if experts.rank:
             padded = -(-experts.rank // 8) * 8
             pairs += routed.pairs * 2 * padded * self.compute
-        if self.replicas:  # adapters of own experts and of copies, joined
+        if self.replicas:  # adapters of local experts and of copies, joined
             pairs += self.here(self.master, trains=True) + self.replicas * experts.elements(trains=True) * self.master
         if self.sharding.ep == 1:
             # The rows are the block's own tokens, which its router has saved.

@@ -234,7 +234,7 @@ class InFlight(NamedTuple):
     """One situation of a pp rank: a micro-batch runs backward while others have activations saved."""
 
     chunk: int
-    """The stage, among the rank's own, that runs backward."""
+    """The local stage that runs backward."""
     saved: tuple[int, ...]
     """Micro-batches that have activations saved, by chunk; this one included."""
     accumulated: tuple[bool, ...]

@@ -1,7 +1,7 @@
 """Bytes that one rank hands to each axis in an optimizer step, counted as the trackers count them on real ranks.
 
 All-to-all counts its input, rows to itself included; the other collectives the whole gathered or reduced tensor. What
-crosses a link is less by the rank's own part: `Transfer.wire`. docs/formulas.md derives the counts.
+crosses a link is less by the rank's local part: `Transfer.wire`. docs/formulas.md derives the counts.
 """
 
 from collections import Counter

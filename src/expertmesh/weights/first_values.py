@@ -52,7 +52,6 @@ class FirstValues:
     """The tensors of a model by the names of its class, with the interface of `WeightFiles` and of `LibraryFiles`."""
 
     bytes_read = 0
-    total_bytes = 0
     reads = 0
     """Tensors, or experts, that were drawn."""
 

@@ -111,6 +111,19 @@ class Prepared:
             yield from (each.mismatched().dataset for each in self.evaluation.values())
 
 
+def begin(config: Config, control: "Control") -> None:
+    """Join the job, and print the first lines: from here on this rank prints what `log.level` allows."""
+    start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
+    print_log(config.log.level, dist.get_rank())
+    say(control, "building the model on meta and planning its shards")
+
+
+def say(control: "Control", what: str) -> None:
+    """Report what this rank does now to the launcher, and on rank 0 to the terminal."""
+    control.progress.at(0, what)
+    log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
+
+
 def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
     """Prepare for reading weights. Collectives: every rank calls it; those of the stages that it says."""
     # 1. The checkpoint to continue from, from object storage or output_dir.
@@ -186,19 +199,6 @@ def _batches(config: Config, layout: BatchLayout, data: RunData) -> tuple[Traini
     )
     total_steps = batches.total_steps(train.num_epochs)
     return batches, min(total_steps, train.max_steps or total_steps)
-
-
-def begin(config: Config, control: "Control") -> None:
-    """Join the job, and print the first lines: from here on this rank prints what `log.level` allows."""
-    start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
-    print_log(config.log.level, dist.get_rank())
-    say(control, "building the model on meta and planning its shards")
-
-
-def say(control: "Control", what: str) -> None:
-    """Report what this rank does now to the launcher, and on rank 0 to the terminal."""
-    control.progress.at(0, what)
-    log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
 
 
 def place_experts(
