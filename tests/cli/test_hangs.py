@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from expertmesh.distributed.environment import Rank
+from expertmesh.launcher import hangs
 from expertmesh.launcher.hangs import Answer, Liveness, RankSnapshot, hang_error, judge, read_stack, timed_out
 from expertmesh.launcher.rank_files import RankFailure
 from expertmesh.training.control import Progress, RankStatus, StopState
@@ -172,8 +173,11 @@ def test_by_their_answers_ranks_find_out_who_was_waited_for(tmp_path: Path) -> N
     assert str(nobody).startswith("all ranks waited in vain; rank 0 was the first to give up at step 7, forward and")
 
 
-def test_a_rank_that_lost_a_peer_ends_by_the_verdict_of_the_one_that_timed_out(tmp_path: Path) -> None:
+def test_a_rank_that_lost_a_peer_ends_by_the_verdict_of_the_one_that_timed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """gloo closes the connections of a rank whose collective timed out, and others may see that first."""
+    monkeypatch.setattr(hangs, "ANSWER_SECONDS", 1.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     lost, late = RuntimeError("Connection closed by peer [10.0.0.1]"), RuntimeError("Timed out waiting 5ms")
     ranks = [
@@ -185,5 +189,5 @@ def test_a_rank_that_lost_a_peer_ends_by_the_verdict_of_the_one_that_timed_out(t
         waiting = pool.submit(ranks[1].verdict_on, lost)
         verdict, other = ranks[0].verdict_on(late), waiting.result()
     assert verdict is not None
-    assert "rank 0, 1 did not answer within 5 s" in str(verdict)  # their threads were not started
+    assert "rank 0, 1 did not answer within 1 s" in str(verdict)  # their threads were not started
     assert (str(other), other and other.key) == (str(verdict), verdict.key)

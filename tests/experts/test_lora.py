@@ -9,10 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.expert_mlp import expert_mlp
+from expertmesh.experts.expert_mlp import _dropped, expert_mlp
 from expertmesh.experts.install import gate_of, is_silu_gated
 from expertmesh.experts.lora_state import Dropout, keep_mask
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
+from expertmesh.experts.pairs import LocalPairs, segments_of
 from tests.experts.test_compute import VARIANTS, inputs_of, variant_of
 
 SCALING = 0.7
@@ -138,6 +139,14 @@ def test_dropout_depends_on_the_token_alone_and_keeps_the_mean() -> None:
     assert abs(float((keep == other).float().mean()) - (0.75**2 + 0.25**2)) < 0.01
     columns = (keep == 0).float()
     assert torch.corrcoef(columns.t()).fill_diagonal_(0).abs().max() < 0.08
+
+
+def test_each_expert_of_a_token_drops_for_itself_wherever_it_is() -> None:
+    row_P, dropout = torch.tensor([0, 0]), Dropout(0.5, 3, torch.arange(1))
+    pairs = LocalPairs(row_P, torch.tensor([1, 2]), segments_of(row_P, 1))
+    first, second = (_dropped(torch.ones(2, 4096), dropout, pairs, torch.tensor(e)) for e in ([4, 7], [7, 4]))
+    assert torch.equal(first, second.flip(0))
+    assert abs(float((first[0] == first[1]).float().mean()) - 0.5) < 0.05
 
 
 def test_gradients_under_dropout_are_those_of_the_dropped_function() -> None:

@@ -221,7 +221,8 @@ def forward_and_backward(
 ) -> torch.Tensor:
     """Run a step's micro-batches, by the loss alone where nothing asks for more; returns the loss of all ranks."""
     loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    if mesh.layout.pp > 1 or order is not None:
+    # By the loss alone, replicas would reduce in each backward.
+    if mesh.layout.pp > 1 or mesh.layout.replicate > 1 or order is not None:
         loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16, **(order or {})).loss
     else:
         for batch in batches:

@@ -146,6 +146,10 @@ def _expected(inputs: Path, vision: bool) -> tuple[list[tuple[float, float]], di
     return found, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow_cases(
+    r"(?!qwen3_vl_moe-2-train|qwen3_5_moe-2-frozen|glm4v_moe-1-train|gemma4-1-frozen|llama4-2-train).*",
+    why="pairwise over families, sizes and what trains",
+)
 @pytest.mark.parametrize("vision", ["frozen", "train"])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_a_run_on_images_is_plain_training(inputs: Path, tmp_path: Path, micro_batch_size: int, vision: str) -> None:
@@ -224,6 +228,9 @@ def _of_text(model: Any, end: str) -> list[str]:
     return [name for name, _ in model.named_modules() if name.endswith(f".{end}") and not is_vision(name)]
 
 
+@pytest.mark.slow_cases(
+    r"(?!(qwen3_vl_moe|llama4)-1|(qwen3_5_moe|glm4v_moe)-2|gemma4-4).*", why="pairwise over families and sizes"
+)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_gradient_of_rows_with_images_is_exact(inputs: Path, tmp_path: Path, size: int) -> None:
     """The tower's too, where one rank has no images of its own in a micro-batch."""
@@ -233,6 +240,7 @@ def test_every_gradient_of_rows_with_images_is_exact(inputs: Path, tmp_path: Pat
     shared_ranks(_compare_gradients, 2, model, _config(inputs, tmp_path / "run"), expected, size)
 
 
+@pytest.mark.slow_cases(r"(?!qwen3_vl_moe-).*", why="one family stays")
 @pytest.mark.parametrize(
     ("options", "key", "naming"),
     [
@@ -253,6 +261,7 @@ def test_what_cannot_be_done_with_images_is_refused_by_name(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow_cases(r"(?!qwen3_vl_moe).*", why="one family stays")
 def test_a_picture_that_changed_since_it_was_tokenized_stops_all_ranks(inputs: Path, tmp_path: Path) -> None:
     """With the error of the one whose row has it: its peers would wait for it in a collective."""
     shutil.copytree(inputs, tmp_path / "copy")
@@ -281,6 +290,7 @@ def test_a_processor_whose_package_is_absent_is_refused_by_name(tmp_path: Path) 
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow_cases(r"(?!qwen3_vl_moe).*", why="one family stays")
 def test_a_tower_is_not_trained_on_text_alone(inputs: Path, tmp_path: Path) -> None:
     """Neither with images of evaluation alone."""
     (tmp_path / "text.jsonl").write_text((inputs / "rows.jsonl").read_text().splitlines()[2] + "\n")
