@@ -43,7 +43,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 import expertmesh as em
 from expertmesh.config.errors import ExpertmeshError
@@ -395,11 +397,23 @@ def _set_up(rank: int, scratch: str) -> None:
     tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(1)
     _remember_shapes()
+    _record_outputs_of_pickled_models()
     stack = os.open(f"{scratch}/stack-{rank}", os.O_WRONLY)
     # Enabled again, not only for another file: a library may have put handlers of its own over pytest's.
     faulthandler.disable()
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
+
+
+def _record_outputs_of_pickled_models() -> None:
+    """Let a model that comes from another process record router logits: transformers notes in `__init__` who can."""
+    set_state = PreTrainedModel.__setstate__
+
+    def noted(self: Any, state: dict[str, Any]) -> None:
+        set_state(self, state)
+        _CAN_RECORD_REGISTRY[self] = self._can_record_outputs
+
+    PreTrainedModel.__setstate__ = noted  # type: ignore[method-assign]
 
 
 def _remember_shapes() -> None:
