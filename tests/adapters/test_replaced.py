@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import expertmesh as em
 from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.adapters.plan import plan_adapters
+from expertmesh.cli.main import main
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.export.checkpoint import export
-from expertmesh.export.merge import merge
 from expertmesh.state.model_view import module_state
 from tests.adapters.reference import EXPERTS, PeftRun, tiny_peft_run, train_adapters, trainables
 from tests.adapters.stock import IDS, base_model, logits
@@ -161,7 +161,7 @@ def test_rows_start_at_the_bases_values_in_fp64_too() -> None:
 
 @pytest.mark.parametrize("lora", [LORA, BIASED], ids=["a head and rows", "biases"])
 def test_what_trained_is_saved_as_peft_reads_it_merged_streamed_and_restored(
-    lora: em.LoraConfig, tmp_path: Path
+    lora: em.LoraConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = base_model("qwen3_moe", attention_bias=lora == BIASED)
     for name, parameter in base.named_parameters():
@@ -172,7 +172,9 @@ def test_what_trained_is_saved_as_peft_reads_it_merged_streamed_and_restored(
     before: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = peft.PeftModel.from_pretrained(before, str(tmp_path / "adapter"))
     assert torch.allclose(logits(theirs), found, atol=1e-5)
-    merge(tmp_path / "adapter", tmp_path / "merged")
+    places = [str(tmp_path / name) for name in ("adapter", "base", "merged")]
+    assert main(["merge", places[0], "--base", places[1], "--output", places[2]]) == 0
+    assert ("added       8 biases of adapters" in capsys.readouterr().out) == (lora == BIASED)
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.allclose(logits(merged), found, atol=1e-5)
     for name, parameter in merged.named_parameters():

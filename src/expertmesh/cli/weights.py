@@ -142,9 +142,12 @@ def _merge_lines(report: MergeReport) -> Iterator[str]:
                 shown = ", ".join(map(str, unused[:_LISTED]))
                 more = f" and {len(unused) - _LISTED} more" if len(unused) > _LISTED else ""
                 yield f"            {target.name}: nothing added to experts {shown}{more}, whose B is all zero"
+    if biases := [name for name, each in report.plan.replaced.items() if each.scaling is not None]:
+        yield f"added       {len(biases):,} biases of adapters, to {biases[0]} and the like"
     for name, each in report.plan.replaced.items():
-        rows = "" if each.rows is None else f", {len(each.rows):,} rows"
-        yield f"{'replaced' if each.scaling is None else 'added to':12}{name}{rows}"
+        if each.scaling is None:
+            rows = "" if each.rows is None else f", {len(each.rows):,} rows"
+            yield f"replaced    {name}{rows}"
     yield from saved_lines(report.saved)
     yield _written("written", report.saved)
     compared = report.compared
