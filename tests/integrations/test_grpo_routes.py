@@ -170,7 +170,7 @@ def _without_replay(job: Job) -> Job:
     ],
 )
 def test_in_fp32_the_sharded_models_own_routes_change_nothing(args: dict[str, Any], tmp_path: Path) -> None:
-    job = _generating(tmp_path, {**args, "eval_strategy": "steps", "eval_steps": 2})
+    job = _generating(tmp_path, {**args, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 2})
     ours, theirs = sharded(job, 2, ep=2), stock(_without_replay(replace(job, args=_stock_args(job.args))), 2)
     assert min(theirs.series("completions/min_length")) < 16
     compare(ours, theirs, keys=LOGGED, absolute=1e-6)

@@ -72,8 +72,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow_cases(
-    r"(inputs on the host, tp, cp|tied embeddings|replicas|ep and half of it recomputed|one rank)",
-    why="fsdp, tp, cp, rounds, recomputation and inputs on the host stay",
+    r"(fsdp|inputs on the host, tp, cp|tied embeddings|replicas|ep and half of it recomputed|one rank)",
+    why="tp, cp, rounds, recomputation and inputs on the host stay",
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 @one_launch(lambda layout: _case(*LAYOUTS[layout][:3], **{"changes": BLOCKS, **LAYOUTS[layout][3]}))

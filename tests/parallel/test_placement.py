@@ -41,11 +41,13 @@ def _train(
 @pytest.mark.parametrize(
     ("family", "world", "axes", "dtype"),
     [
-        ("qwen3_moe", 2, {"ep": 2}, torch.float32),
+        pytest.param("qwen3_moe", 2, {"ep": 2}, torch.float32, marks=pytest.mark.slow(why="in fp64 it stays")),
         ("qwen3_moe", 4, {"ep": 2}, torch.float64),
         ("deepseek_v3", 4, {"ep": 4, "tp": 2}, torch.float32),
         ("mixtral", 4, {"ep": 2, "pp": 2}, torch.float32),
-        ("gpt_oss", 4, {"ep": 2, "replicate": 2}, torch.float32),
+        pytest.param(
+            "gpt_oss", 4, {"ep": 2, "replicate": 2}, torch.float32, marks=pytest.mark.slow(why="three layouts stay")
+        ),
         pytest.param("qwen3_moe", 8, {"ep": 4, "cp": 2}, torch.float32, marks=pytest.mark.slow(why="eight ranks")),
     ],
 )
@@ -82,6 +84,7 @@ def _copied(path: Path, model: nn.Module, ep: int, replicas: int) -> em.MoeConfi
     return em.MoeConfig(placement=str(path), replicas=replicas)
 
 
+@pytest.mark.slow_cases(r"full-(qwen3_moe|gpt_oss)-.*|none-deepseek_v3-.*", why="pairwise with recomputation")
 @pytest.mark.parametrize(
     ("family", "world", "axes", "replicas", "dtype"),
     [
