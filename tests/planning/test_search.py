@@ -19,7 +19,7 @@ from expertmesh.distributed.layout import Layout, TopKRouter, rows_per_token
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning import probe
 from expertmesh.planning.hardware import Devices, hardware_table, name_of, parse_devices
-from expertmesh.planning.memory import fullest_stage, memory_of, peak_of
+from expertmesh.planning.memory import memory_of, peak_of
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.search import Job, checkpoint_bytes, layouts, plan
 from expertmesh.planning.speed import _ranks_in_node, speed_of
@@ -201,7 +201,6 @@ def test_the_slowest_and_the_fullest_stage_count(schedule: str, virtual: int, de
         workload = Workload(model, layout, batch, mode)
         peaks = [peak_of(workload, stage) for stage in range(layout.pp)]
         assert memory_of(workload).total == pytest.approx(max(peaks))
-        assert peaks[fullest_stage(workload)] == max(peaks)
     devices, apart = _devices("16x8 h200"), Layout(fsdp=64, tp=2, ep=8)
     speed = speed_of(Workload(model, layout, Batch(1, 16), "none"), devices)
     alone = speed_of(Workload(model, apart, Batch(1, 16), "none"), devices)

@@ -25,7 +25,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.introspection.attention import counts_heads
 from expertmesh.introspection.proofs import proof_key, refusal_by_proof
 from expertmesh.introspection.small_copies import TensorCut, why_not_split
-from expertmesh.state.model_view import OUTPUT_ROWS, is_adapter, sharded
+from expertmesh.state.model_view import OUTPUT_ROWS, is_adapter
 
 # A module of a block whose forward takes one of these arguments mixes positions.
 _MIXES_POSITIONS = {
@@ -118,12 +118,6 @@ class TensorPlan:
             yield f"{count} × {text}"
         if self.splits_vocabulary:
             yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
-
-
-def attached_plan(model: nn.Module) -> TensorPlan:
-    """Return the plan that `shard_model` carried out on `model`; it is empty if tp is 1."""
-    plan = sharded(model).shard_plan
-    return TensorPlan(1, (), ()) if plan is None else plan.tensor
 
 
 def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Callable[[str], bool]) -> TensorPlan:

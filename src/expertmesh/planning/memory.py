@@ -272,11 +272,6 @@ def inputs_on_host(workload: Workload) -> float:
     return RankMemory(workload).hidden * inputs_that_wait(workload) * workload.batch.together
 
 
-def fullest_stage(workload: Workload) -> int:
-    """Return the pp rank whose peak is the highest."""
-    return max(workload.distinct_stages(), key=lambda stage: peak_of(workload, stage))
-
-
 class RankMemory:
     """The memory of ranks of one layout, named as docs/formulas.md names it; bytes of one rank."""
 
