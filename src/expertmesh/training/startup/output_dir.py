@@ -38,7 +38,6 @@ from expertmesh.training.resume import (
 log = logging.getLogger(__name__)
 _PROBE = "expertmesh-probe"
 MODEL, ADAPTER = "model", "adapter"
-# Of how many differences a refusal speaks.
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
 # `verify` and `prepare` write before there is a run.
 _LEFT_BY_A_START = re.compile(
