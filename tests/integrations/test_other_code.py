@@ -234,7 +234,7 @@ def _already_sharded(source: Path) -> list[tuple[str, str]]:
     whole: Any = tiny_model("qwen3_moe")
     mesh = em.init_mesh(em.ParallelConfig(ep=2))
     norm = whole.model.norm
-    norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight.detach(), mesh.dense_shard, [Replicate()]))
+    norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight.detach(), mesh.sharding("dense"), [Replicate()]))
     models = [ours, whole, fully_shard(tiny_model("qwen3_moe"))]
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
     for sizes in ({"fsdp_size": 2}, {"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "tp_plan": "auto"}):

@@ -179,11 +179,9 @@ def expected_values(router: TopKRouter, tokens: int, layout: Layout) -> Iterator
     def counts(_: torch.Tensor) -> list[Any]:
         return [[rows] * ranks, [rows] * ranks, [pairs] * ranks, [pairs] * ranks]
 
-    def targets(
-        labels: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, length = cut(labels, 1).shape
-        place_N = torch.zeros(batch * (length - 1), dtype=torch.int64, device=labels.device)
+    def targets(label_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, length = label_BS.shape
+        place_N = torch.zeros(batch * (length - 1), dtype=torch.int64, device=label_BS.device)
         return torch.zeros_like(place_N), place_N
 
     def counted(stage: Any, received: torch.Tensor, number: torch.Tensor) -> Any:

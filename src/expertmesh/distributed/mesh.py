@@ -66,20 +66,14 @@ class Mesh:
     def data_rank(self) -> int:
         return self.layout.data_rank(self.rank)
 
-    @property
-    def dense_shard(self) -> DeviceMesh:
-        """The mesh that shards dense parameters not split by tp: 1-D over fsdp·cp·tp, or 2-D (replicate, that)."""
-        return self.dense_mesh["replicate", "fsdp"] if self.layout.replicate > 1 else self.dense_mesh["fsdp"]
+    def sharding(self, view: str) -> DeviceMesh:
+        """Return the mesh that shards parameters: dense, dense_tp (those that tp splits) or expert (one slice).
 
-    @property
-    def dense_tp_shard(self) -> DeviceMesh:
-        """The mesh that shards dense parameters that tp splits: 1-D over fsdp·cp, or 2-D (replicate, that)."""
-        return self.dense_tp_mesh["replicate", "fsdp"] if self.layout.replicate > 1 else self.dense_tp_mesh["fsdp"]
-
-    @property
-    def expert_shard(self) -> DeviceMesh:
-        """The mesh that shards one expert slice: 1-D over efsdp, or 2-D (replicate, efsdp) for hybrid sharding."""
-        return self.expert["replicate", "efsdp"] if self.layout.replicate > 1 else self.expert["efsdp"]
+        It is 1-D over fsdp·cp·tp, fsdp·cp or efsdp, or 2-D (replicate, that) for hybrid sharding.
+        """
+        meshes = {"dense": self.dense_mesh, "dense_tp": self.dense_tp_mesh, "expert": self.expert}
+        axis = "efsdp" if view == "expert" else "fsdp"
+        return meshes[view]["replicate", axis] if self.layout.replicate > 1 else meshes[view][axis]
 
     @property
     def ep_group(self) -> dist.ProcessGroup:

@@ -199,7 +199,6 @@ def _replace_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _L
 
 def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None:
     """Call `fully_shard` for each group of this rank's stages, in the order of the plan."""
-    views = {"dense": mesh.dense_shard, "dense_tp": mesh.dense_tp_shard, "expert": mesh.expert_shard}
     master, compute, reduce = plan.dtypes
     narrow = compute if compute != master else None  # a frozen base is in the compute dtype already
     for group in plan.groups:
@@ -209,7 +208,7 @@ def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) 
         placements = {model.get_parameter(name): Shard(dim) for name, dim in group.dims.items()}
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=views[group.view],
+            mesh=mesh.sharding(group.view),
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=narrow if group.casts_parameters else torch.float32,
                 reduce_dtype=None if reduce == compute else reduce,

@@ -74,7 +74,7 @@ class Group:
     modules: tuple[str, ...]
     """Names of the modules; "" is the root."""
     view: View
-    """The mesh that it is sharded over: `Mesh.dense_shard`, `Mesh.dense_tp_shard` or `Mesh.expert_shard`."""
+    """The mesh that it is sharded over, of `Mesh.sharding`."""
     casts_parameters: bool = True
     """True if its parameters are cast to the compute dtype, False if they are used in float32."""
     dims: Mapping[str, int] = field(default_factory=dict)

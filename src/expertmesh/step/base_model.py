@@ -50,9 +50,6 @@ def run_base(
     # With output_router_logits in its config the model would add its own loss: the argument overrides it.
     overrides = router_logits or getattr(config.get_text_config(), "output_router_logits", False)
 
-    def with_router_logits(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "output_router_logits": router_logits}
-
     def pass_no_token_to_head(module: nn.Module, args: Any, output: ModelOutput) -> ModelOutput:
         recorded.append(tuple(output.get("router_logits") or ()))
         captured.append(type(output)(**{key: value for key, value in output.items() if key != "router_logits"}))
@@ -67,7 +64,8 @@ def run_base(
     base = model.get_submodule(base_name(model))
     hooks = [base.register_forward_hook(pass_no_token_to_head)]
     if overrides:
-        hooks.append(base.register_forward_pre_hook(with_router_logits, with_kwargs=True))
+        given = {"output_router_logits": router_logits}
+        hooks.append(base.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | given), with_kwargs=True))
     try:
         nothing = {"score": _NoLogits(batch["input_ids"].shape[1], config.num_labels)} if classifies else {}
         with counting(real_tokens_here(batch, share)), exchanged(child_slots(model), nothing):

@@ -11,7 +11,7 @@ hidden states and of unsplit parameters are partial sums (parallel/sequence.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -134,8 +134,7 @@ def loss_of_base(
         label_BS = _labels_of_last_tokens(model, batch, share)
     else:
         label_BS = _next_labels(batch["labels"], share.local if vocabulary is None else share.of_context)
-    place_N = (label_BS.reshape(-1) != IGNORED).nonzero().squeeze(1)
-    target_N = label_BS.reshape(-1).index_select(0, place_N)
+    target_N, place_N = _targets(label_BS)
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
     training = torch.is_grad_enabled()
     if not training and isinstance(model, FSDPModule):
@@ -155,6 +154,12 @@ def loss_of_base(
 def count_targets(labels: torch.Tensor) -> int:
     """Count the targets in `labels` `[B, S]` after the shift: the first position of a row predicts nothing."""
     return int((labels[:, 1:] != IGNORED).sum())
+
+
+def _targets(label_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the labels that are targets, and their flat positions."""
+    place_N = (label_BS.reshape(-1) != IGNORED).nonzero().squeeze(1)
+    return label_BS.reshape(-1).index_select(0, place_N), place_N
 
 
 def _next_labels(labels_BS: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
@@ -213,7 +218,8 @@ class _Head:
 
     def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """Return the logits of this rank's rows of the head, `[C, V]` or `[C, W]`. Collectives: none."""
-        with nullcontext() if self.split is None else self.split.computing():
+        # The head computes with this rank's rows; its code and name stay.
+        with nullcontext() if self.split is None else exchanged(parameter_slots(self.split.head), self.split.rows):
             return head_logits(self.model, hidden_CH, self.output)
 
     def distilled(
@@ -530,10 +536,6 @@ class SplitHead:
         """Return this rank's rows of one of the head's parameters, and any other parameter unchanged."""
         leaf = next((leaf for leaf, full in self.full.items() if full is parameter), None)
         return parameter if leaf is None else self.rows[leaf]
-
-    def computing(self) -> AbstractContextManager[None]:
-        """Let the head compute with this rank's rows inside the block; its code and name stay."""
-        return exchanged(parameter_slots(self.head), self.rows)
 
 
 def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
