@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,9 +24,9 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.experts import deepep
 from expertmesh.experts.deepep import LibraryDispatcher
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher
+from expertmesh.experts.install import close_library
 from expertmesh.parallel.refusals import refuse_dispatch
 from expertmesh.training.control import Control
-from expertmesh.training.startup.prepare import Prepared
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.run import verify
 from tests.adapters.reference import TARGETS, random_adapter, worst
@@ -158,22 +157,22 @@ def test_rows_go_to_experts_wherever_they_are_placed(tmp_path: Path) -> None:
 
 
 def _drop_weights_on_the_way_back(model: Any, mesh: Any) -> None:
-    back = deepep.Exchange.back
+    back = deepep.Exchange.combine
 
     def without(library: Any, rows: torch.Tensor, handle: Any, weight: torch.Tensor | None = None) -> Any:
         return back(library, rows, handle, None if weight is None else torch.zeros_like(weight))
 
-    mock.patch.object(deepep.Exchange, "back", without).start()
+    mock.patch.object(deepep.Exchange, "combine", without).start()
 
 
 def _take_the_handle_of_another_layer(model: Any, mesh: Any) -> None:
-    first, seen = deepep.Exchange.first, []
+    first, seen = deepep.Exchange.dispatch, []
 
     def with_another(*args: Any) -> Any:
         seen.append(first(*args))
         return replace(seen[-1], handle=seen[max(0, len(seen) - 2)].handle)
 
-    mock.patch.object(deepep.Exchange, "first", with_another).start()
+    mock.patch.object(deepep.Exchange, "dispatch", with_another).start()
 
 
 @pytest.mark.parametrize("bug", [_drop_weights_on_the_way_back, _take_the_handle_of_another_layer])
@@ -206,7 +205,7 @@ def _in_every_mode(model_class: str, family: str) -> tuple[list[str], float, lis
         if mode != "all_to_all":
             (opened,) = fake_deep_ep.OPENED  # one for all layers
             calls.append(dict(Counter(opened.calls)))
-            Prepared.close(SimpleNamespace(model=model))  # type: ignore[arg-type]
+            close_library(model)
             alive.append(opened.alive)
             fake_deep_ep.OPENED.clear()
     plain = found["none"]
