@@ -182,17 +182,19 @@ class _DeepEP:
     def __init__(self, group: Any, hidden: int) -> None:
         self.rows = 0
 
-    def first(self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, experts: int) -> Received:
+    def dispatch(
+        self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, experts: int
+    ) -> Received:
         _, rows, _, pairs = dispatch.to_host(index_TK)  # its one wait
         self.rows = sum(rows)
         given = (each.new_empty(self.rows, each.shape[1]) for each in (rows_TH, index_TK, weight_TK))
         return Received(len(rows_TH), *given, sum(pairs))
 
-    def there(self, rows_TH: torch.Tensor, handle: int) -> torch.Tensor:
+    def dispatch_again(self, rows_TH: torch.Tensor, handle: int) -> torch.Tensor:
         assert len(rows_TH) == handle
         return rows_TH.new_empty(self.rows, rows_TH.shape[1])
 
-    def back(self, rows_RH: torch.Tensor, handle: int, weight_RK: torch.Tensor | None = None) -> Any:
+    def combine(self, rows_RH: torch.Tensor, handle: int, weight_RK: torch.Tensor | None = None) -> Any:
         assert rows_RH.shape[0] == self.rows
         weight = None if weight_RK is None else weight_RK.new_empty(handle, weight_RK.shape[1])
         return rows_RH.new_empty(handle, rows_RH.shape[1]), weight
