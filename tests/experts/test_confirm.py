@@ -1,6 +1,7 @@
 """Experts of the same maths without transformers' interface: recognised, proven on a small copy, or refused by name."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
 from expertmesh.experts.layer import ExpertLayer
 from expertmesh.experts.pairs import sorted_choice
+from expertmesh.introspection import proofs
 from expertmesh.introspection.small_copies import confirm_experts
+from expertmesh.weights.meta_model import build_meta_model
 from tests.families.tiny import random_model
 from tests.support.errors import refused
+from tests.support.models import tiny_config
 
 
 class _Pairs(nn.Module):
@@ -224,6 +228,13 @@ def test_families_without_the_interface_are_recognised(
     assert anatomy.routers
     assert all(anatomy.is_expert_parameter(f"{spec.name}.{name}") for name in parameters)
     confirm_experts(model, anatomy)
+
+
+def test_a_mixture_whose_router_chooses_more_experts_than_a_small_copy_has_is_proven() -> None:
+    config = tiny_config("jetmoe", num_experts_per_tok=5)
+    model = build_meta_model(config, torch.float32)
+    with mock.patch.object(proofs, "_answers", return_value={}):
+        confirm_experts(model, describe(model))
 
 
 def test_a_mixture_of_attention_is_routed_and_not_sharded_by_expert() -> None:

@@ -145,6 +145,8 @@ def _small_sizes(spec: ExpertsSpec) -> dict[int, int]:
     sizes.setdefault(2 * spec.intermediate_size, 2 * width)
     if spec.flat_gate is not None:
         sizes.setdefault(spec.num_experts * spec.intermediate_size, _E * width)
+    if spec.call == "sorted" and spec.top_k is not None:  # its router is copied with it
+        sizes.setdefault(spec.top_k, _K)
     return sizes
 
 
