@@ -99,6 +99,7 @@ def test_all_tokens_as_targets_leave_out_those_of_images(inputs: Path) -> None:
         assert ((sample.labels[1:] == IGNORE) == (sample.input_ids[1:] == pad)).all()
 
 
+@pytest.mark.slow_cases(r"(?!qwen3_vl_moe-).*", why="what a family does not decide")
 @pytest.mark.parametrize("form", ["path", "column", "base64", "bytes in Parquet", "absolute", "relative"])
 def test_an_image_may_be_named_or_held_by_its_row(
     inputs: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
@@ -190,6 +191,7 @@ def test_a_row_is_cut_behind_its_images_and_never_inside_one(inputs: Path) -> No
     assert (inside.dropped, inside.images) == (1, 0)
 
 
+@pytest.mark.slow_cases(r"(?!qwen3_vl_moe-).*", why="what a family does not decide")
 @pytest.mark.parametrize(
     ("part", "naming"),
     [
@@ -272,6 +274,7 @@ def _with_damaged_exif() -> bytes:
     return stream.getvalue()
 
 
+@pytest.mark.slow_cases(r"(?!qwen3_vl_moe-).*", why="what a family does not decide")
 @pytest.mark.parametrize(
     ("image", "naming"),
     [
