@@ -90,7 +90,7 @@ _PIXELS = {
 _OF_QWEN, _OF_GLM = ({**_PIXELS, "image_processor_type": f"{name}ImageProcessor"} for name in ("Qwen2VL", "Glm4v"))
 # As the published mixture: images attend to themselves in both directions, and nothing reads sound.
 _GEMMA_CONFIG = {
-    "text_config": {**CHANGES["gemma4"], "max_position_embeddings": 256},
+    "text_config": CHANGES["gemma4"],
     "vision_config": {"position_embedding_size": 128},
     "audio_config": None,
 }
@@ -140,7 +140,8 @@ def write_vision_model(directory: Path, name: str) -> Path:
     tokenizer = bpe_tokenizer(TEMPLATE.replace("IMAGE", image))
     tokenizer.add_tokens(list(family.tokens.values()), special_tokens=True)
     config = family.config or CHANGES.get(name, {})
-    text = {**config.get("text_config", {}), "vocab_size": len(tokenizer) + -len(tokenizer) % 8}
+    text = {"vocab_size": len(tokenizer) + -len(tokenizer) % 8, "max_position_embeddings": 256}
+    text = {**config.get("text_config", {}), **text}
     model: Any = random_model(family.model, "", **{**config, "text_config": text})
     for key, token in family.tokens.items():
         if hasattr(model.config, key):
