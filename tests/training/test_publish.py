@@ -68,7 +68,8 @@ def test_a_finished_run_is_pushed_with_its_card_and_says_what_its_checkpoints_ta
     assert "pushed     https://huggingface.co/someone/moe-lora\n" in out
     (disk,) = [line for line in out.splitlines() if line.startswith("disk ")]
     written = sum(file.stat().st_size for file in (run / "checkpoints" / "step-00000003").rglob("*.safetensors"))
-    planned = float(disk.split()[1]) * 2**20
+    size, unit = disk.split()[1:3]
+    planned = float(size.replace(",", "")) * {"KiB": 2**10, "MiB": 2**20}[unit]
     assert planned == pytest.approx(written, abs=0.06 * 2**20)
     assert " a checkpoint, 2 kept and one being written: " in disk
 
