@@ -31,6 +31,7 @@ from expertmesh.planning.memory import RankMemory, memory_of
 from expertmesh.planning.probe import UsageTracker
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
+from expertmesh.simulation import planned_by_axis, sent_by_axis
 from expertmesh.state.packed import stored
 from expertmesh.step import forward_backward as training_step
 from expertmesh.step import pipeline_schedule as stages
@@ -39,7 +40,6 @@ from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_config
 from tests.support.planned import figures_of
 from tests.support.ranks import run_ranks
-from tests.support.simulation import planned_by_axis, sent_by_axis
 
 LENGTH, EXPERTS, VOCABULARY = 256, 16, 512
 SIZES: dict[str, dict[str, Any]] = {

@@ -19,8 +19,8 @@ from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import memory_of, peak_of
 from expertmesh.planning.stages import Batch, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
+from expertmesh.simulation import planned_by_axis, simulate
 from tests.support.planned import figures_of
-from tests.support.simulation import planned_by_axis, simulate
 
 from .shapes import deepseek_v3, qwen3_30b_a3b
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import profiler
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad
@@ -349,6 +350,11 @@ def fingerprint_of(table: Any) -> str:
     return str(table._fingerprint)
 
 
+def number_of_groups() -> int:
+    """Return how many process groups exist in this process."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def group_of(argument: Any) -> bool:
     """Return whether an argument of a collective's op is its process group."""
     return isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type())
@@ -367,3 +373,22 @@ def memory_page() -> str:
     from torch.cuda._memory_viz import trace_plot
 
     return str(trace_plot(torch.cuda.memory._snapshot()))
+
+
+def without_shape_messages() -> tuple[Any, dict[str, Callable[..., Any]]]:
+    """Return a class of pipeline stages, and methods for it by name with which stages do not exchange shapes.
+
+    The shapes of their messages are given. torch 2.13 votes on whether they are known (`_warmup_p2p`), which ends with
+    an `InferenceMode`; torch 2.11 sends one message in each direction.
+    """
+    from torch.distributed.pipelining import PipelineStage, schedules
+    from torch.distributed.pipelining import _utils as pipelining
+
+    def agreed(schedule: Any, stages: Sequence[Any], *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = pipelining.InferenceMode.STATIC
+
+    schedule: Any = schedules._PipelineSchedule
+    if hasattr(schedule, "_warmup_p2p"):
+        return schedule, {"_warmup_p2p": agreed}
+    return PipelineStage, {"_get_init_p2p_neighbors_ops": lambda stage: []}

@@ -346,6 +346,7 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert "at its peak" in out
     assert "not hidden" in out
     assert re.search(r"a checkpoint, of all ranks +\d", out)
+    assert main(["plan", *small, "2x2 cpu", "--optimizer", "muon", "--simulate"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--optimizer", "muon", "--yaml"]) == 0
     assert re.search(r"optim:\n +name: muon", capsys.readouterr().out)
     assert main(["plan", *small, "2x2 cpu", "--json"]) == 0
@@ -355,7 +356,7 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert main(["plan", *small, "2x2 cpu", "--imbalance", "nan"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--lora", "r=8", "--lora", "r=4"]) == 2
     assert main(["plan", str(directory), "--devices", "2x2 cpu", "--seq-len", "1"]) == 2
-    assert main(["plan", *small, "2x2 cpu", "--yaml", "--json"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--yaml", "--simulate"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--lora", "rank=8"]) == 2
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
 

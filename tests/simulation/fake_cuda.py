@@ -35,13 +35,13 @@ from expertmesh.experts.deepep import Received
 from expertmesh.experts.install import Kernels, gate_of
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
+from expertmesh.simulation import expected_values, fake_buffers
 from expertmesh.step.forward_backward import forward_backward
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.weights.meta_model import materialize
 from tests.support.models import tiny_config
 from tests.support.planned import figures_of
-from tests.support.simulation import expected_values, fake_buffers
 
 CUDA, LENGTH, MICRO_BATCHES = torch.device("cuda", 0), 64, 2
 

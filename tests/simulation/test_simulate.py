@@ -5,16 +5,17 @@ import torch
 
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
-from expertmesh.distributed.layout import resolve_layout
+from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning import memory, traffic
 from expertmesh.planning.memory import peak_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, InFlight, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
+from expertmesh.simulation import planned_by_axis, simulate
 from expertmesh.step import by_layer
 from expertmesh.step.forward_backward import Order
+from tests.support.errors import refused
 from tests.support.planned import figures_of
-from tests.support.simulation import planned_by_axis, simulate
 
 LENGTH = 1024
 
@@ -148,3 +149,10 @@ def test_a_prefetch_in_vain_that_is_forgotten_would_be_noticed(monkeypatch: pyte
     monkeypatch.setattr(traffic, "prefetches_in_vain", lambda *_: {})
     with pytest.raises(AssertionError):
         _check("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=3), "none", None, Batch(1, 4), "all", 1)
+
+
+def test_what_fake_tensors_cannot_do_is_refused() -> None:
+    fp32 = PrecisionConfig(params="float32", compute="float32", reduce="float32")
+    model = figures_of(qwen3_30b_a3b(), length=8, precision=fp32, packed=False)
+    with refused("simulation.only-bfloat16"):
+        simulate(qwen3_30b_a3b(), Workload(model, Layout(fsdp=64, ep=8), Batch(1, 1), "full"))

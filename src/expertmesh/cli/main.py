@@ -243,7 +243,7 @@ def prepare(
 @with_options(PlanOptions)
 def plan(options: PlanOptions) -> int:
     """predict memory and speed of every layout, without GPUs"""
-    given = [f"--{name}" for name in ("yaml", "json") if getattr(options, name)]
+    given = [f"--{name}" for name in ("yaml", "json", "simulate") if getattr(options, name)]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them", key="cli.usage")
     placing = {name: getattr(options, name) for name in ("placement", "ep", "replicas", "output")}

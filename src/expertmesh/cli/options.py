@@ -137,6 +137,7 @@ class PlanOptions:
     hardware: Annotated[str | None, FILE(help="YAML with more devices, or other numbers for ours")] = None
     yaml: Annotated[bool, Option("--yaml", help="print a configuration for train of the best layout")] = False
     json: Annotated[bool, Option("--json", help="print everything as JSON")] = False
+    simulate: Annotated[bool, Option("--simulate", help="run one rank of the best layout on fake tensors")] = False
     data: Annotated[str, Option(metavar="PATH", help="data.train of --yaml")] = "train.jsonl"
     placement: Annotated[
         str | None, Option(metavar="RUN_OR_FILE", help="write moe.placement by that load, without MODEL")

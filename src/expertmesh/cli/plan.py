@@ -2,7 +2,8 @@
 
 For someone who has a model and may get some GPUs. Reads config.json only; needs no GPU, no weights and no process
 group. What it prints are predictions by the formulas of docs/formulas.md: tables for a reader, a dictionary for
-`--json`. `--yaml` prints a configuration to run.
+`--json`. `--yaml` prints a configuration to run, `--simulate` runs one rank of the best layout on fake tensors, beside
+what the formulas say.
 
 `expertmesh plan --placement RUN --ep N` places experts on EP ranks by what the experts of a run got. It reads
 expert_load.json alone, and writes a file for `moe.placement`.
@@ -11,7 +12,7 @@ expert_load.json alone, and writes a file for `moe.placement`.
 import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import gcd, inf
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from expertmesh.io.terminal import bytes_text, plural
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.hardware import hardware_table, parse_devices
+from expertmesh.planning.memory import memory_of, peak_of
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import (
@@ -60,13 +62,16 @@ from expertmesh.planning.search import (
     nothing_fits,
     plan,
 )
-from expertmesh.planning.traffic import bytes_between_nodes
+from expertmesh.planning.stages import Batch, resident_state
+from expertmesh.planning.traffic import bytes_between_nodes, traffic_of
 from expertmesh.training.startup.model_check import OrderWish, longest, refuse_length
 from expertmesh.weights.meta_model import read_model_config
 
 USUAL_LENGTH = 4096
 REJECTED_SHOWN = 6
 COLUMNS = (*CONFIGURED_AXES, "checkpointing", "micro-batch", "peak", "s/step", "tokens/s/device", "MFU")
+# More of them add nothing but buffers for what stages receive, which the formulas count, and take as long again.
+MICRO_BATCHES_PER_STAGE = 2
 
 
 def run(options: PlanOptions) -> int:
@@ -90,7 +95,7 @@ def _run(options: PlanOptions) -> int:
     lora = None if options.lora is None else _lora(options.lora)
     precision = PrecisionConfig(params=options.params, compute=options.compute, frozen=options.frozen)
     built = ModelOptions(precision, lora, trust_remote_code=options.trust_remote_code, name=options.model)
-    _, figures, why_unpacked = read_figures(
+    config, figures, why_unpacked = read_figures(
         options.model,
         built,
         options.seq_len,
@@ -127,10 +132,20 @@ def _run(options: PlanOptions) -> int:
         console.print("rejected", *(f"  {line}" for line in rejection_lines(found)), sep="\n", soft_wrap=True)
     if why_unpacked is not None:
         console.print(f"planned with data.packing off: {why_unpacked}", soft_wrap=True)
+    if options.simulate:
+        _simulate(config, best, lora)
     return 0
 
 
 def _check(options: PlanOptions) -> None:
+    if options.simulate and options.optimizer != "adamw":
+        raise InputError(f"--simulate runs adamw, not {options.optimizer}; leave one of the two out", key="cli.usage")
+    if options.simulate and options.frozen is not None:
+        raise InputError(
+            f"--simulate: experts in {options.frozen} are dequantised for the tokens they get, which fake tensors do "
+            "not say; leave --simulate or --frozen out",
+            key="cli.usage",
+        )
     if options.offload != "none" and options.frozen is None:
         raise InputError(f"--offload {options.offload}: packed experts alone; give --frozen as well", key="cli.usage")
     if options.load is not None and options.imbalance != 1:
@@ -409,3 +424,41 @@ def run_placement(options: PlanOptions) -> int:
     also = f" moe.replicas={options.replicas}" if options.replicas else ""
     console.print(f"wrote {path}; train with moe.placement={path}{also} parallel.ep={ep}", soft_wrap=True)
     return 0
+
+
+def _simulate(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None) -> None:
+    """Print state, peak and bytes of a step of `best`, simulated and predicted, on the fullest stage by prediction.
+
+    The step has one micro-batch, two by layer, and with pp as many of the plan's as fill the pipeline twice.
+    """
+    from expertmesh.simulation import planned_by_axis, simulate  # only wanted here
+
+    pp, planned = best.layout.pp, best.workload.batch
+    enough = 2 if planned.together else 1 if pp == 1 else MICRO_BATCHES_PER_STAGE * pp
+    batch = Batch(planned.rows, min(planned.accumulation, enough), planned.order)
+    workload = replace(best.workload, batch=batch, imbalance=1.0, by_block=(), on_cpu=False)
+    stage = max(workload.distinct_stages(), key=lambda stage: peak_of(workload, stage))
+    found = simulate(config, workload, lora=lora, stage=stage)
+    state = resident_state(workload.model, best.layout, stage)
+    compared = [
+        ("state of a rank", found.state, state.frozen + state.master + state.moments),
+        ("peak of a rank", found.peak, memory_of(workload).total),
+    ]
+    transfers = planned_by_axis(traffic_of(workload, stage), found.sent)
+    sent = {key: count.bytes for key, count in found.sent.items()}
+    for axis, kind in sorted({*transfers, *(key for key, size in sent.items() if size)}):
+        predicted = transfers[axis, kind].bytes if (axis, kind) in transfers else 0.0
+        compared.append((f"{axis} {kind}", sent.get((axis, kind), 0), predicted))
+    rows = [
+        (what, bytes_text(simulated), bytes_text(size), f"{size / simulated - 1:+.2%}" if simulated else "-")
+        for what, simulated, size in compared
+    ]
+    console = Terminal()
+    counted = "one micro-batch" if batch.accumulation == 1 else f"{batch.accumulation} micro-batches"
+    print_rows(console, f"{counted}, simulated", ("", "simulated", "predicted", "off by"), rows)
+    console.print(
+        f"rank {found.rank:,} of {found.world_size:,}: {found.process_groups} process groups in "
+        f"{found.mesh_seconds:.1f} s, model sharded in {found.shard_seconds:.1f} s, two steps in "
+        f"{found.step_seconds:.1f} s",
+        soft_wrap=True,
+    )

@@ -11,7 +11,7 @@ kind of collective.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, masking_utils
 
+from expertmesh.compat import FakeTensorMode, number_of_groups, without_shape_messages
 from expertmesh.config import LoraConfig, MoeConfig
+from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, TopKRouter, explicit, rows_per_token
 from expertmesh.distributed.mesh import Mesh, init_mesh
 from expertmesh.experts import dispatch
@@ -128,10 +127,22 @@ def simulate(
         config: Configuration of the model that `workload.model` has the figures of.
         lora: Adapters of that model.
 
+    Raises:
+        InputError: This process has a process group already, or the compute dtype is not bfloat16.
+
     Collectives: all of a step, on a fake process group that is destroyed at the end; nothing is sent.
     """
     figures, layout, batch = workload.model, workload.layout, workload.batch
-    assert figures.precision.compute == "bfloat16"
+    if dist.is_initialized():
+        raise InputError(
+            "a simulation needs a process of its own; this one has a process group already",
+            key="simulation.process-group-exists",
+        )
+    if figures.precision.compute != "bfloat16":
+        raise InputError(
+            f"precision.compute {figures.precision.compute}: only bfloat16 can be simulated",
+            key="simulation.only-bfloat16",
+        )
     rank = stage * layout.ranks_per_stage
     # torch registers its fake backend when this names it; nothing else here imports it.
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size)
@@ -158,7 +169,7 @@ def simulate(
             mesh_seconds=meshed - started,
             shard_seconds=sharded - meshed,
             step_seconds=time.monotonic() - sharded,
-            process_groups=len(dist.distributed_c10d._world.pg_map),
+            process_groups=number_of_groups(),
         )
     finally:
         dist.destroy_process_group()
@@ -192,7 +203,7 @@ def expected_values(router: TopKRouter, tokens: int, layout: Layout) -> Iterator
     def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return FusedAttention.apply(query, key, value, args[0] if args else kwargs.get("attn_mask"))
 
-    owner, methods = _without_shape_messages()
+    owner, methods = without_shape_messages()
     with (
         replaced(dispatch, to_host=counts),
         replaced(loss, _targets=targets),
@@ -202,23 +213,6 @@ def expected_values(router: TopKRouter, tokens: int, layout: Layout) -> Iterator
         replaced(F, scaled_dot_product_attention=fused),
     ):
         yield
-
-
-def _without_shape_messages() -> tuple[Any, dict[str, Callable[..., Any]]]:
-    """Return a class of pipeline stages, and methods for it by name with which stages do not exchange shapes.
-
-    The shapes of their messages are given. torch 2.13 votes on whether they are known (`_warmup_p2p`), which ends with
-    an `InferenceMode`; torch 2.11 sends one message in each direction.
-    """
-
-    def agreed(schedule: Any, stages: Sequence[Any], *_: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = pipelining.InferenceMode.STATIC
-
-    schedule: Any = schedules._PipelineSchedule
-    if hasattr(schedule, "_warmup_p2p"):
-        return schedule, {"_warmup_p2p": agreed}
-    return PipelineStage, {"_get_init_p2p_neighbors_ops": lambda stage: []}
 
 
 def sent_by_axis(sent: Mapping[str, Mapping[str, CollectiveCount]], mesh: Mesh) -> dict[AxisKind, CollectiveCount]:
