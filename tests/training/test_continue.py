@@ -373,9 +373,9 @@ def _train_by_a_clock(config: Config, minutes_per_step: float) -> list[int]:
         minutes[0] += minutes_per_step if of_run.run.mesh.rank == 0 else 0
         return asked(of_run)
 
-    def save(of_run: RunCheckpoints, counters: Any) -> None:
-        saved.append(counters.step)
-        keep(of_run, counters)
+    def save(of_run: RunCheckpoints) -> None:
+        saved.append(of_run.state.counters.step)
+        keep(of_run)
 
     asked, keep = RunCheckpoints.overdue, RunCheckpoints.save
     began = run_state.time.monotonic()
