@@ -354,9 +354,10 @@ def _choices(section: type[Section], prefix: str = "") -> dict[str, set[Any]]:
 NOT_OF_AXES = re.compile(
     r"(save|log|schedule|eval|checkpoint|distributed)\..*|data\.(?!packing|stream).*|model\.(trust_|from_config|vision).*"
 )
-# Named on the page under another key or value, or the opposite of what is there.
+# Named on the page under another key or value, the opposite of what is there, or proven with models of their own.
 OTHERWISE = {
     "parallel.ep_across_nodes": {True},
+    "lora.lora_bias": {True},  # of layers with a bias: tests/adapters/test_replaced.py
     "data.packing": {False},
     "moe.router_dtype": set(),
     "precision.params": {"float16"},
