@@ -57,8 +57,8 @@ def test_a_run_audits_in_full_keeps_the_mtp_layer_and_says_so(
     assert [len(experts["sha256"]) for experts in audit["experts"]] == [8]
     assert len(set(audit["experts"][0]["sha256"])) == 8
     assert f"audit      full: all {audit['bytes_compared']:,} bytes on all ranks equal the files" in out
-    assert out.count("left out   model.layers.61.* (2 tensors, 8 B)") == 1
-    assert out.count("kept       model.layers.61.* (2 tensors, 8 B)") == 1
+    assert out.count("left out   model.layers.61.* (2 tensors, 2.1 KiB)") == 1
+    assert out.count("kept       model.layers.61.* (2 tensors, 2.1 KiB)") == 1
 
     saved = weights(tmp_path / "run")
     assert saved.keys() == source.keys()
