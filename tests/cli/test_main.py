@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,10 +294,27 @@ def test_whoever_reads_only_the_beginning_gets_no_traceback(monkeypatch: pytest.
     monkeypatch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115
     monkeypatch.setattr(command_line, "main", lambda arguments: print("line\n" * 50_000) or 0)
     monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
     with pytest.raises(SystemExit) as ended:
         entry_point()
     assert ended.value.code == 141
     sys.stdout.close()
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_triton_finds_nothing_that_leaked_at_exit(imported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, partial(calls.append, name))
+    monkeypatch.setattr(command_line, "main", lambda arguments: 0)
+    monkeypatch.setattr(command_line, "prepare_output", lambda: None)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "triton", gc)
+    with pytest.raises(SystemExit):
+        entry_point()
+    assert calls == ["unfreeze" if imported else "freeze"]
 
 
 def test_a_pipe_of_the_programs_own_that_breaks_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,7 @@ def test_ctrl_c_twice_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "main", twice)
     monkeypatch.setattr(command_line, "prepare_output", lambda: None)
     monkeypatch.setattr(command_line.gc, "freeze", lambda: None)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["expertmesh", "schema"])
     try:

@@ -102,7 +102,10 @@ def entry_point() -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "RANK" in os.environ:
         leave(code)
-    gc.freeze()  # nothing here is worth a search for garbage before the process ends
+    if "triton" in sys.modules:  # torch imports it; at exit it prints a page of what was not collected
+        gc.unfreeze()
+    else:
+        gc.freeze()  # nothing here is worth a search for garbage before the process ends
     sys.exit(code)
 
 
