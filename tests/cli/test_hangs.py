@@ -1,5 +1,9 @@
 """Which of the ranks that did not give up is the one the others waited for."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,10 +12,12 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from expertmesh.config.errors import DistributedFailure
 from expertmesh.distributed.environment import Rank
 from expertmesh.launcher import hangs
 from expertmesh.launcher.hangs import Answer, Liveness, RankSnapshot, hang_error, judge, read_stack, timed_out
-from expertmesh.launcher.rank_files import RankFailure
+from expertmesh.launcher.launch import Attempt, LocalRank, StopRequests
+from expertmesh.launcher.rank_files import RankFailure, progress_file
 from expertmesh.training.control import Progress, RankStatus, StopState
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from tests.cli.jobs import CONFIG
@@ -191,3 +197,31 @@ def test_a_rank_that_lost_a_peer_ends_by_the_verdict_of_the_one_that_timed_out(
     assert verdict is not None
     assert "rank 0, 1 did not answer within 1 s" in str(verdict)  # their threads were not started
     assert (str(other), other and other.key) == (str(verdict), verdict.key)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["timed out first", "lost its peer first"])
+def test_the_launcher_names_the_hung_rank_in_whatever_order_its_peers_fail(
+    order: tuple[int, int], tmp_path: Path
+) -> None:
+    said = {
+        0: "RuntimeError: [gloo] Timed out waiting 5000ms for recv operation to complete",
+        1: "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1234",
+    }
+    ranks = []
+    for number in range(3):
+        # The rank that hangs does not end by the request for its stack.
+        hangs = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+        code = hangs if number == 2 else "raise SystemExit(1)"
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        progress = Progress(progress_file(tmp_path, number))
+        progress.start()
+        progress.at(7, "forward and backward")
+        ranks.append(LocalRank(number, process, progress))
+    assert ranks[2].process.stdout is not None
+    ranks[2].process.stdout.readline()
+    os.kill(ranks[2].process.pid, signal.SIGSTOP)
+    for place, number in enumerate(order):
+        RankFailure(number, 1, said[number], "Traceback", time.time_ns() + place).write(tmp_path)
+    with pytest.raises(DistributedFailure, match="rank 2 hung at step 7") as found:
+        Attempt(ranks, tmp_path, StopRequests(), 5.0).supervise()
+    assert found.value.key == "rank.hung"

@@ -108,6 +108,11 @@ def timed_out(failure: RankFailure) -> bool:
     return bool(_TIMEOUT.search(failure.message))
 
 
+def lost_peer(failure: RankFailure) -> bool:
+    """Return whether this rank failed because another ended, or had closed its connections after it timed out."""
+    return bool(_PEER_LOST.search(failure.message))
+
+
 def hang_error(
     snapshots: Sequence[RankSnapshot], first: RankFailure | None, first_status: RankStatus | None
 ) -> DistributedFailure | None:
@@ -229,7 +234,7 @@ class Liveness:
         """Return the error that ends all ranks, if `error` shows that this rank timed out or lost a peer that did."""
         failure = RankFailure.of(self.place.rank, error)
         waited = timed_out(failure)
-        if not waited and not _PEER_LOST.search(failure.message):
+        if not waited and not lost_peer(failure):
             return None
         self._failed = True
         message = f"{type(error).__name__}: {error}".splitlines()[0]

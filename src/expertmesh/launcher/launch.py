@@ -34,7 +34,7 @@ from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.environment import LOCALHOST, Rank, find_place, processors, too_few_accelerators
 from expertmesh.io.terminal import lasting_output, plural, print_log, tell
-from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, read_stack, timed_out
+from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, lost_peer, read_stack, timed_out
 from expertmesh.launcher.rank_files import (
     SHOW_STACK,
     failures_in,
@@ -161,7 +161,8 @@ def join_job(options: RunOptions) -> Rank | None:
     if place.starter == "SLURM" and here == 1 and options.nproc is None and (devices := _accelerators()) > 1:
         raise InputError(
             f"srun has started one task on this machine, which has {devices} accelerators; start one for each (srun "
-            f"--ntasks-per-node {devices}), or let the task start torchrun --nproc-per-node {devices}",
+            f"--ntasks-per-node {devices}), or let the task start torchrun --nproc-per-node {devices}, with "
+            "--nnodes and --rdzv-endpoint on several machines",
             key="launch.idle-accelerators",
         )
     if options.max_restarts:
@@ -428,7 +429,9 @@ class Attempt:
         """Examine the ranks that still run, give them time to fail as well, and return the cause."""
         first = next(iter(failures_in(self.directory)), None)
         stuck = first is None and not self._failed()
-        waited = timed_out(first) if first else stuck or -signal.SIGABRT in self.exit_codes.values()
+        # A rank that lost its peer may say so before the peer says that it timed out.
+        lost = first is not None and lost_peer(first)
+        waited = lost or (timed_out(first) if first else stuck or -signal.SIGABRT in self.exit_codes.values())
         snapshots = self._snapshots() if waited else []
         deadline = time.monotonic() + (0 if stuck else GRACE_SECONDS)
         while self._running() and time.monotonic() < deadline and not self._ended_by_request():
@@ -436,6 +439,9 @@ class Attempt:
         failures, statuses = failures_in(self.directory), self._statuses()
         lasting = {rank.rank for rank in self._running()} - {failure.rank for failure in failures}
         snapshots = [replace(each, still_running=each.rank in lasting) for each in snapshots]
+        if lost:
+            first = next(filter(timed_out, failures), None)
+            waited = first is not None
         if waited and (error := hang_error(snapshots, first, statuses[first.rank] if first else None)):
             return error
         if not failures and not self.exit_codes:
