@@ -104,7 +104,8 @@ def test_blocks_that_read_what_one_has_chosen_are_on_its_stage(kind: tuple[str, 
     model = _meta(kind, num_hidden_layers=6, indexer_types=types, mlp_layer_types=None, layer_types=None)
     starts = {numbers.start for numbers in plan_cut(meta_copy(model), describe(model), Layout(pp=3)).stages}
     assert starts == {0, *TOGETHER[kind][1]}
-    with refused("layout.pp-carries-more-than-hidden-state", naming="only before block 2, 5: model.layers.1 reads"):
+    where = "4 are asked for, and places to cut are only before block 2, 5: model.layers.1 reads"
+    with refused("layout.pp-carries-more-than-hidden-state", naming=where):
         plan_cut(meta_copy(model), describe(model), Layout(pp=4))
 
 

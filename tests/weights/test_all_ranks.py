@@ -50,6 +50,27 @@ def test_the_key_of_an_error_is_known_on_every_rank() -> None:
     assert shared_ranks(_key_of_an_error_on_rank_1, 2) == ["layout.wrong"] * 2
 
 
+class _Derived(InputError):
+    """An error of a module's own, as `CannotCut` is, which other arguments make."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"wrong {number}", key="layout.wrong")
+
+
+def _derived_on_rank_1() -> tuple[str, str, bool]:
+    try:
+        with raise_on_all_ranks("working"):
+            if dist.get_rank() == 1:
+                raise _Derived(2)
+    except InputError as error:
+        return str(error), error.key, isinstance(error, DistributedFailure)
+    return "", "", False
+
+
+def test_an_error_of_a_derived_class_is_that_of_its_base_on_the_other_ranks() -> None:
+    assert shared_ranks(_derived_on_rank_1, 2) == [("wrong 2", "layout.wrong", False)] * 2
+
+
 def test_the_lowest_failing_rank_speaks_for_all() -> None:
     ranks = {2: ("InputError", "second"), 1: ("IntegrityError", "first")}
     results = shared_ranks(_raise_on, 3, ranks)

@@ -52,9 +52,11 @@ def raise_on_all_ranks(doing: str) -> Iterator[None]:
     first = int(failed.item())
     if first == world:
         return
-    name, text, key = type(error).__name__, str(error), getattr(error, "key", "")
-    if name not in _CLASSES:
-        text = f"rank {rank} failed while {doing}: {name}: {text}; its own log has the traceback"
+    text, key = str(error), getattr(error, "key", "")
+    # A class derived from one of them, as `CannotCut`, is that one on the other ranks.
+    name = next((kind.__name__ for kind in type(error).__mro__ if kind in _KINDS), "")
+    if not name:
+        text = f"rank {rank} failed while {doing}: {type(error).__name__}: {text}; its own log has the traceback"
         name, key = DistributedFailure.__name__, "rank.unexpected-error"
     sent = [(name, text, key)]
     dist.broadcast_object_list(sent, src=first)

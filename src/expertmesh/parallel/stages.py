@@ -48,7 +48,7 @@ def plan_stages(
     if len(blocks) - len(joined) < stages:
         starts = [str(number) for number in range(1, len(blocks)) if number not in joined]
         where = f"only before block {', '.join(starts)}" if starts else "nowhere"
-        why = f"into {stages}, {where}: {next(iter(joined.values()))}"
+        why = f"{stages} are asked for, and places to cut are {where}: {next(iter(joined.values()))}"
         raise carries_more(model, why, "less" if starts else "1")
     return balanced(_work(model, anatomy, blocks), stages, joined)
 
