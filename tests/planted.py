@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -217,14 +218,20 @@ def is_seen(bug: Bug, source: Path) -> bool:
     text, place = planted(bug), source / bug.file.relative_to("src")
     try:
         place.write_text(text, encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", bug.test]
-        path = {"PYTHONPATH": f"{source}:{ROOT}"}
-        run = subprocess.run(command, cwd=ROOT, env=os.environ | path, capture_output=True, text=True)
+        return not _pass(source, [bug.test])
     finally:
         shutil.copy2(ROOT / bug.file, place)
-    if run.returncode not in (0, 1):  # 1: a test failed; else it did not run
-        raise RuntimeError(f"{bug.name}: {bug.test} does not run:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
-    return run.returncode == 1
+
+
+def _pass(source: Path, tests: Iterable[str]) -> bool:
+    """Return whether the tests pass on the copy `source` of src. Raises `RuntimeError` if one does not run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    path = {"PYTHONPATH": f"{source}:{ROOT}"}
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | path, capture_output=True, text=True)
+    # 1: a test failed; that of a fixture is an error of its own.
+    if run.returncode not in (0, 1) or re.search(r"^ERROR ", run.stdout, re.MULTILINE):
+        raise RuntimeError(f"these do not run: {[*tests]}\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
+    return run.returncode == 0
 
 
 def main(words: list[str]) -> int:
@@ -235,6 +242,8 @@ def main(words: list[str]) -> int:
     unseen = 0
     with tempfile.TemporaryDirectory(prefix="planted-") as directory:
         source = Path(shutil.copytree(ROOT / "src", Path(directory, "src")))
+        if not _pass(source, dict.fromkeys(bug.test for bug in chosen)):
+            raise RuntimeError("a test is red before a bug is planted")
         for bug in chosen:
             start, seen = time.monotonic(), is_seen(bug, source)
             unseen += not seen

@@ -1,7 +1,7 @@
 """What is proven once in a process is proven anew for whatever could change the answer."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -10,13 +10,21 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import describe
+from expertmesh.config import PrecisionConfig
+from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import proofs
+from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.proofs import proof_key
+from expertmesh.model import plan_model
 from expertmesh.parallel import stages
+from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.parallel.stages import Cut, plan_cut
 from expertmesh.state.model_view import meta_copy
 from expertmesh.weights.meta_model import build_meta_model
+from tests.families.catalogue import families
+from tests.families.tiny import tiny_config as family_config
+from tests.families.tiny import turned_switches
 from tests.support.errors import refused
 from tests.support.models import tiny_config
 
@@ -86,6 +94,65 @@ def test_a_model_with_a_hook_is_proven_on_the_spot() -> None:
 def test_a_parameter_that_two_blocks_share_is_refused() -> None:
     model = _model()
     first, second = model.model.layers[:2]
-    second.mlp.gate.weight = first.mlp.gate.weight
-    with refused("layout.pp-shared-parameter", naming="model.layers.1"):
-        _cut(model)
+    with mock.patch.object(proofs, "_answers", return_value={}) as answers:
+        _cut(_model())  # its blocks are proven from here on
+        assert answers.return_value
+        second.mlp.gate.weight = first.mlp.gate.weight
+        with refused("layout.pp-shared-parameter", naming="model.layers.1"):
+            _cut(model)
+
+
+FAMILIES = {family.name: family.model_class for family in families() if family.model_class is not None}
+
+# Encoder-decoders, and what is refused before anything is proven.
+REFUSED_BEFORE = ("longcat_flash", "nllb_moe", "qwen3_omni_moe", "switch_transformers")
+
+
+class _NeverFound(dict[Any, Any]):
+    """Answers that are found anew each time, with the keys that have had different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differing: list[str] = []
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+    def __setitem__(self, key: Any, answer: Any) -> None:
+        if self.setdefault(key, answer) != answer:
+            self.differing.append(f"{key}: {self[key]}, and {answer}")
+
+
+@pytest.mark.slow_cases(r"(?!(bailing_hybrid|qwen3_moe)$).*", why="the same for other families; two stay")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_settings_with_one_key_have_one_answer(name: str) -> None:
+    known, look_up = dict[str, _NeverFound](), proofs.look_up
+    questions = mock.Mock(setdefault=lambda question, _: known.setdefault(question, _NeverFound()))
+    with (
+        mock.patch.object(proofs, "_answers", return_value=questions),
+        # Refusals are compared as well, though they are never kept.
+        mock.patch.object(proofs, "look_up", lambda question, key, find, keep=None: look_up(question, key, find)),
+    ):
+        turned = turned_switches(_config(name).get_text_config())
+        for changes in ({}, *({key: value} for key, value in turned.items())):
+            with suppress(Exception):  # a combination that the family's own code does not build
+                config = _config(name)
+                for key, value in changes.items():
+                    setattr(config.get_text_config(), key, value)
+                _ask(build_meta_model(config, torch.float32))
+    assert [each for answers in known.values() for each in answers.differing] == []
+    assert any(known.values()) is (name not in REFUSED_BEFORE)
+
+
+def _config(name: str) -> Any:
+    kind = FAMILIES[name]
+    assert kind is not None
+    return family_config(kind, name)
+
+
+def _ask(model: Any) -> None:
+    """Ask what a start asks: each axis, packing, and computing in bfloat16."""
+    packing_refusal(model)
+    for axes in ({"pp": 2}, {"tp": 2}, {"cp": 2}):
+        with suppress(InputError):
+            plan_model(model, Layout(**axes), ShardOptions(PrecisionConfig()))

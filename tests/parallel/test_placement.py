@@ -27,6 +27,8 @@ from tests.support.ranks import shared_ranks
 from tests.support.reference import Distance, reference, train_sharded
 from tests.training.given_gradients import Case, sharded_steps, whole_steps
 
+# Copies are then exchanged once a step, by `em.forward_backward`; without it in each forward.
+IN_A_STEP = {"accumulate": "by_micro_batch"}
 FAMILY = "deepseek_v3"  # shared experts, dense layers, a correction bias in the router
 
 
@@ -102,7 +104,7 @@ def test_adapters_of_copied_experts_equal_stock_peft(
 ) -> None:
     run = tiny_peft_run(family, tmp_path / "adapter", dtype=dtype)
     moe = _copied(tmp_path / "placement.json", run.initial, axes["ep"], replicas)
-    options: dict[str, Any] = {"moe": moe, "activation_checkpointing": mode}
+    options: dict[str, Any] = {"moe": moe, "activation_checkpointing": mode, "order": IN_A_STEP}
     for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(**axes), **options), world):
         distance.check(1e-5 if dtype == torch.float32 else 1e-10)
 
@@ -145,8 +147,11 @@ def _other_experts(copies: Copies) -> None:
         storage[-2:] = storage[-2:].flip(0)
 
 
+@pytest.mark.parametrize("order", [IN_A_STEP, None], ids=["in a step", "by forwards"])
 @pytest.mark.parametrize("bug", [_without_gradients, _stale, _other_experts])
-def test_copies_that_are_not_their_experts_turn_it_red(bug: Callable[[Copies], None], tmp_path: Path) -> None:
+def test_copies_that_are_not_their_experts_turn_it_red(
+    bug: Callable[[Copies], None], order: dict[str, Any] | None, tmp_path: Path
+) -> None:
     run = tiny_peft_run("qwen3_moe", tmp_path / "adapter")
     moe = _copied(tmp_path / "placement.json", run.initial, 2, 3)
 
@@ -155,7 +160,8 @@ def test_copies_that_are_not_their_experts_turn_it_red(bug: Callable[[Copies], N
         assert copies is not None
         bug(copies)
 
-    for distance in shared_ranks(lambda: train_adapters(run, em.ParallelConfig(ep=2), moe=moe, tamper=tamper), 2):
+    train = partial(train_adapters, run, em.ParallelConfig(ep=2), moe=moe, tamper=tamper, order=order)
+    for distance in shared_ranks(train, 2):
         assert max(distance.gradient[0], distance.weight[0]) > 1e-4
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import huggingface_hub
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
@@ -67,10 +68,11 @@ def test_a_finished_run_is_pushed_with_its_card_and_says_what_its_checkpoints_ta
     out = capfd.readouterr().out
     assert "pushed     https://huggingface.co/someone/moe-lora\n" in out
     (disk,) = [line for line in out.splitlines() if line.startswith("disk ")]
-    written = sum(file.stat().st_size for file in (run / "checkpoints" / "step-00000003").rglob("*.safetensors"))
+    files = (run / "checkpoints" / "step-00000003").glob("*.safetensors")  # not the generators', which plans leave out
+    written = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
     size, unit = disk.split()[1:3]
-    planned = float(size.replace(",", "")) * {"KiB": 2**10, "MiB": 2**20}[unit]
-    assert planned == pytest.approx(written, abs=0.06 * 2**20)
+    scale = {"KiB": 2**10, "MiB": 2**20}[unit]
+    assert float(size) * scale == pytest.approx(written, abs=0.2 * scale)  # AdamW also keeps the steps of a tensor
     assert " a checkpoint, 2 kept and one being written: " in disk
 
 

@@ -385,7 +385,7 @@ class Copies:
         """
         tensors = _tensors(local)
         copied = self.exchanged(tensors) if self.adapters_of_step is None else self.adapters_of_step
-        joined = (torch.cat((own, copy.to(own.dtype))) for own, copy in zip(tensors, copied, strict=True))
+        joined = (torch.cat(pair) for pair in zip(tensors, copied, strict=True))
         return [adapter and Adapter(next(joined), next(joined), adapter.scaling) for adapter in local]
 
     def exchanged(self, local: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
