@@ -73,9 +73,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def _in_memory(rows: Path) -> float:
     recipe = _preparation(Path(), rows).recipe
     began = time.perf_counter()
-    dataset, _ = build_dataset(
-        Recipe(recipe.sources, recipe.config, recipe.tokenizer, model_vocab_size=recipe.model_vocab_size)
-    )
+    dataset, _ = build_dataset(recipe)
     return len(dataset) / (time.perf_counter() - began)
 
 

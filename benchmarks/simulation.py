@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
-from expertmesh.planning.memory import memory_of, peak_of
+from expertmesh.planning.memory import fullest_stage, memory_of
 from expertmesh.planning.stages import Batch, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation import planned_by_axis, simulate
@@ -63,7 +63,7 @@ def line(job: Job) -> str:
     model = figures_of(config, length=LENGTH, precision=PrecisionConfig(), packed=False)
     layout = resolve_layout(job.parallel, job.world, model.anatomy.num_experts)
     workload = Workload(model, layout, Batch(1, job.accumulation), job.mode)
-    stage = max(workload.distinct_stages(), key=lambda stage: peak_of(workload, stage))
+    stage = fullest_stage(workload)
     found = simulate(config, workload, stage=stage)
     held = resident_state(model, layout, stage)
     state = (held.frozen + held.master + held.moments) / found.state - 1

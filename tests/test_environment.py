@@ -82,7 +82,8 @@ def test_a_process_finds_its_place(environment: dict[str, str], place: Rank | No
         (SLURM | {"SLURM_PROCID": "8"}, "launch.environment-contradicts", "SLURM_PROCID is 8"),
         ({name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"},
          "launch.environment-incomplete", "SLURM_LOCALID is not set"),
-        (PODS, "launch.start-by-torchrun", "start torchrun -m expertmesh with the same arguments"),
+        (PODS, "launch.start-by-torchrun",
+         "start torchrun with the same script, or -m expertmesh with the same arguments"),
         (PODS | PYTORCHJOB | {"WORLD_SIZE": "8"}, "launch.start-by-torchrun", "options of torchrun"),
     ],
 )  # fmt: skip

@@ -201,7 +201,7 @@ def test_what_trained_is_saved_as_peft_reads_it_merged_streamed_and_restored(
             "adapter.unsupported-option",
             "on linear layers alone, not on model.layers.0.mlp.experts.gate_up_proj",
         ),
-        ({}, {"modules_to_save": ["nowhere"]}, "adapter.unsupported-option", "no module here has this name"),
+        ({}, {"modules_to_save": ["nowhere"]}, "adapter.unsupported-option", "without a module of this name"),
         ({}, {"trainable_token_indices": [96]}, "adapter.unsupported-option", "has 96 rows"),
         (
             {},
@@ -265,7 +265,7 @@ def test_a_classifiers_head_trains_whole_as_in_the_directory_that_peft_writes(tm
         assert each.shape == tuple(model.score.weight.shape)
     with refused("adapter.unsupported-option", naming="the model is no sequence classifier"):
         plan_adapters(tiny_model("qwen3_moe"), theirs, None)
-    with refused("adapter.unsupported-option", naming="no module here has this name"):
+    with refused("adapter.unsupported-option", naming="the model is no sequence classifier"):
         plan_adapters(tiny_model("qwen3_moe"), em.LoraConfig(modules_to_save=("lm_head", "score")), None)
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**content, "modules_to_save": None}))
     with refused("lora.on-classifier", naming="without score, the head of this classifier"):

@@ -43,11 +43,7 @@ def make(preparing: Preparation, processes: int = 1, name: str = "x") -> Prepare
 
 
 def in_memory(preparing: Preparation) -> tuple[TokenizedDataset, DataReport]:
-    recipe = preparing.recipe
-    vocabulary = recipe.model_vocab_size
-    return build_dataset(
-        Recipe(recipe.sources, recipe.config, recipe.tokenizer, model_vocab_size=vocabulary, responses=recipe.responses)
-    )
+    return build_dataset(preparing.recipe)
 
 
 @pytest.fixture

@@ -347,6 +347,10 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert "not hidden" in out
     assert re.search(r"a checkpoint, of all ranks +\d", out)
     assert main(["plan", *small, "2x2 cpu", "--optimizer", "muon", "--simulate"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--compute", "float32", "--simulate"]) == 2
+    capsys.readouterr()
+    assert main(["plan", *small, "2x2 cpu", "--simulate"]) == 0
+    assert re.search(r"simulated +predicted +off by\n +state of a rank", capsys.readouterr().out)
     assert main(["plan", *small, "2x2 cpu", "--optimizer", "muon", "--yaml"]) == 0
     assert re.search(r"optim:\n +name: muon", capsys.readouterr().out)
     assert main(["plan", *small, "2x2 cpu", "--json"]) == 0

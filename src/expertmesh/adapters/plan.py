@@ -430,7 +430,7 @@ def refuse_untrained_head(model: nn.Module, content: Mapping[str, Any], where: s
     if is_classifier(model) and not any("score".endswith(entry) for entry in saved):
         raise InputError(
             f"{where}: modules_to_save is {list(saved)}, without score, the head of this classifier, which trains; add "
-            f"it, or set task_type to {CLASSIFIES} when PEFT makes the adapter",
+            "it",
             key="lora.on-classifier",
         )
 
@@ -452,7 +452,8 @@ def replaced_by(model: nn.Module, content: Mapping[str, Any], where: str) -> dic
         inside = tuple(f"{module}." for module in modules if module.endswith(entry))
         of_entry = {name: tuple(tensor.shape) for name, tensor in view.tensors.items() if name.startswith(inside)}
         if not of_entry:
-            refuse_field(where, "modules_to_save", entry, "no module here has this name")
+            why = "no sequence classifier" if entry in HEADS_OF_CLASSIFIERS else "without a module of this name"
+            refuse_field(where, "modules_to_save", entry, f"the model is {why}")
         found |= {name: Replaced(PREFIX + name, None, shape) for name, shape in of_entry.items()}
     for entry, rows in _token_rows(model, content):
         ends = [name for name in modules if name.endswith(entry) and f"{name}.weight" in view.tensors]
@@ -511,7 +512,7 @@ def attach_adapters(
     No communication.
 
     Args:
-        replaced: By the name of the weight, an embedding's or a head's.
+        replaced: By the name of the weight, an embedding's or a head's, or of the bias that `lora_bias` adds to.
         dtype: That of masters.
     """
     model.requires_grad_(False)

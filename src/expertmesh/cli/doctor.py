@@ -1,6 +1,6 @@
 """`expertmesh doctor`: report whether this machine can train, and what a bug report has to say about it.
 
-Looks at versions, devices, disk, hub, clock and limits, and ends with torch's own report (`torch.utils.collect_env`).
+Looks at versions, devices, disk, hub and limits, and ends with torch's own report (`torch.utils.collect_env`).
 Prints one block to copy, without secrets. Downloads nothing and leaves nothing behind.
 """
 

@@ -49,7 +49,7 @@ from expertmesh.io.terminal import bytes_text, plural
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.hardware import hardware_table, parse_devices
-from expertmesh.planning.memory import memory_of, peak_of
+from expertmesh.planning.memory import fullest_stage, memory_of
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import (
@@ -140,6 +140,8 @@ def _run(options: PlanOptions) -> int:
 def _check(options: PlanOptions) -> None:
     if options.simulate and options.optimizer != "adamw":
         raise InputError(f"--simulate runs adamw, not {options.optimizer}; leave one of the two out", key="cli.usage")
+    if options.simulate and options.compute != "bfloat16":
+        raise InputError(f"--simulate computes in bfloat16, not {options.compute}; leave one out", key="cli.usage")
     if options.simulate and options.frozen is not None:
         raise InputError(
             f"--simulate: experts in {options.frozen} are dequantised for the tokens they get, which fake tensors do "
@@ -437,7 +439,7 @@ def _simulate(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None
     enough = 2 if planned.together else 1 if pp == 1 else MICRO_BATCHES_PER_STAGE * pp
     batch = Batch(planned.rows, min(planned.accumulation, enough), planned.order)
     workload = replace(best.workload, batch=batch, imbalance=1.0, by_block=(), on_cpu=False)
-    stage = max(workload.distinct_stages(), key=lambda stage: peak_of(workload, stage))
+    stage = fullest_stage(workload)
     found = simulate(config, workload, lora=lora, stage=stage)
     state = resident_state(workload.model, best.layout, stage)
     compared = [

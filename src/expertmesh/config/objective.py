@@ -80,7 +80,7 @@ class ObjectiveConfig(Section):
 
     def idle(self) -> dict[str, str]:
         users = {key: [n for n, facts in OBJECTIVES.items() if key in facts.keys] for key in type(self).model_fields}
-        others = users.keys() - {"name", *self.facts.keys}
+        others = (key for key in users if key not in ("name", *self.facts.keys))
         return {key: f"with objective.name {self.name}; remove it or use {_either(users[key])}" for key in others}
 
     @model_validator(mode="after")

@@ -85,7 +85,8 @@ def find_place(environment: Environment = os.environ) -> Rank | None:
     if alone and ("PET_NNODES" in environment or "PET_NODE_RANK" in environment):
         raise InputError(
             "PET_NNODES and PET_NODE_RANK are options of torchrun, which starts the ranks of each machine; start "
-            "torchrun -m expertmesh with the same arguments, or unset them",
+            "torchrun with the same script, or -m expertmesh with the same arguments; for a verb that starts no ranks "
+            "unset them",
             key="launch.start-by-torchrun",
         )
     task = _slurm_task(environment) or _mpi_rank(environment)

@@ -1,8 +1,8 @@
 """Exchange JSON between the processes of a job by the store where they met, beside all process groups.
 
-Launchers of several machines wait for each other by it (launcher/launch.py), ranks report where they hang
-(launcher/hangs.py), and rank 0 shares uploads out (checkpoint/remote.py). Each call is a request to the process that
-holds the store, from any thread; nothing here is a collective. A lost store raises `torch.distributed.DistError`.
+Ranks report by it where they hang (launcher/hangs.py), and rank 0 shares uploads out (checkpoint/remote.py). Each call
+is a request to the process that holds the store, from any thread; nothing here is a collective. A lost store raises
+`torch.distributed.DistError`.
 """
 
 import datetime

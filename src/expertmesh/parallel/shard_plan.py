@@ -122,15 +122,16 @@ class ShardOptions:
     ) -> "ShardOptions":
         """Build options from the arguments of the Python interface, where True means "full" and False "none"."""
         mode, moe = checkpointing_mode(activation_checkpointing), moe or MoeConfig()
+        layers = checkpoint_layers if isinstance(checkpoint_layers, str | int) else list(checkpoint_layers)
         # Values are refused as those of a file are.
-        TrainConfig(activation_checkpointing=mode, checkpoint_layers=checkpoint_layers)  # type: ignore[arg-type]
+        TrainConfig(activation_checkpointing=mode, checkpoint_layers=layers)  # type: ignore[arg-type]
         if moe.placement == "balanced":
             raise InputError(
                 "moe.placement: balanced looks at the data of a run, which `expertmesh train` has; give a file that "
                 "`expertmesh plan --placement` has written",
                 key="moe.balanced-placement-of-a-run",
             )
-        return cls(precision, moe, mode, checkpoint_layers, compile)
+        return cls(precision, moe, mode, layers, compile)
 
 
 @dataclass(frozen=True, eq=False)

@@ -267,6 +267,11 @@ def peak_of(workload: Workload, stage: int) -> float:
     return RankMemory(workload).peak(stage)[0]
 
 
+def fullest_stage(workload: Workload) -> int:
+    """Return the pp rank whose peak is the highest."""
+    return max(workload.distinct_stages(), key=lambda stage: peak_of(workload, stage))
+
+
 def inputs_on_host(workload: Workload) -> float:
     """Return the bytes of blocks' inputs in host memory (train.keep_inputs) when forward of a round is through."""
     return RankMemory(workload).hidden * inputs_that_wait(workload) * workload.batch.together

@@ -1,4 +1,4 @@
-"""Every layout a job could have: which fit, how fast each is, why the others are rejected, and what a run costs.
+"""Every layout a job could have: which fit, how fast each is, and why the others are rejected.
 
 All arithmetic; 16,384 devices take seconds. The code that trains decides what is refused, so a plan never proposes what
 `train` refuses.

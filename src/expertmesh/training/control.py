@@ -123,7 +123,7 @@ class Progress:
         self._fields.stop = number
 
     def status(self) -> RankStatus:
-        """Return all fields at one moment, also for a reader in another process."""
+        """Return the fields as they are now; of a place that is being written they may be mixed (`at`)."""
         found = self._fields
         phase = found.phase.decode(errors="ignore") or "starting"
         return RankStatus(

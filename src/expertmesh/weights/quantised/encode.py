@@ -136,7 +136,7 @@ def plan_packing(view: ModelView, lazies: Mapping[str, LazyTensor], form: object
 
 
 def not_quantised(why: str) -> InputError:
-    return InputError(f"save.dtype: as_loaded: {why}; set it to auto", key="weights.not-quantised")
+    return InputError(f"dtype as_loaded: {why}; set it to auto", key="weights.not-quantised")
 
 
 def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
