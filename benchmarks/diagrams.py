@@ -1,4 +1,4 @@
-"""The diagrams of the docs: the mesh's two views, one forward of an expert layer, who writes a checkpoint.
+"""The diagrams of the docs: two views of the mesh, a forward of an expert layer, orders of a step, a checkpoint.
 
 `make figures` writes them beside the picture of the README (figures.py). Ranks and their groups are those of the
 product's own `Layout`. One file suits light and dark pages: its colours follow the reader's setting.
@@ -27,6 +27,7 @@ def diagrams() -> dict[str, str]:
     return {
         "mesh.svg": _svg(760, 232, "Two views of the same ranks", _mesh()),
         "expert-layer.svg": _svg(760, 268, "One forward of an expert layer on two ranks", _expert_layer()),
+        "orders.svg": _svg(760, 248, "Two orders of the micro-batches of a step", _orders()),
         "checkpoint.svg": _svg(760, 236, "Each rank writes its own parts; the manifest comes last", _checkpoint()),
     }
 
@@ -83,6 +84,37 @@ def _expert_layer() -> Iterator[str]:
         20,
         262,
         "Backward sends the same rows the other way: one host wait a layer in forward, none in backward.",
+        "faint",
+    )
+
+
+def _orders() -> Iterator[str]:
+    """Two micro-batches through three blocks and back, with what FSDP2 gathers and reduces in each order."""
+    blocks, batches = 3, "ab"
+    there, back = range(1, blocks + 1), range(blocks, 0, -1)
+    by_micro_batch = [
+        (each, block, way) for each in batches for way, order in (("F", there), ("B", back)) for block in order
+    ]
+    by_layer = [(each, block, way) for way, order in (("F", there), ("B", back)) for block in order for each in batches]
+    for name, passes, y in (("by_micro_batch", by_micro_batch, 12), ("by_layer", by_layer, 114)):
+        # By layer a block stays gathered for all micro-batches of a round, the last one also until its backward.
+        gathers = [
+            name == "by_micro_batch" or not place or block != passes[place - 1][1]
+            for place, (_, block, _) in enumerate(passes)
+        ]
+        reduces = [way == "B" and (name == "by_micro_batch" or each == batches[-1]) for each, _, way in passes]
+        yield _text(20, y + 14, f"{name}: {sum(gathers)} gathers, {sum(reduces)} reductions", "strong")
+        for place, (each, block, way) in enumerate(passes):
+            x = 20 + 60 * place
+            yield _box(x, y + 26, 54, 28, "a" if each == batches[0] else "b")
+            yield _text(x + 27, y + 45, f"{way}{block} {each}", "middle")
+            for mark, shown, below in (("gather", gathers, 69), ("reduce", reduces, 84)):
+                if shown[place]:
+                    yield _text(x + 27, y + below, mark, "middle faint")
+    yield _text(
+        20,
+        236,
+        "F1 a: forward of block 1 with micro-batch a; B: backward. By layer, a round of more micro-batches adds none.",
         "faint",
     )
 

@@ -6,12 +6,15 @@ At the top of the README, left, the losses of benchmarks/data/curves.json (what 
 three layouts on the curve of the unsharded model, and their relative difference below. Right, the rows that one token
 sends, whose number is computed from the model's published sizes. In RESULTS.md, what a micro-batch costs by their
 number in a step, from benchmarks/data/accumulation.json. Each picture is written for light and for dark pages, as SVG
-that no font has to be installed for, and equal bytes on every machine.
+that no font has to be installed for, and equal bytes on every machine; but for two figures of the report of a run of
+`make demo` (benchmarks/data/demo), which matplotlib places.
 """
 
 import argparse
+import hashlib
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,11 +23,15 @@ from typing import Any, NamedTuple
 
 from benchmarks.diagrams import diagrams
 from expertmesh.distributed.layout import TopKRouter, rows_per_token
+from expertmesh.report.plots import draw
+from expertmesh.report.run import read_run
 
 ROOT = Path(__file__).parents[1]
 CURVES = ROOT / "benchmarks" / "data" / "curves.json"
 ACCUMULATION = ROOT / "benchmarks" / "data" / "accumulation.json"
+DEMO = ROOT / "benchmarks" / "data" / "demo"
 PICTURES = ROOT / "docs" / "pictures"
+REPORT = "report.svg"
 WIDTH, HEIGHT = 980, 372
 BOUND = 1e-4
 
@@ -73,7 +80,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=PICTURES)
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
-    for name, text in pictures().items():
+    for name, text in (pictures() | {REPORT: report()}).items():
         (output / name).write_text(text, encoding="utf-8")
         print(f"wrote {output / name}")
     return 0
@@ -84,6 +91,28 @@ def pictures() -> dict[str, str]:
     parity = {f"parity-{name}.svg": "\n".join(_picture(theme)) + "\n" for name, theme in THEMES.items()}
     accumulated = {f"accumulation-{name}.svg": "\n".join(_accumulation(theme)) + "\n" for name, theme in THEMES.items()}
     return parity | accumulated | diagrams()
+
+
+def report() -> str:
+    """Return two figures of the demo's report side by side, in the colours of the page that shows them."""
+    figures, width = draw(read_run(DEMO)), WIDTH // 2
+    shown = {"loss": "Loss", "expert_tokens": "Tokens of each expert, over the mean of its layer"}
+    style = (ROOT / "src" / "expertmesh" / "report" / "style.css").read_text(encoding="utf-8")
+    light, dark, *_ = re.findall(r"(--ink[^}]*)}", style)
+    rules = f"svg {{{light}; color: var(--ink)}} @media (prefers-color-scheme: dark) {{svg {{{dark}}}}}"
+    parts = [*_opening(THEMES["light"]._replace(ink="currentColor"), 280), f"<desc>{demo_hash()}</desc>"]
+    parts += ["<title>Two figures of the demo's report</title>", f"<style>{rules}</style>"]
+    for place, (key, title) in enumerate(shown.items()):
+        drawn = re.sub(r' data-hover="[^"]*"', "", figures[key])
+        size = f'x="{place * width}" y="30" width="{width - 10}" height="{(width - 10) * 3.1 / 6:.0f}"'
+        parts.append(_text(place * width + 12, 20, title, weight=600))
+        parts.append(re.sub(r'width="[^"]*" height="[^"]*"', size, drawn, count=1))
+    return "\n".join(line.rstrip() for line in "\n".join([*parts, "</svg>"]).splitlines()) + "\n"
+
+
+def demo_hash() -> str:
+    """Return the SHA-256 of the rows that the report's picture is drawn from."""
+    return hashlib.sha256((DEMO / "metrics.jsonl").read_bytes()).hexdigest()
 
 
 def curves() -> list[Curve]:

@@ -26,6 +26,10 @@ def test_the_readme_is_read_in_minutes() -> None:
 def test_pictures_are_what_make_figures_draws() -> None:
     pages = [README, (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")]
     pages += [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
+    # matplotlib places the report's figures, by its version.
+    drawn = (figures.PICTURES / figures.REPORT).read_text(encoding="utf-8")
+    assert figures.demo_hash() in drawn, "make figures"
+    assert f"pictures/{figures.REPORT}" in README
     for name, text in figures.pictures().items():
         assert (figures.PICTURES / name).read_text(encoding="utf-8") == text, "make figures"
         assert any(f"pictures/{name}" in page for page in pages), name
