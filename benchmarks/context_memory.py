@@ -1,6 +1,6 @@
 """Bytes that a forward keeps for backward, per rank, against cp: exact counts, so any machine gives the same.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.context_memory
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.context_memory
 
 One row of 4,096 positions through a small Qwen3-MoE (4 layers, hidden 256, 8 query and 4 key heads, 16 experts,
 top-2) on 4 ranks, ep 4, float32, sdpa; cp 1, 2 and 4, with and without activation checkpointing. Each storage that
@@ -10,54 +10,48 @@ a step. Losses must agree over all cp, or the run fails. Prints a Markdown table
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+import expertmesh as em
+from benchmarks.case import Case, random_model
 from benchmarks.probes import count_collectives
+from benchmarks.result import markdown
+from expertmesh.distributed.mesh import start_process_group
 
-RANKS, POSITIONS, VOCABULARY = 4, 4096, 512
-CPS = (1, 2, 4)
+RANKS, POSITIONS, CPS = 4, 4096, (1, 2, 4)
+CASE = Case(
+    tokens=POSITIONS, sequence=POSITIONS, compute="float32", layers=4, hidden=256, experts=16, top_k=2,
+    expert_width=128, vocabulary=512, head_dim=32,
+)  # fmt: skip
 
 
 def main() -> None:
-    with tempfile.NamedTemporaryFile() as store, tempfile.NamedTemporaryFile() as result:
-        mp.start_processes(_rank, (store.name, result.name), nprocs=RANKS, start_method="spawn")  # type: ignore[no-untyped-call]
-        rows = torch.load(result.name, weights_only=True)
-    assert max(row[-1] for row in rows) - min(row[-1] for row in rows) <= 1e-5, "losses differ"
-    print("| activation checkpointing | cp | positions here | saved MB | of cp 1 | all-to-all MB |")
-    print("|---|---|---|---|---|---|")
-    first: dict[str, float] = {}
-    for mode, cp, saved, exchanged, _ in rows:
-        share = saved / first.setdefault(mode, saved)
-        print(f"| {mode} | {cp} | {POSITIONS // cp:,} | {saved / 1e6:.2f} | {share:.3f} | {exchanged / 1e6:.1f} |")
-
-
-def _rank(rank: int, store: str, result: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    rows = [
-        ("full" if checkpointing else "none", cp, *_measure(cp, checkpointing))
-        for checkpointing in (False, True)
-        for cp in CPS
-    ]
-    dist.barrier()
-    if rank == 0:
-        torch.save(rows, result)
+    start_process_group(torch.device("cpu"), 600)
+    losses, table = list[float](), list[list[str]]()
+    for mode in ("none", "full"):
+        first = None
+        for cp in CPS:
+            saved, exchanged, loss = _measure(cp, mode == "full")
+            first = first or saved
+            share, positions = f"{saved / first:.3f}", f"{POSITIONS // cp:,}"
+            table.append([mode, str(cp), positions, f"{saved / 1e6:.2f}", share, f"{exchanged / 1e6:.1f}"])
+            losses.append(loss)
+    assert max(losses) - min(losses) <= 1e-5, f"losses differ: {losses}"
+    if dist.get_rank() == 0:
+        head = ("activation checkpointing", "cp", "positions here", "saved MB", "of cp 1", "all-to-all MB")
+        print(markdown(head, table))
     dist.barrier()
 
 
 def _measure(cp: int, checkpointing: bool) -> tuple[float, float, float]:
     """Bytes saved and exchanged, means over ranks (experts get unequally many tokens), and the loss of one row."""
-    import expertmesh as em
-
-    torch.manual_seed(0)
-    model: Any = _model()
+    model = random_model(CASE, torch.device("cpu"))
     em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=RANKS, cp=cp)), activation_checkpointing=checkpointing)
-    ids = torch.randint(VOCABULARY, (1, POSITIONS), generator=torch.Generator().manual_seed(1))  # the same on all ranks
+    generator = torch.Generator().manual_seed(1)  # the same row on all ranks
+    ids = torch.randint(CASE.vocabulary, (1, POSITIONS), generator=generator)
     loss, saved = torch.zeros(()), 0
 
     def forward() -> None:
@@ -68,32 +62,13 @@ def _measure(cp: int, checkpointing: bool) -> tuple[float, float, float]:
     def step() -> None:
         nonlocal saved
         saved = _saved_activations(model, forward)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     exchanged = count_collectives(step)["all_to_all"].bytes
     values = torch.tensor([saved / RANKS, exchanged / RANKS, loss.item()], dtype=torch.float64)
     dist.all_reduce(values)
     mean_saved, mean_exchanged, whole_loss = values.tolist()
     return mean_saved, mean_exchanged, whole_loss
-
-
-def _model() -> Any:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        num_experts=16,
-        num_experts_per_tok=2,
-        max_position_embeddings=POSITIONS,
-    )
-    return Qwen3MoeForCausalLM(config).train()
 
 
 def _saved_activations(model: Any, forward: Any) -> int:

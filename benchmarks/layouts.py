@@ -110,7 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--directory", help="where the temporary files go")
-    parser.add_argument("--document", type=Path, help="write the table here, as Markdown, and the plot beside it")
+    parser.add_argument("--document", type=Path, help="write the tables here, as Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--layout", type=int, nargs="*", default=list(range(len(LAYOUTS))), help="numbers from 0")
     arguments = parser.parse_args()
@@ -134,9 +134,7 @@ def main() -> int:
         everything = {"machine": machine(), "runs": [vars_of(c) for c in (reference, *curves, *narrow, *continued)]}
         arguments.json.write_text(json.dumps(everything, indent=1) + "\n")
     if arguments.document:
-        picture = arguments.document.with_suffix(".svg")
-        arguments.document.write_text(text.replace("LOSSES", f"![loss over steps]({picture.name})"))
-        plot(picture, [reference, *curves])
+        arguments.document.write_text(text)
     worst = max(curve.distance(reference)[0] for curve in (*curves, *continued))
     if worst > TOLERANCE:
         print(f"error: a loss is off by {worst:.1e}, more than {TOLERANCE:g}", file=sys.stderr)
@@ -233,10 +231,11 @@ def run(
 def document(
     steps: int, reference: Curve, curves: Sequence[Curve], narrow: Sequence[Curve], continued: Sequence[Curve]
 ) -> str:
-    """Markdown; the word LOSSES stands where the plot goes."""
+    """Markdown; the picture is that of `make figures`, from what --json writes."""
     shown = [step for step in (1, 2, 5, 10, 20, 50, 100) if step <= steps]
     lines = ["# One model, three layouts, one loss curve", ""]
-    lines += [_INTRODUCTION.format(steps=steps, tolerance=TOLERANCE, continued=CONTINUED), "", "LOSSES", ""]
+    lines += [_INTRODUCTION.format(steps=steps, tolerance=TOLERANCE, continued=CONTINUED), ""]
+    lines += ["![loss over steps](../docs/pictures/parity-light.svg)", ""]
     lines += ["| fp32 | " + " | ".join(f"step {step}" for step in shown) + " | largest difference |"]
     lines += ["|---|" + "---|" * (len(shown) + 1)]
     for curve in (reference, *curves):
@@ -278,30 +277,6 @@ three more axes 2e-7, by chance."""
 def _difference(curve: Curve, reference: Curve) -> str:
     worst, step = curve.distance(reference)
     return f"{worst:.1e} (step {step})"
-
-
-def plot(path: Path, curves: Sequence[Curve]) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1))
-    reference, *others = curves
-    steps = range(1, len(reference.losses) + 1)
-    above.plot(steps, reference.losses, color="black", linewidth=4, alpha=0.25, label=reference.name)
-    for curve, style in zip(others, ("-", "--", ":"), strict=False):
-        (line,) = above.plot(steps[: len(curve.losses)], curve.losses, style, label=curve.name)
-        pairs = zip(curve.losses, reference.losses, strict=False)
-        error = [max(abs(own - other) / abs(other), 1e-9) for own, other in pairs]
-        below.semilogy(steps[: len(error)], error, style, color=line.get_color())
-    below.axhline(TOLERANCE, color="grey", linewidth=1)
-    above.set_ylabel("loss")
-    below.set_ylabel("relative difference")
-    below.set_xlabel("optimizer step")
-    above.legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
 
 
 def vars_of(curve: Curve) -> dict[str, Any]:

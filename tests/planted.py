@@ -75,7 +75,7 @@ gradient of an expert's adapter without its scaling
     experts/expert_mlp.py: low_up_Pr, end_L).mul_(up_scaling) -> low_up_Pr, end_L)
     adapters/test_parity.py::test_every_adapter_gradient_and_two_steps_equal_stock_peft
 dropout of adapters equal for all experts of a token
-    experts/expert_mlp.py: (number_P << 16) + expert_L[pairs.expert_P()] -> number_P
+    experts/expert_mlp.py: mixed(number_P) + expert_L[pairs.expert_P()] -> mixed(number_P)
     experts/test_lora.py::test_each_expert_of_a_token_drops_for_itself_wherever_it_is
 mask of dropout sent to another token's row
     experts/layer.py: replace(dropout, token_number_P=numbers_R) -> replace(dropout, token_number_P=numbers_R.roll(1))
@@ -111,7 +111,7 @@ bias behind a split layer added by each rank
     parallel/tensor.py: placed.enter_context(_biased(last, None)) -> pass
     parallel/test_tensor.py::test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_model
 tp takes the logits of other words
-    step/loss.py: chosen_C = torch.where(here_C, shifted_CW -> chosen_C = torch.where(~here_C, shifted_CW
+    step/vocabulary.py: chosen_C = torch.where(here_C, shifted_CW -> chosen_C = torch.where(~here_C, shifted_CW
     parallel/test_tensor.py::test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_model
 packed samples see each other
     data/loader.py: position_ids[b, start:end] = np.arange(end - start)
@@ -164,7 +164,7 @@ head of a reward model not trained
     -> found = dict.fromkeys([] if is_reward_model(self.model) else [*outside, *head.parameters()])
     training/test_reward.py::test_a_reward_model_equals_trls
 gradient of the divergence without the temperature
-    step/loss.py: ctx.save_for_backward(gradient_CW.mul_(temperature)) -> ctx.save_for_backward(gradient_CW)
+    step/vocabulary.py: ctx.save_for_backward(gradient_CW.mul_(temperature)) -> ctx.save_for_backward(gradient_CW)
     training/test_distill.py::test_the_divergence_has_torchs_value_and_gradient
 teacher of another micro-batch
     step/objectives.py: self.teacher[int(batch["teacher"][0])] -> self.teacher[0]

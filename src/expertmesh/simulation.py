@@ -40,7 +40,7 @@ from expertmesh.state.patching import replaced
 from expertmesh.step import loss, pipeline_schedule
 from expertmesh.step.forward_backward import run_step
 from expertmesh.step.grad_norm import clip_grad_norm_
-from expertmesh.step.objective import CrossEntropy
+from expertmesh.step.loss import CrossEntropy
 from expertmesh.weights.meta_model import materialize
 
 # What each axis is used for. All-reduces over fsdp are of single numbers.

@@ -12,7 +12,7 @@ import expertmesh as em
 from expertmesh.experts import layer
 from expertmesh.state.model_view import module_state
 from expertmesh.step.forward_backward import evaluate_terms
-from expertmesh.step.objective import CrossEntropy
+from expertmesh.step.loss import CrossEntropy
 from tests.adapters.reference import PeftRun, tiny_peft_run
 from tests.support.errors import refused
 from tests.support.models import tiny_model

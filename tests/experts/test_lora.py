@@ -1,5 +1,6 @@
 """Adapters on experts against experts whose weights have the adapters' product added, and what is formed on the way."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,10 @@ def test_each_expert_of_a_token_drops_for_itself_wherever_it_is() -> None:
     first, second = (_dropped(torch.ones(2, 4096), dropout, pairs, torch.tensor(e)) for e in ([4, 7], [7, 4]))
     assert torch.equal(first, second.flip(0))
     assert abs(float((first[0] == first[1]).float().mean()) - 0.5) < 0.05
+    # A Trainer's rows of the 16th step: 20 bits of rows and 24 of positions are below those of steps.
+    later = replace(dropout, token_number_P=torch.tensor([16 << 44]))
+    other = _dropped(torch.ones(2, 4096), later, pairs, torch.tensor([4, 7]))
+    assert abs(float((first == other).float().mean()) - 0.5) < 0.05
 
 
 def test_gradients_under_dropout_are_those_of_the_dropped_function() -> None:

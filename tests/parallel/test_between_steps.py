@@ -126,10 +126,15 @@ def _parallelize(model: nn.Module, moe: em.MoeConfig | None = None, tamper: str 
             experts[[0, 4]] = experts[[4, 0]]
         elif tamper == "bias":
             model.model.layers[1].mlp.gate.e_score_correction_bias.zero_()
+        elif tamper == "more":
+            model.lm_head.register_buffer("extra", torch.zeros(1))
     em.parallelize(model, mesh, moe=moe)
 
 
-@pytest.mark.parametrize(("tamper", "name"), [("swap", "experts.down_proj"), ("bias", "e_score_correction_bias")])
+@pytest.mark.parametrize(
+    ("tamper", "name"),
+    [("swap", "experts.down_proj"), ("bias", "e_score_correction_bias"), ("more", "lm_head.extra")],
+)
 def test_copies_that_differ_between_ranks_are_refused_by_name(tamper: str, name: str) -> None:
     with refused_on_ranks("model.replicas-differ", IntegrityError, naming=f"{name} on rank 1"):
         shared_ranks(_parallelize, 2, tiny_model("deepseek_v3"), None, tamper)

@@ -48,7 +48,7 @@ def test_the_norm_of_a_large_gradient_is_not_lost_to_rounding() -> None:
     assert norm == pytest.approx(float(gradient.double().norm()), rel=1e-6)
 
 
-def _clip_a_gradient_that_is_not_finite() -> tuple[bool, bool]:
+def _clip_a_gradient_that_is_not_finite(norm_type: float) -> tuple[bool, bool]:
     model = copy.deepcopy(MODEL)
     mesh = em.init_mesh(em.ParallelConfig(ep=2), num_experts=8)
     em.parallelize(model, mesh)
@@ -56,13 +56,14 @@ def _clip_a_gradient_that_is_not_finite() -> tuple[bool, bool]:
         parameter.grad = torch.ones_like(parameter)
     if mesh.rank == 1:
         next(model.parameters()).grad.to_local()[0, 0] = math.nan
-    norm = em.clip_grad_norm_(model, 1.0)
+    norm = em.clip_grad_norm_(model, 1.0, norm_type)
     untouched = all(bool((p.grad.to_local().nan_to_num(1.0) == 1).all()) for p in model.parameters())
     return bool(norm.isnan()), untouched
 
 
-def test_a_norm_that_is_not_finite_is_seen_by_every_rank_and_scales_nothing() -> None:
-    assert shared_ranks(_clip_a_gradient_that_is_not_finite, 2) == [(True, True), (True, True)]
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_norm_that_is_not_finite_is_seen_by_every_rank_and_scales_nothing(norm_type: float) -> None:
+    assert shared_ranks(_clip_a_gradient_that_is_not_finite, 2, norm_type) == [(True, True), (True, True)]
 
 
 def test_a_model_that_was_never_parallelized_is_refused() -> None:

@@ -26,7 +26,7 @@ from expertmesh.parallel import tensor
 from expertmesh.state.model_view import module_state
 from expertmesh.state.patching import exchanged
 from expertmesh.state.shards import stored_box
-from expertmesh.step import loss as loss_module
+from expertmesh.step import vocabulary
 from tests.parallel.test_router_loss import MOE
 from tests.parallel.test_router_loss import expected as expected_with_router_losses
 from tests.parallel.test_router_loss import with_losses as train_with_router_losses
@@ -298,16 +298,30 @@ def test_bytes_over_tp_are_those_of_the_formula(checkpointed: bool) -> None:
         assert all(expected - left_out <= sum(each) <= expected for each in counted), (family, counted)
 
 
+def _refusal_of_a_label(label: int) -> str:
+    model = em.parallelize(tiny_model("qwen3_moe"), em.init_mesh(em.ParallelConfig(tp=2, ep=1)))
+    batch = padded(rows_of_step(0, ())[:2])
+    batch["labels"][0, 3] = label
+    with pytest.raises(RuntimeError) as caught:
+        em.causal_lm_loss(model, batch, target_tokens=64)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("label", [-1, 96])
+def test_a_label_that_is_no_token_is_refused_where_ranks_share_the_vocabulary(label: int) -> None:
+    assert all("neither a token of the vocabulary" in each for each in shared_ranks(_refusal_of_a_label, 2, label))
+
+
 def _multiply_gradients(model: nn.Module, mesh: Mesh) -> None:
     """As when each rank of a group reports the group's loss for its own."""
-    backward = loss_module._CrossEntropy.backward
+    backward = vocabulary._CrossEntropy.backward
     mock.patch.object(
-        loss_module._CrossEntropy, "backward", staticmethod(lambda ctx, grad: backward(ctx, grad * mesh.layout.tp))
+        vocabulary._CrossEntropy, "backward", staticmethod(lambda ctx, grad: backward(ctx, grad * mesh.layout.tp))
     ).start()
 
 
 def _count_losses_twice(model: nn.Module, mesh: Mesh) -> None:
-    mock.patch.object(loss_module.VocabularyShare, "ranks", 1).start()
+    mock.patch.object(vocabulary.VocabularyShare, "ranks", 1).start()
 
 
 def _add_biases_on_every_rank(model: nn.Module, mesh: Mesh) -> None:

@@ -15,7 +15,7 @@ from expertmesh.planning.read_model import figures_of_plan, figures_of_teacher
 from expertmesh.planning.search import Job, evaluate
 from expertmesh.planning.stages import Batch, resident_state
 from expertmesh.state.shards import local_tensor
-from expertmesh.step.loss import divergence
+from expertmesh.step.vocabulary import divergence
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.ranks import shared_ranks

@@ -16,7 +16,7 @@ import expertmesh as em
 from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, TokenizedDataset
 from expertmesh.step.forward_backward import evaluate_terms
-from expertmesh.step.objective import EvaluatedCrossEntropy
+from expertmesh.step.loss import EvaluatedCrossEntropy
 from expertmesh.training.evaluation import generate, prompt_of
 from expertmesh.training.resume import Best, Counters, read_counters
 from expertmesh.training.run import train

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from expertmesh.config import Config
 from expertmesh.export.checkpoint import export
 from expertmesh.step import forward_backward
-from expertmesh.step.objective import Term
+from expertmesh.step.loss import Term
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused

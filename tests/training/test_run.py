@@ -30,7 +30,7 @@ from expertmesh.launcher.worker import run_rank
 from expertmesh.planning.forecast import train_with_forecast
 from expertmesh.state import model_view
 from expertmesh.step import forward_backward as step_module
-from expertmesh.step.objective import Term
+from expertmesh.step.loss import Term
 from expertmesh.training import run as run_module
 from expertmesh.training.control import Control
 from expertmesh.training.run import train

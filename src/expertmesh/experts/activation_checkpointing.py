@@ -164,10 +164,11 @@ def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         return compute()
     if run.recomputes:
         # Return a copy: a model may change it in place, which autograd forbids for leaves.
-        return run.record.results.pop(0).requires_grad_().clone()
+        return run.record.results.pop(0).clone()
     with saved_tensors_hooks(_pack, _unpack):
         result = compute()
-    run.record.results.append(result.detach().clone())
+    # Without a gradient in the first run, as without trained parameters so far, the second must save as little.
+    run.record.results.append(result.detach().clone().requires_grad_(result.requires_grad))
     return result
 
 

@@ -6,7 +6,7 @@ what `AllToAllDispatcher` does, in kernels of their own. Backward uses the handl
 of rows are combined, those of results dispatched. The second run of a checkpointed block has the handle, and exchanges
 no counts.
 
-`Exchange` is written for the class `Buffer` of versions 1.2.1 (2025-09-15) and 2.1.0 (2026-07-14) of
+`Exchange` calls the class `Buffer` of versions 1.2.1 (2025-09-15) and 2.1.0 (2026-07-14) of
 github.com/deepseek-ai/DeepEP; `CALLS` lists what is used of it. It has never run here on a GPU. Its rows are bf16,
 summed in fp32 inside a node. The order in which rows are received is not relied on.
 
@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,8 +68,22 @@ class Received:
     """Number of choices that are this rank's."""
 
 
-class Library(Protocol):
-    """A library's buffers for one EP group. All but `close` are collective over it, and run on the current stream."""
+class Exchange:
+    """DeepEP's `Buffer` for `group`, the EP group, with rows of at most `hidden` values.
+
+    Collectives: every rank makes it; some small exchanges of objects over the group. All methods are collective over
+    it, and run on the current stream.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, hidden: int) -> None:
+        deep_ep = importlib.import_module("deep_ep")
+        self._index_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)
+        ranks, row = group.size(), 2 * max(hidden, NUMBER_COLUMNS)
+        configs = (deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks))
+        near = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
+        # A build without NVSHMEM does not answer, and needs none within a node.
+        far = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs) if ranks > NODE else 0
+        self._buffer: Any = deep_ep.Buffer(group, near, far, explicitly_destroy=True)
 
     def dispatch(
         self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int
@@ -77,21 +91,34 @@ class Library(Protocol):
         """Exchange counts and dispatch; the host waits. Expert id `num_experts` marks a padded routing entry. Weights
         are fp32.
         """
-        ...
+        index_TK = index_TK.masked_fill(index_TK >= num_experts, -1).to(self._index_dtype)
+        per_rank, per_node, per_expert, in_rank_TD, _ = self._buffer.get_dispatch_layout(index_TK, num_experts)
+        rows_RH, index_RK, weight_RK, pairs_L, handle, _ = self._buffer.dispatch(
+            rows_TH,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank_TD,
+            num_tokens_per_expert=per_expert,
+            topk_idx=index_TK,
+            topk_weights=weight_TK,
+        )
+        return Received(handle, rows_RH, index_RK, weight_RK, sum(pairs_L))
 
     def dispatch_again(self, rows_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         """Dispatch other rows by the same routing: `[R, H]`, in the same order, bit for bit. The host does not wait."""
-        ...
+        rows_RH: torch.Tensor = self._buffer.dispatch(rows_TH, handle=handle)[0]
+        return rows_RH
 
     def combine(
         self, rows_RH: torch.Tensor, handle: Any, weight_RK: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the rows of each token, `[T, H]`, and return `[T, K]` of `weight_RK` (fp32). The host does not wait."""
-        ...
+        rows_TH, weight_TK, _ = self._buffer.combine(rows_RH, handle, topk_weights=weight_RK)
+        return rows_TH, weight_TK
 
     def close(self) -> None:
-        """Free the buffers, once, after the last exchange. Every rank of the group calls it."""
-        ...
+        """Free the buffers, once, after the last exchange."""
+        self._buffer.destroy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +147,7 @@ class LibraryDispatcher:
     """E."""
     ranks: int
     """Ranks of the EP group."""
-    library: Library
+    library: Exchange
     """The library's exchange, with its buffers."""
     triton: bool = False
     """True if Triton's kernels sort the pairs."""
@@ -182,7 +209,7 @@ class _Dispatch(torch.autograd.Function):
         hidden_TH: torch.Tensor,
         weight_TK: torch.Tensor,
         plan: _LibraryPlan,
-        library: Library,
+        library: Exchange,
         received: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(plan.place_P)
@@ -209,7 +236,7 @@ class _Combine(torch.autograd.Function):
     """Return rows_RH -> out_TH. Saves no tensor: a checkpointed block would be recomputed up to here for it."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RH: torch.Tensor, handle: Any, library: Library) -> torch.Tensor:
+    def forward(ctx: Any, rows_RH: torch.Tensor, handle: Any, library: Exchange) -> torch.Tensor:
         ctx.handle, ctx.library = handle, library
         out_TH, _ = library.combine(rows_RH.contiguous(), handle)
         return out_TH
@@ -217,52 +244,6 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.library.dispatch_again(grad_out_TH.contiguous(), ctx.handle), None, None
-
-
-class Exchange:
-    """A `Library`: DeepEP's `Buffer` for `group`, the EP group, with rows of at most `hidden` values.
-
-    Collectives: every rank makes it; some small exchanges of objects over the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, hidden: int) -> None:
-        deep_ep = importlib.import_module("deep_ep")
-        self._index_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)
-        ranks, row = group.size(), 2 * max(hidden, NUMBER_COLUMNS)
-        configs = (deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks))
-        near = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
-        # A build without NVSHMEM does not answer, and needs none within a node.
-        far = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs) if ranks > NODE else 0
-        self._buffer: Any = deep_ep.Buffer(group, near, far, explicitly_destroy=True)
-
-    def dispatch(
-        self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int
-    ) -> Received:
-        index_TK = index_TK.masked_fill(index_TK >= num_experts, -1).to(self._index_dtype)
-        per_rank, per_node, per_expert, in_rank_TD, _ = self._buffer.get_dispatch_layout(index_TK, num_experts)
-        rows_RH, index_RK, weight_RK, pairs_L, handle, _ = self._buffer.dispatch(
-            rows_TH,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank_TD,
-            num_tokens_per_expert=per_expert,
-            topk_idx=index_TK,
-            topk_weights=weight_TK,
-        )
-        return Received(handle, rows_RH, index_RK, weight_RK, sum(pairs_L))
-
-    def dispatch_again(self, rows_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        rows_RH: torch.Tensor = self._buffer.dispatch(rows_TH, handle=handle)[0]
-        return rows_RH
-
-    def combine(
-        self, rows_RH: torch.Tensor, handle: Any, weight_RK: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows_TH, weight_TK, _ = self._buffer.combine(rows_RH, handle, topk_weights=weight_RK)
-        return rows_TH, weight_TK
-
-    def close(self) -> None:
-        self._buffer.destroy()
 
 
 def refusal(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) -> str | None:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.experts.lora_state import Dropout, keep_mask
+from expertmesh.experts.lora_state import Dropout, keep_mask, mixed
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights, activate, activation_backward
 from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
 from expertmesh.state.codes import Scratch
@@ -412,8 +412,8 @@ def _dropped(
         return values
     number_P, salt = dropout.token_number_P.index_select(0, pairs.row_P), dropout.salt
     if expert_L is not None:
-        # Below 2**16 experts, so that no two (token, expert) share a number.
-        number_P, salt = (number_P << 16) + expert_L[pairs.expert_P()], salt + 1
+        # Mixed before the expert is added, which would else make the number of another token.
+        number_P, salt = mixed(number_P) + expert_L[pairs.expert_P()], salt + 1
     return values * keep_mask(Dropout(dropout.probability, salt, number_P), values.shape[1], values.dtype)
 
 

@@ -125,9 +125,9 @@ def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: in
     scale = 1.0 / (1.0 - dropout.probability)
     # Some rows at a time: the int64 numbers are four times as large as the mask in bfloat16.
     rows = max(1, _BLOCK_ELEMENTS // max(1, width))
-    start_P = _mixed(token_number_P * _signed(_GOLDEN) + _signed(dropout.salt))
+    start_P = mixed(token_number_P * _signed(_GOLDEN) + _signed(dropout.salt))
     for first in range(0, token_number_P.shape[0], rows):
-        bits = _mixed(start_P[first : first + rows, None] + column_W * _signed(_GOLDEN))
+        bits = mixed(start_P[first : first + rows, None] + column_W * _signed(_GOLDEN))
         keep_PW[first : first + rows] = (_shifted(bits, 11) >= threshold).to(dtype).mul_(scale)
     return keep_PW
 
@@ -137,7 +137,7 @@ def salt_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-def _mixed(z: torch.Tensor) -> torch.Tensor:
+def mixed(z: torch.Tensor) -> torch.Tensor:
     """Apply splitmix64's finalizer; int64 arithmetic wraps as the unsigned kind does."""
     z = (z ^ _shifted(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shifted(z, 27)) * _signed(_MIX_2)

@@ -114,7 +114,7 @@ def _check_equal_on_every_rank(model: nn.Module) -> None:
     gathered = gather_objects(digests)
     # Every rank checks all ranks against rank 0, so all of them raise together.
     for rank, others in enumerate(gathered):
-        for expected, other in zip(gathered[0], others, strict=True):
+        for expected, other in itertools.zip_longest(gathered[0], others, fillvalue=("what is absent",)):
             if expected != other:
                 raise IntegrityError(
                     f"parallelize: {other[0]} on rank {rank} differs from rank 0's; every rank must hold the same "

@@ -50,12 +50,7 @@ def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
 
 
 def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:
-    """Refuse a `moe.dispatch` that cannot be used here.
-
-    Raises:
-        MissingHereError: the library is absent.
-        InputError: the library cannot send these rows.
-    """
+    """Raise `MissingHereError` if the library of `moe.dispatch` is absent, `InputError` if it cannot send the rows."""
     if moe.dispatch == "deepep" and (refusal := deepep.refusal(layout, anatomy.experts, compute)) is not None:
         error = MissingHereError if deepep.without_kernels(layout, anatomy.experts, compute) is None else InputError
         raise error(
@@ -107,11 +102,7 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
 
 
 def adapter_shard_dim(name: str, adapter: torch.Tensor, layout: Layout) -> int:
-    """Return the dim over which efsdp shards an adapter `[E, r, in]` or `[E, out, r]`; never r.
-
-    Raises:
-        InputError: efsdp divides no other dim.
-    """
+    """Return the dim over which efsdp shards an adapter `[E, r, in]` or `[E, out, r]`, never r. Raises `InputError`."""
     here, wide = adapter.shape[0] // layout.ep, 2 if name.endswith("A") else 1
     for dim, size in ((0, here), (wide, adapter.shape[wide])):
         if size % layout.efsdp == 0:

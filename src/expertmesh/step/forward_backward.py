@@ -6,7 +6,7 @@ The trainer calls it, and so do training loops of users. A step without pipeline
    `copies_of_step` (experts/layer.py) exchanges the adapters of copied experts, if it has replicas.
 2. For each micro-batch, `loss_of_batch` (loss.py) runs the model with its head on no token: `run_base` (base_model.py).
    Its expert layers send tokens to their experts and back (experts/layer.py).
-3. The objective (objective.py) asks `TokenLosses` (loss.py) for its share of the loss. The head runs on chunks of the
+3. The objective asks `TokenLosses` (loss.py) for its share of the loss. The head runs on chunks of the
    hidden states that predict targets, and their gradients are computed at once.
 4. `backward` goes on from these gradients. FSDP2 sums the gradients over ranks.
 5. The caller measures one norm, clips (grad_norm.py) and updates: `TrainingLoop._train_step` (training/loop.py).
@@ -35,8 +35,15 @@ from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.shards import placement_of, to_local
 from expertmesh.step.base_model import model_inputs
 from expertmesh.step.by_layer import Round, layers_held
-from expertmesh.step.loss import loss_of_base, loss_of_batch, refuse_labels, refuse_no_targets
-from expertmesh.step.objective import CrossEntropy, Objective, Term
+from expertmesh.step.loss import (
+    CrossEntropy,
+    Objective,
+    Term,
+    loss_of_base,
+    loss_of_batch,
+    refuse_labels,
+    refuse_no_targets,
+)
 from expertmesh.step.pipeline_schedule import StageOutput, StageTerm, run_pipeline, same_shape
 from expertmesh.step.router_losses import RouterLosses, active_router_losses, router_losses
 

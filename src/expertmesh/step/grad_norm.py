@@ -30,7 +30,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
     Returns:
         A 0-dim fp32 tensor (fp64 for fp64 gradients), equal on every rank.
 
-    Collectives: every rank calls it; one all-reduce of one number over the shard group, with pp one more over the
+    Collectives: every rank calls it; one all-reduce of a number or two over the shard group, with pp one more over the
     stages.
     """
     for module in model.modules():
@@ -64,10 +64,11 @@ def global_norm(gradients: list[torch.Tensor], norm_type: float, model: nn.Modul
     norms = [norm.to(dtype) for norm in norms_of_all(filled, norm_type, wide)] if filled else []
     local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=mesh.device)
     if math.isinf(norm_type):
-        total = local.max()
+        # A maximum over ranks may drop NaN, in gloo and in NCCL: whether there is one is a number of its own.
+        ends = torch.stack([local.nan_to_num(0.0, math.inf).max(), local.isnan().any()])
         for group in groups:
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-        return total
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+        return torch.where(ends[1] > 0, math.nan, ends[0])
     total = local.pow(norm_type).sum()
     for group in groups:
         dist.all_reduce(total, dist.ReduceOp.SUM, group=group)

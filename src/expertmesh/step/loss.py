@@ -1,20 +1,23 @@
 """Compute this rank's share of a step's loss for one micro-batch, by the objective.
 
-The step's loss is a sum that is divided by a count of the whole optimizer step. So gradients are right for every
-layout, accumulation and uneven batches: shares add up, and FSDP2 reduces by sums. The full logits never exist: the
-model's own head runs on chunks of target tokens, whose gradients are computed at once. Under tp each rank has the
-logits of its rows of the output embedding; ranks exchange two numbers per target token and the largest logit. Their
-losses are equal, and what one rank reports is its share; gradients of the logits are each rank's own part, those of
-hidden states and of unsplit parameters are partial sums (parallel/sequence.py).
+An objective is a sum over all ranks and micro-batches that is divided by a count of the whole optimizer step
+(objectives.py has those of responses and of a teacher). So shares add up to the step's value, and gradients are right
+for every layout, accumulation and uneven batches. The full logits never exist: the model's own head runs on chunks of
+target tokens, whose gradients are computed at once. Under tp each rank has the logits of its rows of the output
+embedding (vocabulary.py); losses are equal on all of them, and what one rank reports is its share. Gradients of the
+logits are each rank's own part, those of hidden states and of unsplit parameters are partial sums
+(parallel/sequence.py).
 
-    B rows, S positions, N target tokens here, C tokens of a chunk, H hidden, V vocabulary, W rows of it on this rank
+    B rows, S positions, N target tokens here, C tokens of a chunk, H hidden, V vocabulary, W rows of it on this rank;
+    F figures
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,15 +34,53 @@ from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.experts.micro_batch import real_tokens_of
 from expertmesh.parallel.pipeline import not_callable
 from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
-from expertmesh.parallel.tensor_plan import head_not_split
-from expertmesh.state.model_view import OUTPUT_ROWS, mesh_of, sharded
+from expertmesh.state.model_view import mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
 from expertmesh.step.base_model import base_name, model_inputs, padding_of, run_base
-from expertmesh.step.objective import IGNORED, CrossEntropy, Distilling, Objective, Term
 from expertmesh.step.router_losses import active_router_losses
+from expertmesh.step.vocabulary import SplitHead, divergence, vocabulary_share
 
+IGNORED = -100
 BaseOutput = Callable[..., ModelOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class Distilling:
+    """The comparison of a model's next-token probabilities with a teacher's."""
+
+    temperature: float = 1.0
+    """Divisor of both models' logits."""
+    reverse: bool = False
+    """Take KL(model || teacher), not KL(teacher || model)."""
+    sft_weight: float = 0.0
+    """Factor of the cross-entropy that is added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """This rank's share of a micro-batch; the shares are summed over the whole step."""
+
+    loss: torch.Tensor
+    """0-dim."""
+    figures_F: torch.Tensor
+    """float64 without graph, in the order of the objective's `figures`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective(ABC):
+    """A sum over all ranks and micro-batches of a step."""
+
+    count: int | torch.Tensor = 1
+    """Number of what `over` names in the whole step, by which the loss is divided."""
+    figures: ClassVar[tuple[str, ...]] = ()
+    """Names of the values that it reports beside the loss."""
+    over: ClassVar[str] = "target tokens"
+    """Name of what `count` counts."""
+
+    @abstractmethod
+    def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
+        """Return this rank's share of a micro-batch. Collectives: those of what it asks of `losses`."""
 
 
 def causal_lm_loss(
@@ -183,6 +224,44 @@ def _labels_of_last_tokens(model: nn.Module, batch: Mapping[str, torch.Tensor], 
     return share.local(torch.full_like(ids_BS, IGNORED).scatter(1, last_B1, label_B.unsqueeze(1)), 1)
 
 
+class CrossEntropy(Objective):
+    """The sum of the losses of target tokens, over the targets of the whole step."""
+
+    def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
+        total = losses.total() / self.count
+        return Term(total, total.new_zeros(0, dtype=torch.float64))
+
+
+class EvaluatedCrossEntropy(Objective):
+    """`CrossEntropy` without gradients, and the share of targets with the largest logit."""
+
+    figures = ("token_accuracy",)
+
+    def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
+        total, hits = losses.total_and_hits()
+        return Term(total / self.count, hits.double().view(1) / self.count)
+
+
+class LogProbabilities(Objective):
+    """No objective: `figures_F` is the log-probability of each row's targets, `[B]`, on every rank that shares
+    the row.
+    """
+
+    def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
+        by_row_B = -losses.by_row()
+        return Term(by_row_B.new_zeros(()), by_row_B)
+
+
+class NextWords(Objective):
+    """No objective: `figures_F` is the token that the model would choose at each row's only target, `[B]`, on every
+    rank that shares the row.
+    """
+
+    def term(self, losses: "TokenLosses", batch: dict[str, torch.Tensor]) -> Term:
+        word_B = losses.largest_by_row()
+        return Term(word_B.new_zeros(()), word_B)
+
+
 @dataclass(frozen=True, slots=True)
 class _Head:
     """The modules behind the base model."""
@@ -191,7 +270,7 @@ class _Head:
     """The model, whose own code computes the logits."""
     output: BaseOutput
     """Makes the base model's output from hidden states."""
-    split: "SplitHead | None"
+    split: SplitHead | None
     """This rank's rows of the head under tp; None without."""
     chunk: int
     """Targets whose logits are computed together."""
@@ -465,191 +544,3 @@ class _Returns(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> ModelOutput:
         return self.output
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularyShare:
-    """The rows of the output embedding that this rank computes with. Ranks may have different numbers of rows."""
-
-    group: dist.ProcessGroup
-    """The tp group."""
-    start: int
-    """The first of this rank's rows."""
-    stop: int
-    """The row after the last."""
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that share the vocabulary."""
-        return self.group.size()
-
-    def split(self, head: nn.Module) -> "SplitHead":
-        """Return `head` by this rank's rows: views, whose gradients reach the full parameters (gathered by FSDP2
-        before).
-        """
-        full = {leaf: p for leaf in OUTPUT_ROWS if (p := parameter_slots(head).get(leaf)) is not None}
-        return SplitHead(self, head, full, {leaf: p[self.start : self.stop] for leaf, p in full.items()})
-
-    def cross_entropy(self, logits_CW: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
-        """Return `[C]`, equal on every rank of the group.
-
-        Collectives: all ranks of the tp group call it; two small all-reduces.
-        """
-        self.refuse_other_rows(logits_CW)
-        loss_C: torch.Tensor = _CrossEntropy.apply(logits_CW, target_C - self.start, self.group)
-        return loss_C
-
-    def refuse_other_rows(self, logits_CW: torch.Tensor) -> None:
-        """Raise `InputError` unless the logits are those of this rank's rows."""
-        if logits_CW.shape[-1] != self.stop - self.start:
-            rows = self.stop - self.start
-            raise head_not_split(f"the model makes {logits_CW.shape[-1]} logits of {rows} rows of it")
-
-    def argmax(self, logits_CW: torch.Tensor) -> torch.Tensor:
-        """Return the first token with the largest logit, `[C]`, equal on every rank of the group.
-
-        Collectives: all ranks of the tp group call it; two small all-reduces.
-        """
-        highest_C, place_C = logits_CW.max(-1)
-        most_C = highest_C.clone()
-        dist.all_reduce(most_C, dist.ReduceOp.MAX, group=self.group)
-        # Ties go to the smallest token, as `argmax` of all logits has it.
-        word_C = torch.where(highest_C == most_C, place_C + self.start, torch.iinfo(torch.int64).max)
-        dist.all_reduce(word_C, dist.ReduceOp.MIN, group=self.group)
-        return word_C
-
-
-@dataclass(frozen=True, slots=True)
-class SplitHead:
-    """An output embedding and this rank's rows of its parameters."""
-
-    share: VocabularyShare
-    """This rank's part of the vocabulary."""
-    head: nn.Module
-    """The output embedding."""
-    full: dict[str, nn.Parameter]
-    """Its parameters, by their names in it."""
-    rows: dict[str, torch.Tensor]
-    """This rank's rows of each, by the same names."""
-
-    def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return this rank's rows of one of the head's parameters, and any other parameter unchanged."""
-        leaf = next((leaf for leaf, full in self.full.items() if full is parameter), None)
-        return parameter if leaf is None else self.rows[leaf]
-
-
-def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
-    """Return this rank's share, or None where tp is 1, and for a classifier, which has no vocabulary."""
-    mesh = sharded(model).mesh
-    if mesh is None or mesh.layout.tp == 1 or is_classifier(model):
-        return None
-    rows, tp, rank = head_of(model).out_features, mesh.layout.tp, mesh.coordinate("tp")
-    return VocabularyShare(mesh.dense.get_group("tp"), rows * rank // tp, rows * (rank + 1) // tp)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_CW: torch.Tensor, place_C: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return the loss of each target, `[C]`, and save its gradient.
-
-        Args:
-            logits_CW: This rank's part of the vocabulary, W columns.
-            place_C: The target's column on this rank, outside of `range(W)` if another rank has it.
-
-        Collectives: every rank of `group` issues two all-reduces.
-        """
-        rows = logits_CW.shape[-1]
-        here_C = (place_C >= 0) & (place_C < rows)
-        place_C1 = place_C.clamp(0, rows - 1).unsqueeze(1)
-        shifted_CW = logits_CW - _highest(logits_CW, group).unsqueeze(1)
-        # Not a product: another row's logit may be infinite.
-        chosen_C = torch.where(here_C, shifted_CW.gather(1, place_C1).squeeze(1), 0.0)
-        exp_CW = shifted_CW.exp_()
-        sums_2C = torch.stack([exp_CW.sum(-1), chosen_C])
-        dist.all_reduce(sums_2C, group=group)
-        total_C, chosen_C = sums_2C
-        # softmax minus one-hot, in the memory of the exponentials: no second tensor of the logits' size.
-        gradient_CW = exp_CW.div_(total_C.unsqueeze(1))
-        gradient_CW.scatter_add_(1, place_C1, -here_C.to(gradient_CW.dtype).unsqueeze(1))
-        ctx.save_for_backward(gradient_CW)
-        loss_C: torch.Tensor = total_C.log() - chosen_C
-        return loss_C
-
-    @staticmethod
-    def backward(ctx: Any, grad_C: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gradient_CW,) = ctx.saved_tensors
-        return gradient_CW * grad_C.unsqueeze(1), None, None
-
-
-def divergence(
-    logits_CW: torch.Tensor,
-    teacher_CW: torch.Tensor,
-    *,
-    temperature: float,
-    reverse: bool,
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    """Return temperature² times KL(teacher || model) of each token, `[C]`; `reverse`: KL(model || teacher).
-
-    Both models' logits are divided by the temperature. Only `logits_CW` gets gradients. Logits of minus infinity are
-    words without probability.
-
-    Args:
-        logits_CW: The model's, in the dtype to compute in.
-        teacher_CW: The teacher's, in any dtype.
-        group: The ranks that have the other words; None if this rank has all.
-
-    Collectives: all ranks of `group` call it; five small all-reduces. The result is equal on all of them.
-    """
-    value_C: torch.Tensor = _Divergence.apply(logits_CW, teacher_CW, temperature, reverse, group)
-    return value_C
-
-
-class _Divergence(torch.autograd.Function):
-    """Compute the gradient in forward and keep it: the probabilities of both models are freed with the chunk."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_CW: torch.Tensor,
-        teacher_CW: torch.Tensor,
-        temperature: float,
-        reverse: bool,
-        group: dist.ProcessGroup | None,
-    ) -> torch.Tensor:
-        log_model_CW = _log_probabilities(logits_CW / temperature, group)
-        log_teacher_CW = _log_probabilities(teacher_CW.to(logits_CW.dtype, copy=True).div_(temperature), group)
-        p_CW = (log_model_CW if reverse else log_teacher_CW).exp()
-        ratio_CW = log_model_CW.sub_(log_teacher_CW) if reverse else log_teacher_CW.sub_(log_model_CW)
-        # Not a product: a word without probability in both models has a ratio of NaN.
-        ratio_CW.masked_fill_(p_CW == 0, 0.0)
-        value_C: torch.Tensor = torch.linalg.vecdot(p_CW, ratio_CW)
-        if group is not None:
-            dist.all_reduce(value_C, group=group)
-        gradient_CW = ratio_CW.sub_(value_C.unsqueeze(1)).mul_(p_CW) if reverse else log_model_CW.exp_().sub_(p_CW)
-        # Of the two factors of the temperature one is that of the logits, which were divided by it.
-        ctx.save_for_backward(gradient_CW.mul_(temperature))
-        return value_C * temperature**2
-
-    @staticmethod
-    def backward(ctx: Any, grad_C: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient_CW,) = ctx.saved_tensors
-        return gradient_CW * grad_C.unsqueeze(1), None, None, None, None
-
-
-def _log_probabilities(logits_CW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the log-probabilities, in place."""
-    logits_CW.sub_(_highest(logits_CW, group).unsqueeze(1))
-    total_C = logits_CW.exp().sum(-1)
-    if group is not None:
-        dist.all_reduce(total_C, group=group)
-    log_probability_CW: torch.Tensor = logits_CW.sub_(total_C.log().unsqueeze(1))
-    return log_probability_CW
-
-
-def _highest(logits_CW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the largest logit of each token, `[C]`. Collectives: one all-reduce, if other ranks have other words."""
-    highest_C = logits_CW.amax(-1)
-    if group is not None:
-        dist.all_reduce(highest_C, dist.ReduceOp.MAX, group=group)
-    return highest_C

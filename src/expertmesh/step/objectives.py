@@ -28,8 +28,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.config.objective import OBJECTIVES, REWARDS
 from expertmesh.parallel.sequence import Batch
 from expertmesh.step.forward_backward import evaluate_terms
-from expertmesh.step.loss import TokenLosses
-from expertmesh.step.objective import IGNORED, CrossEntropy, Distilling, EvaluatedCrossEntropy, Objective, Term
+from expertmesh.step.loss import IGNORED, CrossEntropy, Distilling, EvaluatedCrossEntropy, Objective, Term, TokenLosses
 
 # The largest mean log-probability that fp32 tells from certainty.
 _LARGEST = -1e-12

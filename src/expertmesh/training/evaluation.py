@@ -19,7 +19,7 @@ from expertmesh.data import IGNORE, BatchLayout, EvaluationBatches, TokenizedDat
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.terminal import tracked
 from expertmesh.step.forward_backward import evaluate_terms
-from expertmesh.step.objective import NextWords
+from expertmesh.step.loss import NextWords
 from expertmesh.training.objective import by_row, evaluating, in_groups, table_of_rows
 from expertmesh.training.reporting.metrics import EvalMetrics, EvalSample
 

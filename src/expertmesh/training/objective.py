@@ -39,7 +39,7 @@ from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.sequence import Batch
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan
 from expertmesh.step.forward_backward import evaluate_terms
-from expertmesh.step.objective import LogProbabilities, NextWords, Objective
+from expertmesh.step.loss import LogProbabilities, NextWords, Objective
 from expertmesh.step.objectives import Distill, Kto, objective_of, reference_of
 from expertmesh.weights.audit import AuditMode
 from expertmesh.weights.meta_model import read_model_config

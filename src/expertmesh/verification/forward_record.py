@@ -27,8 +27,7 @@ from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.parallel.stages import Placeholder
 from expertmesh.state.model_view import sharded
 from expertmesh.step.base_model import model_inputs
-from expertmesh.step.loss import head_logits, loss_of_base, loss_of_batch
-from expertmesh.step.objective import LogProbabilities, Term
+from expertmesh.step.loss import LogProbabilities, Term, head_logits, loss_of_base, loss_of_batch
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
 from expertmesh.verification.job import ProvenJob
 from expertmesh.verification.setup import PlacedSample, StepData

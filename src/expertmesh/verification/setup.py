@@ -44,7 +44,7 @@ from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.planning.forecast import forecast
 from expertmesh.step.forward_backward import Order
-from expertmesh.step.objective import Objective
+from expertmesh.step.loss import Objective
 from expertmesh.step.objectives import objective_of
 from expertmesh.training.objective import Teacher
 from expertmesh.training.startup.data import with_images
