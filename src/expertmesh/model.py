@@ -17,6 +17,7 @@ from expertmesh.adapters.start import start_adapters
 from expertmesh.anatomy import describe, head_of
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
+from expertmesh.config.root import random_base
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.introspection.attention import decoder_of
 from expertmesh.parallel.apply import shard_model
@@ -185,10 +186,9 @@ def load_model(
     Collectives: every rank calls it.
     """
     with raise_on_all_ranks("reading the model's config"):
-        config, directory = read_model_config(str(name_or_path), revision, trust_remote_code, from_config=from_config)
-        if from_config and lora is not None:
-            problem = "from_config: lora trains adapters alone, beside weights that stay random; remove one of the two"
+        for problem in random_base(from_config, lora):
             raise InputError(problem, key="config.combination")
+        config, directory = read_model_config(str(name_or_path), revision, trust_remote_code, from_config=from_config)
         labels = _labels(task, num_labels, config)
     precision = precision or PrecisionConfig()
     model, _ = prepare_model(
@@ -208,6 +208,8 @@ def _labels(task: Task | None, given: int | None, config: PreTrainedConfig) -> i
     if task not in (None, *get_args(Task)):
         problem = f"task is {task!r}; give reward or classification, or leave it out for a language model"
         raise InputError(f"load_model: {problem}", key="config.wrong-value")
+    if given is not None and given < 1:
+        raise InputError(f"load_model: num_labels is {given}; give 1 or more", key="config.wrong-value")
     if task == "reward" and given not in (None, 1):
         problem = f"task is reward, which has one label, but num_labels is {given}; leave num_labels out"
         raise InputError(f"load_model: {problem}", key="config.combination")

@@ -283,3 +283,25 @@ def _write_whole(root: Path) -> None:
     model = base_model("qwen3_moe")
     em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)))
     em.save_checkpoint(model, None, root, step=1)
+
+
+def test_codes_are_refused_for_an_adapter(run: Path, tmp_path: Path) -> None:
+    with refused("weights.format-unsuited", naming="int4"):
+        export(run / "checkpoints" / "step-00000001", tmp_path / "out", dtype="int4")
+
+
+def _continue_from(root: Path) -> None:
+    mesh = em.init_mesh(em.ParallelConfig(ep=2), num_experts=8)
+    lora = em.LoraConfig(from_adapter=str(root / "out"))
+    model = em.load_model(root / "base", mesh, precision=FP32, lora=lora)
+    em.save_adapter(model, root / "again")
+    for name in ("again", "out"):
+        em.load_weights(model, root / name)
+    em.save_adapter(model, root / "last")
+
+
+def test_keys_for_each_expert_are_continued_and_loaded_under_either_name(tmp_path: Path) -> None:
+    path, _ = _checkpoint_of("qwen3_moe", tmp_path)
+    export(path, tmp_path / "out", adapter_format="per-expert")
+    shared_ranks(_continue_from, 2, tmp_path)
+    _same_files(tmp_path / "again", tmp_path / "last")

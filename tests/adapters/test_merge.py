@@ -397,7 +397,7 @@ def test_a_merge_gone_wrong_is_noticed_and_removed(copy: Path, monkeypatch: pyte
     path, key = copy / "adapter" / ADAPTER, "base_model.model.lm_head.weight"
     save_file({**load_file(path), key: torch.ones(96, 32)}, path, metadata={"format": "pt"})
     _change(copy / "adapter" / "adapter_config.json", modules_to_save=["lm_head"])
-    monkeypatch.setattr(Deltas, "replace", lambda *arguments: None)
+    monkeypatch.setattr(Deltas, "replace", lambda self, weight, box, values: values)
     with refused("adapter.merged-wrongly", IntegrityError, naming=key):
         merge(copy / "adapter", copy / "out")
     assert not (copy / "out").exists()

@@ -29,7 +29,7 @@ from expertmesh.weights.mapping import StateTensor
 from tests.adapters.reference import PeftRun, take_steps, tiny_peft_run, train_adapters, worst
 from tests.families.tiny import random_model
 from tests.parallel.test_uneven_routing import route_by_half
-from tests.support.errors import refused_on_ranks
+from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import shared_ranks
 from tests.support.reference import rows_of_step
@@ -211,6 +211,18 @@ def test_what_no_gradient_has_moved_is_said(tmp_path: Path) -> None:
     indexers = [f"model.layers.{n}.self_attn.indexer.{leaf}" for n in range(2) for leaf in leaves]
     for untrained in shared_ranks(_untrained, 2, tmp_path / "idle"):
         assert list(untrained) == indexers
+
+
+def _save_as_a_whole_model(directory: Path) -> None:
+    model: Any = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2)), lora=em.LoraConfig(r=2))
+    with refused("model.has-adapters", naming="em.save_adapter"):
+        em.save_model(model, directory / "model")
+
+
+def test_adapters_are_not_lost_by_saving_the_frozen_model(tmp_path: Path) -> None:
+    shared_ranks(_save_as_a_whole_model, 2, tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def _save_without_adapters(directory: Path) -> None:

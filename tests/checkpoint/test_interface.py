@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import expertmesh as em
-from expertmesh.config.errors import DistributedFailure
+from expertmesh.config.errors import DistributedFailure, IntegrityError
 from tests.checkpoint.tiny import Job
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -96,6 +96,28 @@ def _load_into_another_optimizer(directory: Path) -> None:
 
 def test_moments_are_never_given_to_an_optimizer_of_another_kind(tmp_path: Path) -> None:
     shared_ranks(_load_into_another_optimizer, 2, tmp_path)
+
+
+def _load_what_is_scaled_otherwise(directory: Path) -> None:
+    def adapted(**lora: Any) -> Any:
+        model: Any = tiny_model("qwen3_moe")
+        config = em.LoraConfig(r=4, targets=("attention", "experts"), **lora)
+        return em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2)), lora=config)
+
+    model = adapted(alpha=8, expert_r=2)
+    em.save_adapter(model, directory / "adapter")
+    em.save_checkpoint(model, None, directory, step=1)
+    same = adapted(alpha=8, rank_pattern={"experts.gate_up_proj": 2, "experts.down_proj": 2})
+    for load in (em.load_weights, lambda model, path: em.load_checkpoint(model, None, path)):
+        path = directory / ("adapter" if load is em.load_weights else "step-00000001")
+        load(same, path)
+        for lora in ({"alpha": 16, "expert_r": 2}, {"alpha": 8, "expert_r": 2, "use_rslora": True}):
+            with refused("adapter.differs-from-its-config", IntegrityError, naming="q_proj by 2, this model by 4"):
+                load(adapted(**lora), path)
+
+
+def test_adapters_are_never_loaded_into_a_model_that_scales_them_otherwise(tmp_path: Path) -> None:
+    shared_ranks(_load_what_is_scaled_otherwise, 2, tmp_path)
 
 
 def _save_weights_beside(directory: Path) -> dict[str, torch.Tensor]:

@@ -51,3 +51,5 @@ def test_what_a_classifier_cannot_do_is_refused(tmp_path: Path) -> None:
 
     with refused_on_ranks("model.no-classifier", naming="olmoe"):
         shared_ranks(lambda: em.load_model(tmp_path / "olmoe", em.init_mesh(em.ParallelConfig(ep=1)), num_labels=1), 1)
+    with refused_on_ranks("config.wrong-value", naming="num_labels is 0"):
+        shared_ranks(lambda: em.load_model(tmp_path / "qwen3_moe", em.init_mesh(em.ParallelConfig()), num_labels=0), 1)

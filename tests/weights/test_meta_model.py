@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -296,3 +297,19 @@ def test_configs_that_are_no_files_or_have_no_end_are_refused(name: str, tmp_pat
         with pytest.raises(InputError) as caught:
             build(tmp_path)
         assert key in ("", caught.value.key)
+
+
+def test_weights_in_another_form_are_not_downloaded_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-OSS has its weights a second time, in `original`."""
+    tiny_config("gpt_oss").save_pretrained(tmp_path)
+    there = ["config.json", "tokenizer.json", "original/config.json", "additional_chat_templates/tools.jinja"]
+    there += ["model-00000-of-00002.safetensors", "original/model.safetensors", "metal/model.bin"]
+    downloaded: list[str] = []
+
+    def snapshot_download(name: str, revision: str | None = None, **patterns: list[str]) -> str:
+        downloaded.extend(filter_repo_objects(there, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("expertmesh.weights.meta_model.snapshot_download", snapshot_download)
+    read_model_config("openai/gpt-oss-20b")
+    assert downloaded == there[:5]

@@ -24,7 +24,10 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
     bpe_tokenizer(CHATML).save_pretrained(tmp_path)
     found: list[dict[str, Any]] = []
 
-    def snapshot_download(model_id: str, revision: str | None = None, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(
+        model_id: str, revision: str | None = None, *, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        assert ignore_patterns == ["*/*.safetensors"]
         found.append({"id": model_id, "revision": revision, "patterns": allow_patterns})
         if model_id != "Qwen/Qwen3-30B-A3B":
             raise ValueError(f"no model {model_id}")

@@ -1,7 +1,10 @@
 """Published, quantised files: every rank's shards are the values that public tools decode, from its own bytes alone."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+import expertmesh as em
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.merge import convert
 from expertmesh.io.boxes import extents, volume
@@ -26,7 +30,7 @@ from expertmesh.weights.quantised import tensor
 from expertmesh.weights.quantised.published import published_tensors, quantisation
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.save import save_model
-from tests.support.errors import refused
+from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import shared_ranks
 from tests.weights.published import FORMATS, SIZES, gpt_oss, gpt_oss_config, is_expert_matrix, is_linear, quantise
 from tests.weights.tiny import deepseek_v3, qwen3_moe, random_model, shard_for_test
@@ -239,6 +243,10 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Tensors], Any], str]] = {
     "no global scale": (
         "nvfp4", "weights.quantised-wrongly", lambda all: all.pop(f"{_DOWN}.weight_global_scale"), _DOWN,
     ),
+    "no zero points": (
+        "int4 with zero points", "weights.quantised-wrongly",
+        lambda all: all.pop(f"{_DOWN}.weight_zero_point"), f"{_DOWN}.weight_packed has no {_DOWN}.weight_zero_point",
+    ),
     "a scale that is not a number": (
         "fp8 blocks", "weights.damaged", lambda all: all[f"{_DOWN}.weight_scale_inv"].fill_(torch.nan), _DOWN,
     ),
@@ -263,6 +271,51 @@ def test_what_does_not_belong_together_is_refused_with_file_and_tensor(damage: s
     model = build_meta_model(config, torch.float32)
     with refused(key, IntegrityError, naming=f"model.safetensors: tensor {naming}"):
         fill(model, directory, "cpu")
+
+
+_GROUP = "config_groups.group_0.weights"
+_ROTATIONS = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": "down_proj", "location": "input"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "key"),
+    [
+        ("fp8 blocks", "weight_block_size", [0, 128], "model.invalid-config"),
+        ("fp8 blocks", "weight_block_size", "128", "model.invalid-config"),
+        ("int4", "config_groups", [1], "model.invalid-config"),
+        ("int4", _GROUP, None, "model.invalid-config"),
+        ("int4", f"{_GROUP}.group_size", "32", "model.invalid-config"),
+        ("int4", "transform_config", _ROTATIONS, "model.quantised"),
+    ],
+)
+def test_settings_that_are_not_understood_are_refused(
+    name: str, place: str, value: Any, key: str, tmp_path: Path
+) -> None:
+    target = quantise(published_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, FORMATS[name](), is_linear)
+    path = target / "quantised/config.json"
+    content = json.loads(path.read_text())
+    *parts, last = ("quantization_config", *place.split("."))
+    reduce(getitem, parts, content)[last] = value
+    path.write_text(json.dumps(content))
+    config, directory = read_model_config(str(target / "quantised"))
+    with refused(key, naming=f"{directory}: "):
+        fill(build_meta_model(config, torch.float32), directory, "cpu")
+
+
+@pytest.mark.parametrize("frozen", [None, "as_published"])
+def test_a_code_that_is_no_number_is_found_in_values_and_in_codes(frozen: Any, tmp_path: Path) -> None:
+    source = published_source(qwen3_moe(**SIZES), tmp_path / "source")
+    target = quantise(source, tmp_path, FORMATS["fp8 blocks"](), is_linear) / "quantised"
+    tensors = load_file(target / "model.safetensors")
+    tensors[f"{_DOWN}.weight"].view(torch.uint8)[3, 2] = 0xFF
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    precision = em.PrecisionConfig(params="float32", compute="float32", reduce="float32", frozen=frozen)
+
+    def load() -> None:
+        em.load_model(target, em.init_mesh(em.ParallelConfig(ep=2)), precision=precision, lora=em.LoraConfig(r=2))
+
+    with refused_on_ranks("weights.not-finite", IntegrityError, naming=f"tensor {_DOWN}.weight"):
+        shared_ranks(load, 2)
 
 
 @pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])

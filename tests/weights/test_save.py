@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,6 +267,27 @@ def test_conversions_that_compute_across_shards_are_gathered_and_exact(tmp_path:
     assert any("mixed" in name for name in expected)
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
+
+
+def test_more_files_are_written_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_writer, "MAX_OPEN_FILES", 4)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reference = random_model(qwen3_moe())
+    with Path(os.devnull).open() as lowest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + 12, limits[1]))
+    try:
+        report = save_model(reference, tmp_path / "out", max_shard_bytes=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(report.files) > 50
+    _assert_equal(_reloaded(tmp_path / "out"), reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "int32", "bool", "complex64", "Tensor"])
+def test_a_dtype_that_holds_no_weights_by_itself_is_refused(dtype: Any, tmp_path: Path) -> None:
+    with refused("config.wrong-value", naming=str(dtype)):
+        save_model(random_model(qwen3_moe()), tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_target_that_holds_anything_is_refused_and_an_empty_one_used(tmp_path: Path) -> None:

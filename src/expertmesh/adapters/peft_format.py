@@ -148,7 +148,7 @@ def model_tensors_from(
 
     Args:
         files: The tensors of the file by key.
-        parts: By target name, the parts of a target whose adapters the file names after matrices of the published
+        parts: By target name, the parts of a target whose adapters the file may name after matrices of the published
             files.
         directory: For messages.
 
@@ -163,14 +163,14 @@ def model_tensors_from(
         tensors[new_values_of(weight)] = stored(path, files, key, each.shape, weight)
         left -= {key}
     for target in targets:
-        if target.name in parts:
+        keys = keys_in(files, target, targets)
+        if target.name in parts and keys[0] not in files:  # saving again names it as PEFT does
             tensors |= zip(target.factors, _joined(path, files, target, parts[target.name]), strict=True)
             left -= {key for part in parts[target.name] for key in part.keys}
             continue
         experts, r, sizes = target.experts or 1, target.r, (target.in_features, target.out_features)
         inner, out = reversed(sizes) if target.swapped else sizes
         shapes = ((experts * r, inner), (out, r * experts))
-        keys = keys_in(files, target, targets)
         a, b = (stored(path, files, key, shape, target.name) for key, shape in zip(keys, shapes, strict=True))
         left -= set(keys)
         if target.experts is not None:

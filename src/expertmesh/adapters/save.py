@@ -11,7 +11,7 @@ tests/adapters/test_serving_readers.py runs; no engine is imported.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -256,7 +256,8 @@ class _Values:
         values = live_values(leaf, box) if gathered is None else gathered[slices(box)]
         target = self._targets.get(leaf.name)
         if leaf.name in self._replaced:
-            return _replace(values, box, self._replaced[leaf.name], self._new_values(leaf.name))
+            new = self._new_values(leaf.name)
+            return replace_values(values, box, self._replaced[leaf.name], lambda part: new[slices(part)])
         if target is None:
             return values
         merged = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
@@ -277,17 +278,21 @@ class _Values:
         return whole.get(name, self._adapters[name]).detach()
 
 
-def _replace(values: Tensor, box: Box, each: Replaced, new: Tensor) -> Tensor:
-    """Return `values` of `box` of a weight with its new values, or with those of some rows, in their dtype."""
+def replace_values(values: Tensor, box: Box, each: Replaced, new: Callable[[Box], Tensor]) -> Tensor:
+    """Return `values` of `box` of a weight with its new values, or with those of some rows, in fp32 or wider.
+
+    Args:
+        new: Returns a box of the new values.
+    """
     if each.scaling is not None:
-        return values.double().add_(new[slices(box)].double(), alpha=each.scaling)
+        return values.double().add_(new(box).double(), alpha=each.scaling)
     if each.rows is None:
-        return new[slices(box)]
+        return new(box)
     (first, last), *others = box
-    replaced = values.to(torch.promote_types(values.dtype, new.dtype), copy=True)
+    replaced = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
     for number, row in enumerate(each.rows):
         if first <= row < last:
-            replaced[row - first] = new[number][slices(tuple(others))]
+            replaced[row - first] = new(((number, number + 1), *others))[0]
     return replaced
 
 

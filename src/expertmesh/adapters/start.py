@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.adapters.peft_format import BASE_FILE, WEIGHTS_FILE, base_copies, model_tensors_from
+from expertmesh.adapters.peft_config import as_peft_reads, lora_of, name_in_config, patterns_in
+from expertmesh.adapters.peft_format import BASE_FILE, WEIGHTS_FILE, base_copies, differs, model_tensors_from
 from expertmesh.adapters.plan import AdapterPlan
-from expertmesh.adapters.targets import Replaced, Target, new_values_of
+from expertmesh.adapters.targets import Replaced, Target, new_values_of, refuse_slow_patterns
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
@@ -263,6 +264,25 @@ def check_base(path: Path, saved: Base, here: Base, otherwise: str = "") -> None
     if saved != here:
         as_trained = "the model, the precision.compute and the precision.frozen it was trained with"
         raise other_base(path, f"its weights were {saved}, here they are {here}; use {as_trained}{otherwise}")
+
+
+def check_scaling(path: Path, content: Mapping[str, Any], model: nn.Module, plan: AdapterPlan) -> None:
+    """Raise `IntegrityError` if the adapter config at `path` scales an adapter of `model` in another way than `plan`.
+
+    Ranks are compared with the shapes of tensors; nothing in a tensor tells its alpha.
+
+    Args:
+        content: The content of the config.
+    """
+    content = as_peft_reads(content, ModelView(model).full, path)
+    said, targets = lora_of(content), [target for target in plan.targets if target.name not in plan.parts]
+    names = [name_in_config(content, target) for target in targets]
+    refuse_slow_patterns(patterns_in(content), names, path)
+    for target, name in zip(targets, names, strict=True):
+        scaling = said.scaling_of(*said.of(name))
+        if not math.isclose(scaling, target.scaling):
+            how = f"scales {target.name} by {scaling:g}, this model by {target.scaling:g}; give the model its settings"
+            raise differs(path, f"{how} (r, lora_alpha, use_rslora, patterns)")
 
 
 def other_base(path: Path, how: str) -> IntegrityError:

@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.start import read_adapter
+from expertmesh.adapters.peft_config import read_config
+from expertmesh.adapters.peft_format import CONFIG_FILE
+from expertmesh.adapters.start import check_scaling, read_adapter
 from expertmesh.checkpoint.directory import clean, locate
 from expertmesh.checkpoint.read import OpenCheckpoint, check_fits, check_hashes, open_state
 from expertmesh.checkpoint.small_files import (
     STATE_FILE,
-    check_adapter_base,
+    check_adapter,
     read_generators,
     read_layout,
     read_state_file,
@@ -133,10 +135,13 @@ def load_checkpoint(
     return load_directory(model, optimizer, from_rank_0(found), weights=weights)
 
 
+@torch.no_grad()
 def load_directory(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, directory: Path, *, weights: bool = True
 ) -> LoadedCheckpoint:
     """Do the work of `load_checkpoint` for the checkpoint `directory`, the same on all ranks.
+
+    Torch's generators are restored on the ranks whose number the saved job had too.
 
     Raises and collectives: as `load_checkpoint`, without the search.
     """
@@ -158,46 +163,22 @@ def load_directory(
                     key="checkpoint.other-optimizer",
                 )
             layout = read_layout(model, directory, manifest)
-            check_adapter_base(model, directory, manifest)
-        restore(model, optimizer, opened, weights=weights)
+            check_adapter(model, directory, manifest)
+        # Each rank hashes a part of the files, and all wait: nothing is changed until every file is known to be intact.
+        with raise_on_all_ranks("comparing the checkpoint with its hashes"):
+            check_hashes(opened, rank=rank, ranks=ranks)
+        with raise_on_all_ranks("reading the random generators"):
+            generators = read_generators(directory, manifest, [rank])
+        with raise_on_all_ranks("loading the checkpoint"):
+            targets = model_state(model) if weights else {}
+            if optimizer is not None:
+                shapes = {name: (DTYPES[each.dtype], tuple(each.shape)) for name, each in manifest.optimizer.items()}
+                targets |= allocate_optimizer_state(model, optimizer, shapes)
+            read_state(opened, {name: tensor for name, tensor in targets.items() if not is_on_other_stage(tensor)})
+            for states in generators:
+                set_rng_state(states, mesh_of(model).device)
     remember(model, *layout)
     return LoadedCheckpoint(directory, saved.step, saved.state)
-
-
-@torch.no_grad()
-def restore(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, state: OpenCheckpoint, *, weights: bool = True
-) -> None:
-    """Fill a sharded model, its optimizer and torch's generators from an opened checkpoint that fits.
-
-    Generators are restored on the ranks whose number the saved job had too.
-
-    Args:
-        model: Its shards have to be allocated.
-        optimizer: None ignores the saved moments.
-        weights: False leaves the model's tensors as they are.
-
-    Raises:
-        IntegrityError: The checkpoint is damaged.
-
-    Collectives: every rank calls it with the same checkpoint; a few small all-reduces on the default group, no weights.
-    Errors are raised on all ranks, before anything is changed.
-    """
-    rank, ranks = rank_and_ranks()
-    # Each rank hashes a part of the files, and all wait: nothing is changed until every file is known to be intact.
-    with raise_on_all_ranks("comparing the checkpoint with its hashes"):
-        check_hashes(state, rank=rank, ranks=ranks)
-    with raise_on_all_ranks("reading the random generators"):
-        generators = read_generators(state.directory, state.manifest, [rank])
-    with raise_on_all_ranks("loading the checkpoint"):
-        targets = model_state(model) if weights else {}
-        if optimizer is not None:
-            saved = state.manifest.optimizer.items()
-            shapes = {name: (DTYPES[entry.dtype], tuple(entry.shape)) for name, entry in saved}
-            targets |= allocate_optimizer_state(model, optimizer, shapes)
-        read_state(state, {name: tensor for name, tensor in targets.items() if not is_on_other_stage(tensor)})
-        for states in generators:
-            set_rng_state(states, mesh_of(model).device)
 
 
 def read_state(state: OpenCheckpoint, targets: Mapping[str, Tensor]) -> None:
@@ -228,6 +209,8 @@ def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
     plan = sharded(model).lora_plan
     if plan is not None:
         with raise_on_all_ranks("reading the adapter"):
+            config = Path(directory) / CONFIG_FILE
+            check_scaling(config, read_config(Path(directory)), model, plan)
             read_adapter(model, plan, Path(directory))
         return
     # Saving restores layout, dtypes and other tensors of the files that training started from, if it did, not of these.

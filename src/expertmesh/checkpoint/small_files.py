@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from expertmesh.adapters.peft_format import BASE_FILE
+from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE
 from expertmesh.adapters.save import small_files
-from expertmesh.adapters.start import base_of, check_base, read_base
+from expertmesh.adapters.start import base_of, check_base, check_scaling, read_base
 from expertmesh.checkpoint.manifest import MANIFEST, MEND, FileEntry, Manifest, damaged, expecting
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.directory import sync, write_synced
@@ -95,11 +95,14 @@ def read_save_dtype(directory: Path, manifest: Manifest) -> str:
         return str(read_small_json(directory, manifest, LAYOUT_FILE)["save_dtype"])
 
 
-def check_adapter_base(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:
-    """Raise unless the checkpoint's adapters were trained on the base of `model`; do nothing without adapters."""
-    if sharded(model).lora_plan is not None:
-        base = directory / ADAPTER / BASE_FILE
+def check_adapter(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:
+    """Raise unless the checkpoint's adapters belong to the base of `model` and to its scaling, if it has adapters."""
+    if (plan := sharded(model).lora_plan) is not None:
+        base, config = directory / ADAPTER / BASE_FILE, directory / ADAPTER / CONFIG_FILE
         check_base(base, read_base(base, read_small(directory, manifest, f"{ADAPTER}/{BASE_FILE}")), base_of(model))
+        with expecting(config, "is not the config of an adapter"):
+            content = read_small_json(directory, manifest, f"{ADAPTER}/{CONFIG_FILE}")
+            check_scaling(config, content, model, plan)
 
 
 def _described(tensor: FileTensor) -> dict[str, Any]:

@@ -28,6 +28,15 @@ from expertmesh.config.sections import (
 _RATE_OF_ADAPTERS = 1e-4
 
 
+def random_base(from_config: bool, lora: LoraConfig | None) -> Iterator[str]:
+    """Yield a sentence if adapters are to train beside a base with random weights."""
+    if from_config and lora is not None:
+        yield (
+            "model.from_config is true, but lora trains adapters alone, beside weights that would stay random; "
+            "remove one of the two"
+        )
+
+
 class Config(Section):
     """Everything `expertmesh train` needs to know. Each section says itself what it is about."""
 
@@ -120,11 +129,7 @@ class Config(Section):
         return self.train.seed if self.model.from_config else None
 
     def _model_problems(self) -> Iterator[str]:
-        if self.model.from_config and self.lora is not None:
-            yield (
-                "model.from_config is true, but lora trains adapters alone, beside weights that would stay random; "
-                "remove one of the two"
-            )
+        yield from random_base(self.model.from_config, self.lora)
         if self.model.vision == "train" and self.lora is not None:
             yield ("model.vision is train, but lora trains adapters, whose files have no tower; remove one of the two")
         if self.model.attention == "flash_attention_2" and self.precision.compute != "bfloat16":

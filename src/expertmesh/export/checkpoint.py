@@ -102,6 +102,9 @@ def export(
 
         if holds_adapters(state):
             cast = dtype_of(dtype)
+            if cast is None and dtype not in (None, "auto"):
+                problem = f"{dtype}: {checkpoint} holds an adapter, which is never written as codes; give a plain dtype"
+                raise InputError(problem, key="weights.format-unsuited")
             return state.manifest, _export_adapter(state, model, target, values, cast, adapter_format or "peft")
         report = save_values(
             ModelView(model),

@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from expertmesh.adapters.peft_format import (
     replaced_key,
 )
 from expertmesh.adapters.plan import AdapterPlan, plan_adapters
-from expertmesh.adapters.save import add_delta
+from expertmesh.adapters.save import add_delta, replace_values
 from expertmesh.adapters.start import Base, element_sum, joined_hash, other_base, read_base
 from expertmesh.adapters.targets import Replaced, Target, new_values_of
 from expertmesh.anatomy import describe, is_classifier
@@ -346,21 +346,14 @@ class Deltas:
         """Add the delta of `box` of an adapted weight to `values`, which hold that box in fp32 or wider."""
         add_delta(values, box, self.targets[weight], self._factors(weight))
 
-    def replace(self, weight: str, box: Box, values: Tensor) -> None:
-        """Write the new values of `box` of a replaced weight into `values`, which hold that box, or add them."""
-        rows, new = self.replaced[weight].rows, self._tensors[new_values_of(weight)]
-        if (scaling := self.replaced[weight].scaling) is not None:
-            added = read_values(new, self._files.read, box, torch.float64)
-            values.copy_(values.double().add_(added, alpha=scaling))
-        elif rows is None:
-            read_box(new, box, values, self._files.read)
-        else:
-            (first, last), *others = box
-            for number, row in enumerate(rows):
-                if first <= row < last:
-                    part = values[row - first : row - first + 1]
-                    read_box(new, ((number, number + 1), *others), part, self._files.read)
-        self._refuse_non_finite(weight, values)
+    def replace(self, weight: str, box: Box, values: Tensor) -> Tensor:
+        """Return `values` of `box` of a replaced weight with its new values, or with these added."""
+        new = self._tensors[new_values_of(weight)]
+        dtype = torch.promote_types(new.dtype, values.dtype)
+        read = partial(read_values, new, self._files.read, dtype=dtype)
+        replaced = replace_values(values, box, self.replaced[weight], read)
+        self._refuse_non_finite(weight, replaced)
+        return replaced
 
     def _read_factors(self, weight: str) -> tuple[Tensor, Tensor]:
         """Return A `[E, r, in]` and B `[E, out, r]` in the file's dtype, without E for a matrix."""
@@ -395,9 +388,7 @@ class FileValues:
     def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
         name, deltas = self._names[id(leaf.tensor)], self._deltas
         if name not in self._load.tensors and deltas is not None:  # a new head, which is the adapter's alone
-            head = torch.empty(extents(box), dtype=torch.promote_types(leaf.dtype, torch.float32))
-            deltas.replace(name, box, head)
-            return head
+            return deltas.replace(name, box, torch.empty(extents(box)))
         lazy = self._load.tensors[name]
         adapted = deltas is not None and name in deltas.targets
         replaced = deltas is not None and name in deltas.replaced
@@ -406,7 +397,7 @@ class FileValues:
         if deltas is not None and adapted:
             deltas.add(name, box, values)
         elif deltas is not None and replaced:
-            deltas.replace(name, box, values)
+            return deltas.replace(name, box, values)
         return values
 
 

@@ -28,6 +28,8 @@ from expertmesh.io.storage import Storage
 
 # The files of a model directory except code: weights, JSON, and the tokenizer's plain-text files.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+# Second copies of weights in other forms (`original/` of GPT-OSS): the files of a model lie beside config.json.
+OTHER_WEIGHTS = "*/*.safetensors"
 _BUSY = 429
 _MODELSCOPE = "ms://"
 
@@ -53,7 +55,11 @@ def local_model(url: str, trust_remote_code: bool = False, *, weights: bool = Tr
     """
     patterns = model_patterns(trust_remote_code, weights=weights)
     storage = Storage(url, "the model")
-    found = {name: facts for name, facts in storage.objects().items() if any(fnmatchcase(name, p) for p in patterns)}
+    found = {
+        name: facts
+        for name, facts in storage.objects().items()
+        if any(fnmatchcase(name, p) for p in patterns) and not fnmatchcase(name, OTHER_WEIGHTS)
+    }
     if holds not in found:
         raise InputError(f"{url}: holds no {holds}; correct the URL", key="storage.not-found")
     sizes = {name: size for name, (size, _) in found.items()}
@@ -120,7 +126,8 @@ def model_at(url: str, revision: str | None = None, trust_remote_code: bool = Fa
         ) from error
     patterns = model_patterns(trust_remote_code, weights=weights)
     try:
-        return Path(modelscope.snapshot_download(name, revision=revision, allow_patterns=patterns))
+        wanted = {"allow_patterns": patterns, "ignore_patterns": [OTHER_WEIGHTS]}
+        return Path(modelscope.snapshot_download(name, revision=revision, **wanted))
     except Exception as error:  # errors of its library and of the libraries below it
         where = f"{url} at revision {revision}" if revision else url
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -20,7 +20,7 @@ from torch import Tensor
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, ByteRuns, volume
 from expertmesh.io.directory import io_errors, require_space, sync, write_at, write_synced
-from expertmesh.io.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE, FileTensor, as_bytes
+from expertmesh.io.safetensors_reader import DTYPES, INDEX_FILE, MAX_OPEN_FILES, SINGLE_FILE, FileTensor, as_bytes
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -157,6 +157,8 @@ class OpenFiles:
         if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
             raise too_narrow(name, target.dtype)
         if target.path not in self._descriptors:
+            if len(self._descriptors) == MAX_OPEN_FILES:  # files are written in order, so the oldest is done first
+                self._close(next(iter(self._descriptors)))
             self._descriptors[target.path] = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC)
         self.written += write_box(self._descriptors[target.path], target, box, cast.cpu().contiguous())
 
@@ -166,11 +168,15 @@ class OpenFiles:
         with io_errors(self._layout.files[0].path.parent, self._layout.size):
             try:
                 yield
-                for descriptor in self._descriptors.values():
-                    os.fsync(descriptor)
+                for path in [*self._descriptors]:
+                    self._close(path)
             finally:
                 while self._descriptors:
                     os.close(self._descriptors.popitem()[1])
+
+    def _close(self, path: Path) -> None:
+        os.fsync(self._descriptors[path])
+        os.close(self._descriptors.pop(path))
 
 
 def write_box(descriptor: int, tensor: FileTensor, box: Box, values: Tensor) -> int:

@@ -154,13 +154,17 @@ class PackedTensor(torch.Tensor):
         return out
 
     def not_finite(self) -> int | None:
-        """Return the first unit with a scale that is not finite, or None.
+        """Return the first unit with a scale or a code that is not finite, or None.
 
-        Quantising a value that is not finite yields such a scale.
+        Quantising a value that is not finite yields such a scale. Of the codes only e4m3 has one, without its sign
+        0x7F, which files may hold.
         """
         together = units_together(self.kind, self.packed_LB.device)
         for first in range(0, len(self.packed_LB), together):
-            finite_X = scales_of(self.sections[first : first + together], self.kind).isfinite().flatten(1).all(1)
+            units = self.sections[first : first + together]
+            finite_X = scales_of(units, self.kind).isfinite().flatten(1).all(1)
+            if self.kind.code == "e4m3":
+                finite_X &= ((units.codes_XRB & 0x7F) != 0x7F).flatten(1).all(1)
             if not bool(finite_X.all()):
                 return first + int(finite_X.logical_not().nonzero()[0])
         return None

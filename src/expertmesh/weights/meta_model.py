@@ -33,7 +33,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.compat import apply_to_tensors, class_mapping, declared, mark_initialised
 from expertmesh.config.errors import ExpertmeshError, InputError
-from expertmesh.io.hub import MODEL_FILES, hub_mend, model_at, model_patterns, remote_code
+from expertmesh.io.hub import MODEL_FILES, OTHER_WEIGHTS, hub_mend, model_at, model_patterns, remote_code
 from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.storage import is_url
 from expertmesh.state.model_view import attach, tied_names
@@ -438,7 +438,9 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, weights:
         raise InputError(f"model {name}: no such directory; correct the name or the path", key="model.not-found")
     try:
         patterns = model_patterns(trust_remote_code, weights=weights)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=[OTHER_WEIGHTS])
+        )
     except (OSError, ValueError) as error:
         # Every error of the hub's client is an OSError or a ValueError.
         where = f"{name} at revision {revision}" if revision else name

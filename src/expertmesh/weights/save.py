@@ -42,6 +42,8 @@ from expertmesh.weights.quantised.encode import PACKED, RoundingError, plan_pack
 from expertmesh.weights.sidecars import Tokenizer, write_sidecars
 from expertmesh.weights.write import StateReader, live_values, write_directory
 
+# Narrower ones need scales.
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SavedDtype = torch.dtype | str | None
 """The dtype to save in.
 
@@ -183,6 +185,12 @@ def refuse_other_names(view: ModelView) -> None:
     random, with at most a warning.
     """
     kind = view.family
+    if view.attached.lora_plan is not None:
+        raise InputError(
+            f"save_model: this {kind.__name__} has adapters, which would be lost: its own weights are frozen; call "
+            "em.save_adapter, and expertmesh merge to have one model of both",
+            key="model.has-adapters",
+        )
     if not issubclass(kind, PreTrainedModel):
         raise InputError(
             f"save_model takes a model of transformers, not a {kind.__name__}; a PeftModel is saved by its own "
@@ -243,14 +251,13 @@ def dtype_of(dtype: SavedDtype) -> torch.dtype | None:
     Raises:
         InputError: The name is not a dtype or a format.
     """
-    if isinstance(dtype, torch.dtype):
-        return dtype
     if dtype in (None, "auto", *PACKED):
         return None
-    found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype):
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in _PLAIN:
         raise InputError(
-            f"dtype {dtype!r}: is none to save in; give auto, bfloat16, float16, float32 or one of {', '.join(PACKED)}",
+            f"dtype {str(dtype)!r}: is none to save in; give auto, bfloat16, float16, float32 or one of "
+            f"{', '.join(PACKED)}",
             key="config.wrong-value",
         )
     return found

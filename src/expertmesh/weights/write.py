@@ -23,7 +23,7 @@ from expertmesh.distributed.all_ranks import (
     sum_over_ranks,
 )
 from expertmesh.io.boxes import Box, Piece, blocks, extents, full_box, intersect, slices, volume
-from expertmesh.io.directory import io_errors, rename_synced, temporary_directory, wait_until_seen
+from expertmesh.io.directory import check_target, io_errors, rename_synced, temporary_directory, wait_until_seen
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import FilesLayout, OpenFiles, create_files
 from expertmesh.io.terminal import tracked
@@ -88,6 +88,7 @@ def write_directory(
                 write_small_files(temporary)
         with raise_on_all_ranks("publishing the directory"):
             if is_first:
+                check_target(directory)  # another job may have written there meanwhile
                 with io_errors(directory, layout.size):
                     rename_synced(temporary, directory)  # an empty directory of that name is replaced
     return files.written

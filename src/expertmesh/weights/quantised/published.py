@@ -62,7 +62,14 @@ def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) ->
     grouping = _Grouping(files, dict(settings))
     _refuse_other_methods(settings, files.directory)
     read, suffixes = _METHODS[method_of(settings)]
-    read(grouping)
+    try:
+        read(grouping)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InputError(
+            f"{files.directory}: quantization_config in config.json is not one of {method_of(settings)} "
+            f"({type(error).__name__}: {error}); download it again",
+            key="model.invalid-config",
+        ) from error
     grouping.refuse_leftovers(suffixes)
     for names in grouping.taken.values():
         for name in names:
@@ -181,6 +188,12 @@ def _mxfp4(grouping: _Grouping) -> None:
 
 def _compressed_tensors(grouping: _Grouping) -> None:
     """Group packed int4, MXFP4 and NVFP4 (`weight_packed`), and e4m3 (`weight`), each with `weight_scale`."""
+    if (grouping.settings.get("transform_config") or {}).get("config_groups"):
+        raise InputError(
+            f"{grouping.files.directory}: weights are quantised by compressed-tensors with transforms of activations "
+            "(transform_config), which is not supported; take a bfloat16 copy of the model",
+            key="model.quantised",
+        )
     groups = [group["weights"] for group in (grouping.settings.get("config_groups") or {}).values()]
     for weights in groups:
         kind = (weights.get("type", "int"), weights.get("num_bits", 8))
@@ -200,7 +213,9 @@ def _compressed_tensors(grouping: _Grouping) -> None:
         kin = [each for each in groups if (each.get("type", "int"), each.get("num_bits", 8)) == bits]
         options: dict[str, Any] = {}
         if any(not each.get("symmetric", True) for each in kin):
-            options["zero_point"] = grouping.optional(f"{stem}.weight_zero_point")
+            options["zero_point"] = point = grouping.optional(f"{stem}.weight_zero_point")
+            if point is None and not any(each.get("symmetric", True) for each in kin):
+                raise _refused(codes, f"has no {stem}.weight_zero_point")
         if code == "e2m1":
             options["global_scale"] = grouping.optional(f"{stem}.weight_global_scale")
         blocks: list[Block] = []  # none for one scale per row or tensor
