@@ -143,8 +143,11 @@ def test_a_template_that_keeps_all_thinking_needs_one_sample_for_every_turn() ->
     kept = on_the_fly.WITH_TOOLS.replace("loop.index0 > ns.question", "true")
     assert len(samples(kept, THOUGHTS, thinking="every_turn")) == 1
     never = on_the_fly.WITH_TOOLS.replace("loop.index0 > ns.question", "false")
-    (result,) = Encoder(bpe_tokenizer(never), ChatOptions(thinking="every_turn")).encode([THOUGHTS])
-    assert "leaves out the thinking of an answer, even of the last" in str(result)
+    for thoughts in (THOUGHTS, replace(THOUGHTS, messages=THOUGHTS.messages[1:2])):
+        (result,) = Encoder(bpe_tokenizer(never), ChatOptions(thinking="every_turn")).encode([thoughts])
+        assert "leaves out the thinking of an answer, even of the last" in str(result)
+    first = replace(THOUGHTS, messages=({"role": "system", "content": "Brief."}, *THOUGHTS.messages[1:]))
+    assert len(targets(on_the_fly.WITH_TOOLS, first, thinking="every_turn")) == 2
 
 
 def test_thinking_before_the_answer_is_told_from_the_answer() -> None:

@@ -216,7 +216,9 @@ def test_messages_say_whether_they_are_targets_and_rows_what_their_template_gets
         ({"conversations": [USER]}, "sharegpt", "message 1 of 'conversations' has no 'from'"),
         ({"messages": [USER, ASSISTANT], "tools": ["{"]}, "messages", "tool 1 of 'tools' is a string that is not JSON"),
         ({"text": None}, "text", "'text' is missing or null"),
-        ({"text": "\ud800"}, "text", "unpaired surrogate"),
+        ({"messages": [USER], "tools": [r'{"\ud83d": 1}']}, "messages", "tool 1 of 'tools' .* unpaired surrogate"),
+        ({"messages": '[{"role": "user", "role": "user"}]'}, "messages", "role appears twice in one object"),
+        ({"instruction": "q", "output": "a", "history": 5}, "alpaca", "'history' is a number, not a list"),
         ({"text": "x"}, "messages", r"not have the keys of format messages \(its keys: text\)"),
     ],
 )

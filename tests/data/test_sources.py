@@ -1,9 +1,8 @@
 """Every row arrives with its position, in file order; damage is named by file and line or row."""
 
-import gzip
 import json
-import lzma
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from expertmesh.config.errors import SecurityError
 from expertmesh.data.sources import RawRow, locations, read_source, refuse_source
 from tests.support.errors import refused
 
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 ROWS = [{"text": "one"}, {"text": "zwei ä"}, {"text": "three"}]
 
 
@@ -73,6 +73,8 @@ def test_directory_is_read_file_by_file_in_sorted_order(tmp_path: Path) -> None:
         (b'{"text": {"a": 1, "a": 2}}', "key 'a' appears twice"),
         (b'{"text": NaN}', "NaN is not JSON"),
         (b'{"text": "\xff"}', "byte 11 of the line is not UTF-8"),
+        (rb'{"text": "x", "tools": [{"name": "\ud83d"}]}', "holds an unpaired surrogate"),
+        (rb'{"text": "x", "\udfff": ""}', "holds an unpaired surrogate"),
         (b"[" * 100_000, "nested too deeply"),
     ],
 )
@@ -177,19 +179,45 @@ def test_csv_cells_are_text_and_those_of_lists_are_json(tmp_path: Path) -> None:
     good, bad = read(tmp_path / "a.tsv")
     assert good.value == {"messages": messages}
     assert "the cell of column 'messages' is not JSON" in (bad.problem or "")
+    deep = "[" * 300 + "]" * 300
+    for cell, problem in (('[{"a": 1, "a": 2}]', "a appears twice"), (deep, "100 deep"), (r'["\ud83d"]', "surrogate")):
+        quoted = cell.replace('"', '""')
+        (tmp_path / "c.csv").write_text(f'messages\n"{quoted}"\n')
+        assert problem in str(read(tmp_path / "c.csv")[0].problem)
+    (tmp_path / "twice.csv").write_text("prompt,completion,prompt,,\na,b,c,,\n")
+    with refused("data.damaged-file", naming="twice.csv: the header names the column 'prompt' twice"):
+        read(tmp_path / "twice.csv")
     (tmp_path / "b.csv").write_text('text\n"open')
     with refused("data.damaged-file", naming="b.csv:row 1: not readable as CSV"):
         read(tmp_path / "b.csv")
 
 
-def test_compressed_files_are_read(tmp_path: Path) -> None:
-    content = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-    for name, compress in (("a.jsonl.gz", gzip.compress), ("a.jsonl.xz", lzma.compress)):
-        (tmp_path / name).write_bytes(compress(content))
-        assert [row.value for row in read(tmp_path / name)] == ROWS
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content)[:-9])
-    with refused("data.unreadable", naming="b.jsonl.gz"):
-        read(tmp_path / "b.jsonl.gz")
+@pytest.mark.parametrize(("suffix", "module"), [(".gz", "gzip"), (".bz2", "bz2"), (".xz", "lzma"), (".zst", ZSTD)])
+def test_compressed_files_are_read_and_damaged_ones_refused(tmp_path: Path, suffix: str, module: str) -> None:
+    compress = pytest.importorskip(module).compress
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    contents = {"a.jsonl": lines, "a.json": json.dumps(ROWS).encode()}
+    contents["a.parquet"] = (tmp_path / "a.parquet").read_bytes()
+    for name, content in contents.items():
+        path = tmp_path / f"{name}{suffix}"
+        path.write_bytes(compress(content))
+        assert [row.value for row in read(path)] == ROWS
+    whole = compress(lines)
+    for number, damaged in enumerate((whole[:-9], whole[:2] + bytes(8) + whole[10:])):
+        path = tmp_path / f"{number}.jsonl{suffix}"
+        path.write_bytes(damaged)
+        with refused("data.unreadable", naming=path.name):
+            read(path)
+
+
+def test_a_package_that_decompresses_is_asked_for_before_rows_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, ZSTD, None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    with refused("install.missing-package", naming=f"pip install {ZSTD}"):
+        refuse_source(str(tmp_path / "a.jsonl.zst"))
 
 
 def test_saved_data_sets_are_read_by_split(tmp_path: Path) -> None:
@@ -205,6 +233,8 @@ def test_urls_are_read_through_fsspec() -> None:
     for name, part in (("b.jsonl", ROWS[2:]), ("a.jsonl", ROWS[:2]), ("_SUCCESS", [])):
         storage.pipe(f"/bucket/rows/{name}", "".join(json.dumps(row) + "\n" for row in part).encode())
     try:
+        storage.pipe("/bucket/list.json", json.dumps(ROWS).encode())
+        assert [row.value for row in read("memory://bucket/list.json")] == ROWS
         rows = read("memory://bucket/rows")
         assert [row.value for row in rows] == ROWS
         assert rows[0].position == "memory://bucket/rows/a.jsonl:1"

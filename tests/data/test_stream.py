@@ -130,6 +130,7 @@ def test_a_pass_has_every_row_once_and_the_next_another_order(tmp_path: Path) ->
     windows = list(itertools.islice(stream.windows(_plan), 2))
     orders = [[window.dataset.position(int(row[0])) for row in window.rows] for window in windows]
     assert Counter(orders[0]) == Counter(orders[1])
+    assert [source.files for source in windows[0].report.sources] == [3, 1]
     assert len(set(orders[0])) == total
     assert orders[0] != orders[1]
     plain = stream_of(paths, stream_rows=total, shuffle=False, packing=False)

@@ -232,6 +232,7 @@ def test_each_anomaly_has_one_line_of_advice_and_a_sound_run_none(tmp_path: Path
         (lambda step: sound, [], ""),
         (lambda step: sound | ({"skipped": "the loss is nan"} if step == 3 else {}), [], "1 step was skipped"),
         (lambda step: sound | {"loss": 1.0 + step / 10}, [], "The loss has grown from 1.25 to 4.85"),
+        (lambda step: {"grad_norm": None}, [], ""),
         (lambda step: {"grad_norm": 0.0}, [], "The gradient norm was 0 in every step"),
         (lambda step: {"grad_norm": 2.0}, [], "100% of the steps were clipped to optim.max_grad_norm 1"),
         (lambda step: sound, evaluations, "The evaluation loss was lowest (1.5) at step 20 and is 1.9 at the end"),

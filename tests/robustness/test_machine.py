@@ -75,6 +75,13 @@ def test_what_a_power_loss_leaves_behind_metrics_is_cut_back_and_said(
     assert said == []
 
 
+@pytest.mark.parametrize("line", [b'{"step": 1e999}', b"[" * 100_000, b"null"])
+def test_a_line_that_is_no_row_of_metrics_is_refused_by_its_number(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "elapsed_seconds": 1e999}\n' + line + b"\n")
+    with refused("run.damaged-metrics", naming="metrics.jsonl:2"):
+        keep_rows(tmp_path / "metrics.jsonl", 3)
+
+
 def test_a_run_whose_config_was_removed_is_known_by_its_checkpoints(tmp_path: Path) -> None:
     config = load_config(write(tmp_path), [f"output_dir={tmp_path / 'run'}"])
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"

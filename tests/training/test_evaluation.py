@@ -124,11 +124,14 @@ def test_named_sets_early_stop_and_the_best_checkpoint(
         "optim={name: sgd, learning_rate: 1.0e-30}",  # nothing is learned
         "checkpoint={every_steps: 1, keep_last: 1, keep_best: eval_few_loss}",
         "eval={samples: 2, sample_tokens: 5}",
+        "log.every_steps=2",
     ]
     run = tmp_path / "run"
     run_ranks(train, 2, run_config(inputs, run, *options))
     rows = [row for row in metrics(run) if "eval_loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in metrics(run) if "loss" in row] == [2, 3]
+    assert "3 steps, " in (run / "model" / "README.md").read_text()
     assert rows[0].keys() >= {"eval_all_loss", "eval_few_token_accuracy", "eval_token_accuracy", "eval_target_tokens"}
     assert rows[0]["eval_all_loss"] != rows[0]["eval_few_loss"]
     between = sorted((rows[0]["eval_all_loss"], rows[0]["eval_few_loss"]))

@@ -3,19 +3,26 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.data.encoding.encode import Encoder
 from expertmesh.experts.placement import Placement, balanced, busiest, read_loads, read_pairs
+from expertmesh.training import loop
+from expertmesh.training.exchange import NonFiniteGuard
+from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.reporting.metrics import placement_advice
 from expertmesh.training.reporting.record import read_record
 from expertmesh.training.run import train
 from tests.support.ranks import run_ranks, shared_ranks
 from tests.training.tiny_run import loads_of_experts, rows_without_times, run_config, train_steps, weights, write_inputs
+from tests.training.tiny_run import metrics as rows_of
 
 # Two epochs of four steps, the last of an epoch shorter; packed, shuffled, with a norm that clips.
 LONG = ["train.max_steps=null", "train.num_epochs=2", "data.shuffle=true", "checkpoint.every_steps=2"]
@@ -50,6 +57,34 @@ def test_a_stopped_run_continues_bit_for_bit(inputs: Path, tmp_path: Path, world
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
     assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
+
+
+def _steps_of_a_second(config: Config, stop_after: int | None) -> None:
+    """Train by a clock that goes on by one second in each step, and skip step 6."""
+    now, step, check = [0.0], TrainingLoop._train_step, NonFiniteGuard.check
+
+    def timed(*arguments: Any) -> Any:
+        now[0] += 1
+        return step(*arguments)
+
+    def skipping(self: NonFiniteGuard, number: int, *rest: Any) -> str | None:
+        return "a test" if number == 6 else check(self, number, *rest)
+
+    with (
+        mock.patch.object(TrainingLoop, "_train_step", timed),
+        mock.patch.object(NonFiniteGuard, "check", skipping),
+        mock.patch.object(loop, "time", SimpleNamespace(monotonic=lambda: now[0])),
+    ):
+        train(config) if stop_after is None else train_steps(config, stop_after)
+
+
+def test_seconds_of_steps_are_true_after_a_skipped_step_and_with_other_reports(inputs: Path, tmp_path: Path) -> None:
+    options = ["train.max_steps=null", "train.num_epochs=3"]
+    for every, stop_after in ((5, 7), (4, None)):
+        config = run_config(inputs, tmp_path / "run", *options, f"log.every_steps={every}")
+        run_ranks(_steps_of_a_second, 1, config, stop_after)
+    rows = rows_of(tmp_path / "run")
+    assert [(row["step"], row["step_seconds"]) for row in rows] == [(5, 1.0), (6, 1.0), (8, 1.0), (12, 1.0)]
 
 
 def test_a_balanced_run_is_placed_anew_by_its_load_when_it_goes_on(

@@ -205,7 +205,7 @@ def joined(
     report = DataReport(recipe.config.max_length, sources=list(sources))
     for number, source in enumerate(report.sources):
         own = [block for block in blocks if block.place[0] == number]
-        source.files = len({block.place[1] for block in own})
+        source.files = len({block.file for block in own})
         source.rows = sum(block.report.rows for block in own)
         source.samples = sum(block.samples for block in own)
         source.tokens = sum(block.report.tokens for block in own)

@@ -12,7 +12,6 @@ nothing to a format are named by `unused_columns`.
 
 import contextlib
 import itertools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from typing import Any, get_args
 from expertmesh.config.data import COLUMNS, Role
 from expertmesh.config.explain import show
 from expertmesh.config.yaml_text import dump_yaml
-from expertmesh.io.reading import shortened
+from expertmesh.io.reading import parse_text, shortened
 
 PREFERENCE, UNPAIRED = "preference", "unpaired_preference"
 _ROLES = {role: role for role in get_args(Role)} | {"function": "tool", "human": "user"}
@@ -257,8 +256,8 @@ def _with_lists(row: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in (*_TURNS, *_RESPONSES):
         value = row.get(key)
         if isinstance(value, str) and _BEGINS_LIST.match(value):
-            with contextlib.suppress(ValueError, RecursionError):
-                found = json.loads(value)
+            with contextlib.suppress(ValueError):
+                found = parse_text(value)
                 if "role" in found[0] or "from" in found[0]:
                     lists[key] = found
     return {**row, **lists} if lists else row
@@ -391,8 +390,8 @@ def _listed(value: Any, what: str) -> list[Any]:
 
 def _json(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_text(text)
+    except ValueError as error:
         raise MalformedRow(f"{what} is a string that is not JSON ({error})") from None
 
 
@@ -400,7 +399,7 @@ def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
     messages: list[Mapping[str, Any]] = []
     if row.get("system"):
         messages.append({"role": "system", "content": _text(row["system"], "'system'")})
-    for number, pair in enumerate(row.get("history") or (), start=1):
+    for number, pair in enumerate(_listed(row.get("history") or [], "'history'"), start=1):
         if not isinstance(pair, list) or len(pair) != 2:
             raise MalformedRow(f"'history' entry {number} is not a pair of question and answer")
         messages.append({"role": "user", "content": _text(pair[0], f"'history' entry {number}")})
@@ -627,10 +626,6 @@ def _matched(
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise MalformedRow(f"{what} is {_kind(value)}, not a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair; no tokenizer can encode it
-        raise MalformedRow(f"{what} holds an unpaired surrogate and so is not valid Unicode") from None
     return value
 
 

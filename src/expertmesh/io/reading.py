@@ -112,6 +112,21 @@ def parse_json(content: bytes | str) -> Any:
     return value
 
 
+def parse_text(text: str) -> Any:
+    """Return the JSON value of a text in a row of data. Raises `ValueError` as `parse_json` and `refuse_surrogates`."""
+    value = parse_json(text)
+    refuse_surrogates(value)
+    return value
+
+
+def refuse_surrogates(value: Any) -> None:
+    """Raise `ValueError` for half of a surrogate pair: JSON can spell it, and no tokenizer or file can hold it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds an unpaired surrogate and so is not valid Unicode") from None
+
+
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object's `pairs` as a dictionary. Raises `ValueError` that names a key that appears twice."""
     built = dict(pairs)

@@ -59,16 +59,17 @@ def advice(run: Run) -> Iterator[str]:
     if len(metrics.step) < _ROWS:
         return
     loss, norm = metrics["loss"], metrics["grad_norm"]
+    norm = norm[np.isfinite(norm)]
     first, last = _ends(loss)
     if last > 1.05 * first:
         yield (
             f"The loss has grown from {first:.3g} to {last:.3g}: lower optim.learning_rate, and check that model "
             "and tokenizer belong together (expertmesh check)."
         )
-    if np.nanmax(norm, initial=0) == 0:
+    if len(norm) and norm.max() == 0:
         yield "The gradient norm was 0 in every step: nothing is trained; check lora.targets and data.loss_on."
     clip = run.config.optim.max_grad_norm if run.config is not None else None
-    if clip is not None and (share := float(np.mean(norm[np.isfinite(norm)] > clip))) > 0.5:
+    if clip is not None and len(norm) and (share := float(np.mean(norm > clip))) > 0.5:
         yield (
             f"{share:.0%} of the steps were clipped to optim.max_grad_norm {clip:g}, so their size is set by it "
             "rather than by the learning rate: raise it, or lower optim.learning_rate."

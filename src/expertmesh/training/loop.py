@@ -66,7 +66,7 @@ class TrainingLoop:
             IntegrityError: Losses stay non-finite.
         """
         config, counters = self.run.config, self.state.counters
-        clock = _Clock(counters, config.log.every_steps)
+        clock = _Clock(counters)
         guard = NonFiniteGuard(counters.skipped_in_a_row)
         selection = self.checkpoints.selection
         first = counters.step + 1
@@ -83,6 +83,7 @@ class TrainingLoop:
                 result = self._train_step(number, step, guard)
                 counters.step, counters.skipped_in_a_row = number, guard.in_a_row
                 counters.tokens += step.tokens
+                counters.steps += 1
                 counters.stream = step.position
                 # The first step has a longer timeout.
                 if number == first:
@@ -94,21 +95,19 @@ class TrainingLoop:
                         (log.warning if line.startswith("warning") else log.info)(line)
                 # Publish a checkpoint that all ranks have written; never waits.
                 self.checkpoints.settle(result.facts.statuses)
-                if result.skipped or number % config.log.every_steps == 0 or number == self.run.total_steps:
+                due = number % config.log.every_steps == 0 or number == self.run.total_steps
+                if reported := due or result.skipped is not None:
                     self._report(number, step, result, clock)
                 every = config.train.eval_every_steps
                 last, saves_last = number == self.run.total_steps, config.checkpoint.every_steps is not None
                 best = False
                 if self.run.evaluation and (last or (every and number % every == 0)):
-                    self.control.progress.at(number, "evaluating")
-                    paused = time.monotonic()
-                    figures = evaluate(self.run)
-                    figures = replace(figures, step=number, seconds=time.monotonic() - paused)
-                    self.reporter.emit(figures)
-                    best = selection.saw(number, figures.row())
-                    clock.skip(time.monotonic() - paused)
+                    best = self._evaluate(number, clock)
                 end_step()
-                last = last or selection.ends()
+                ends = selection.ends()
+                if ends and not reported:
+                    self._report(number, step, result, clock)
+                last = last or ends
                 self._checkpoint(number, result.facts, clock, wanted=best or (last and saves_last))
                 if last:
                     break
@@ -122,7 +121,8 @@ class TrainingLoop:
     def _report(self, number: int, step: Step, result: "_StepResult", clock: "_Clock") -> None:
         tokens_LE, peak_memory = self.expert_load.take(number)
         elapsed, seconds = clock.read()
-        steps = clock.restart(number)
+        clock.restart()
+        counters = self.state.counters
         balance = attached_balance(self.run.model)
         due = tokens_are_due(number, self.run.config.log.every_steps, self.run.total_steps)
         self.reporter.emit(
@@ -133,10 +133,10 @@ class TrainingLoop:
                 grad_norm=result.facts.grad_norm,
                 learning_rate=result.learning_rate,
                 target_tokens=step.target_tokens,
-                tokens_per_second=self.state.counters.tokens / seconds,
+                tokens_per_second=counters.tokens / seconds,
                 peak_memory_bytes=peak_memory,
                 elapsed_seconds=elapsed,
-                step_seconds=seconds / steps,
+                step_seconds=seconds / counters.steps,
                 expert_load=self.expert_load.summary(tokens_LE),
                 expert_tokens=tokens_LE.tolist() if due else None,
                 figures=result.facts.figures,
@@ -145,7 +145,18 @@ class TrainingLoop:
                 skipped=result.skipped,
             )
         )
-        self.state.counters.tokens = 0
+        counters.tokens = counters.steps = 0
+
+    def _evaluate(self, number: int, clock: "_Clock") -> bool:
+        """Evaluate and report; return whether the figures are the best so far."""
+        self.control.progress.at(number, "evaluating")
+        paused = time.monotonic()
+        figures = evaluate(self.run)
+        figures = replace(figures, step=number, seconds=time.monotonic() - paused)
+        self.reporter.emit(figures)
+        best = self.checkpoints.selection.saw(number, figures.row())
+        clock.skip(time.monotonic() - paused)
+        return best
 
     def _checkpoint(self, number: int, facts: StepFacts, clock: "_Clock", *, wanted: bool) -> None:
         """Save if it is `wanted`, by the rules, or after a request to stop; raise `Stopped` after the latter."""
@@ -217,9 +228,7 @@ class _StepResult:
 class _Clock:
     """Seconds since the run began and since the last report, over all its interruptions."""
 
-    def __init__(self, counters: Counters, every: int) -> None:
-        # A resumed run counts steps from its last regular report; one for a skipped step since is not recorded.
-        self._step = counters.step - (counters.step % every if counters.tokens else 0)
+    def __init__(self, counters: Counters) -> None:
         self._began = time.monotonic() - counters.elapsed_seconds
         self._reported = time.monotonic() - counters.seconds
 
@@ -228,10 +237,9 @@ class _Clock:
         now = time.monotonic()
         return now - self._began, now - self._reported
 
-    def restart(self, step: int) -> int:
-        """Begin a new interval after the report of `step`; return how many steps the last one had."""
-        self._reported, steps, self._step = time.monotonic(), step - self._step, step
-        return steps
+    def restart(self) -> None:
+        """Begin a new interval after a report."""
+        self._reported = time.monotonic()
 
     def skip(self, seconds: float) -> None:
         """Leave `seconds` out of the time since the last report."""

@@ -91,6 +91,8 @@ class Counters:
     """Steps without a finite gradient."""
     tokens: _Count = 0
     """Input tokens since the last report."""
+    steps: _Count = 0
+    """Optimizer steps since the last report."""
     seconds: _Seconds = 0.0
     """Training time since the last report."""
     expert_load: list[list[_Count]] | None = None

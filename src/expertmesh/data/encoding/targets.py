@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from jinja2.exceptions import SecurityError as SandboxError
@@ -136,7 +137,7 @@ class TargetFinder:
             return [whole]
         samples = []
         questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        for start, end in zip(questions, [*questions[1:], len(messages)], strict=True):
+        for start, end in pairwise((-1, *questions, len(messages))):  # there may be answers before the first question
             if of_this_answer := [turn for turn in turns if start < turn < end]:
                 samples.append(self._find_targets(messages[:end], of_this_answer))
         if any("dropped_thinking" in sample.odd for sample in samples):

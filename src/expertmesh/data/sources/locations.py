@@ -5,9 +5,13 @@ changes when its content may have changed, and a hash of the content itself.
 """
 
 import hashlib
+import importlib
 import io
+import lzma
 import os
 import re
+import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +43,9 @@ _READERS = {
 }
 _CSV = (".csv", ".tsv")
 SUFFIXES = (*_READERS, *_CSV)
-_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+# The modules whose `open` reads compressed files; all of their files can be read again from the beginning.
+_ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": _ZSTD}
 # `name` or `org/name`, then an optional split: what the hub allows, and nothing that looks like a local path.
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::(?P<split>[\w.-]+))?")
 _FILE_LIKE = (*SUFFIXES, *_COMPRESSED, ".txt", ".zip", ".yaml", ".yml")
@@ -119,20 +125,24 @@ class _File:
 
     def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
         plain, compression = self._suffixes()
+        codec = None if compression is None else self._codec(compression)
+        damage = getattr(codec, "ZstdError", EOFError)
         try:
-            with self._open(compression) as stream:
+            with self._open() as file, file if codec is None else codec.open(file, "rb") as stream:
                 if plain in _CSV:
                     yield from read_csv(stream, self.name, takes, columns)
                 else:
                     yield from with_columns(_READERS[plain](stream, self.name, takes), columns)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error, lzma.LZMAError, damage) as error:
             raise _unreadable(self.name, error) from error
 
     def refuse(self) -> None:
-        """Raise `InputError` for a file of another kind, or that cannot be opened."""
-        self._suffixes()
+        """Raise `InputError` for a file of another kind, or that cannot be opened or decompressed."""
+        _, compression = self._suffixes()
+        if compression is not None:
+            self._codec(compression)
         try:
-            self._open(None).close()
+            self._open().close()
         except OSError as error:
             raise _unreadable(self.name, error) from error
 
@@ -158,30 +168,28 @@ class _File:
         return f"{known}" if len(known) > ("size" in known) else self.content()
 
     def content(self) -> str:
-        with self._open(None) as stream:
+        with self._open() as stream:
             digest = hashlib.sha256()
             while part := stream.read(1 << 22):
                 digest.update(part)
             return digest.hexdigest()
 
-    def _open(self, compression: str | None) -> IO[bytes]:
-        stream: IO[bytes]
-        if self.filesystem is None:
-            stream = os.fdopen(open_file(self.path), "rb")
-        else:
-            # Reads ranges, a block at a time. Of its own classes some have no `readline` with a limit.
-            stream = io.BufferedReader(self.filesystem.open(self.path, "rb"))
-        if compression is None:
-            return stream
-        from fsspec.compression import compr
-
-        if compression not in compr:
+    def _codec(self, module: str) -> Any:
+        """Return the module that decompresses the file."""
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
             raise InputError(
-                f"the data file {self.name} is compressed with {compression}, for which a package is missing; install "
-                "zstandard, or decompress the file.",
+                f"the data file {self.name} is compressed, and reading it needs the {module} package; pip install "
+                f"{module}, or decompress the file.",
                 key="install.missing-package",
-            )
-        return compr[compression](stream, mode="rb")  # type: ignore[no-any-return]  # fsspec has no types
+            ) from error
+
+    def _open(self) -> IO[bytes]:
+        if self.filesystem is None:
+            return os.fdopen(open_file(self.path), "rb")
+        # Reads ranges, a block at a time. Of its own classes some have no `readline` with a limit.
+        return io.BufferedReader(self.filesystem.open(self.path, "rb"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +280,7 @@ def _remote_files(url: str) -> Iterator[_File]:
 
 
 def _suffixes(name: str) -> tuple[str, str | None]:
-    """Return `.jsonl` and `gzip` for `a.jsonl.gz`."""
+    """Return `.jsonl` and the module `gzip` for `a.jsonl.gz`."""
     path = Path(name.partition("?")[0] if "://" in name else name)
     compression = _COMPRESSED.get(path.suffix)
     return (path.with_suffix("").suffix if compression else path.suffix), compression

@@ -23,6 +23,8 @@ from expertmesh.io.reading import (
     MiB,
     check_depth,
     first_repeated,
+    parse_text,
+    refuse_surrogates,
     rows,
     shortened,
     too_large,
@@ -146,6 +148,9 @@ def _parse_line(source: SourceFile, number: int, line: bytes) -> RawRow:
 
 def read_json(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | None]:
     """Yield the rows of a `.json` file, which holds a list of rows, or JSON lines."""
+    # A plain file says its size, so that none of a giant is read.
+    giant = isinstance(stream, io.BufferedReader) and stream.seek(0, os.SEEK_END) > MAX_LIST_BYTES
+    stream.seek(0)
     head = stream.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()
     stream.seek(0)
     if not head.startswith(b"["):
@@ -153,8 +158,6 @@ def read_json(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | N
         return
     source = SourceFile(name, by_line=False)
     try:
-        # A plain file says its size, so that none of a giant is read.
-        giant = isinstance(stream, io.BufferedReader) and os.fstat(stream.fileno()).st_size > MAX_LIST_BYTES
         content = b"" if giant else stream.read(MAX_LIST_BYTES + 1)
         if giant or len(content) > MAX_LIST_BYTES:
             raise too_large(name, "is one list, and longer", MAX_LIST_BYTES)
@@ -231,6 +234,7 @@ def _object_row(source: SourceFile, number: int, value: Any, duplicates: list[st
         return RawRow(source, number, None, "the row is not a JSON object")
     try:
         check_depth(value)
+        refuse_surrogates(value)
     except ValueError as error:
         return RawRow(source, number, None, f"the row cannot be used: {error}")
     if duplicates:
@@ -315,6 +319,13 @@ def read_csv(stream: IO[bytes], name: str, takes: Takes, columns: Columns) -> It
     try:
         reader = csv.reader(text, delimiter="\t" if tabs else ",", strict=True)
         header = next(reader, [])
+        named = [column for column in header if column]  # a table program may leave columns without a name
+        if len(set(named)) < len(named):
+            twice = shortened(first_repeated([(column, None) for column in named]))
+            raise InputError(
+                f"{name}: the header names the column {twice!r} twice; rename one of them.",
+                key="data.damaged-file",
+            )
         for number, cells in enumerate((row for row in reader if row), start=1):
             yield _of_cells(source, number, header, cells, columns) if takes(number) else None
     except (csv.Error, UnicodeDecodeError) as error:
@@ -372,8 +383,8 @@ def _of_cells(source: SourceFile, number: int, header: list[str], cells: list[st
         if not cell and name in _NESTED:
             continue
         try:
-            value[name] = json.loads(cell) if name in _NESTED else cell
-        except (ValueError, RecursionError) as error:
+            value[name] = parse_text(cell) if name in _NESTED else cell
+        except ValueError as error:
             return RawRow(source, number, None, f"the cell of column {name!r} is not JSON ({error})")
     return RawRow(source, number, value)
 

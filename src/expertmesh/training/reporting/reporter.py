@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 # Collapse: how near to ln(vocabulary) a loss is that of a guess, and from how many tokens an expert should have some.
 _NEARLY = 0.005
 _TOKENS_PER_EXPERT = 32
+# What reading a line that is no row raises.
+_NO_ROW = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 Event = StepMetrics | EvalMetrics
 """A report of the loop, which is a row of metrics.jsonl."""
 
@@ -62,8 +64,9 @@ def keep_rows(path: Path, done: int) -> float:
         if path.exists():
             with opened(path, MAX_METRICS_BYTES) as file:
                 for number, line in enumerate(rows(file, path), start=1):
-                    with suppress(ValueError, KeyError, TypeError):
-                        elapsed = max(0.0, float(json.loads(line)["elapsed_seconds"]))
+                    with suppress(*_NO_ROW):
+                        seconds = float(json.loads(line)["elapsed_seconds"])
+                        elapsed = max(0.0, seconds) if math.isfinite(seconds) else elapsed
                     if done and line.endswith(b"\n") and _step_of(line, path, number) <= done:
                         kept.append(line)
         if done and not line.endswith(b"\n"):  # blocks of zeros are what a power loss leaves
@@ -76,7 +79,7 @@ def keep_rows(path: Path, done: int) -> float:
 def _step_of(line: bytes, path: Path, number: int) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (KeyError, TypeError, ValueError) as error:
+    except _NO_ROW as error:
         raise InputError(
             f"{path}:{number}: is no row of metrics; remove the line, or move the file away", key="run.damaged-metrics"
         ) from error
