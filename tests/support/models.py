@@ -19,6 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from expertmesh.introspection.attention import packing_refusal
+
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -29,6 +31,7 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
     "initializer_range": 0.2,
 }
+_READ: set[type[nn.Module]] = set()
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
@@ -88,4 +91,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
             nn.init.uniform_(parameter, -0.2, 0.2)
         elif name.endswith("gate.weight") and not parameter.any():  # of ERNIE before transformers 5.23: all experts tie
             nn.init.normal_(parameter, 0, model.config.initializer_range)
+    if type(model) not in _READ:  # source that is parsed here is not parsed again by each rank that is forked
+        _READ.add(type(model))
+        packing_refusal(model)
     return model.train()

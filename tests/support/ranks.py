@@ -115,13 +115,14 @@ class LivingRanks:
         self._timeout = timeout
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._scratch = Path(self._directory.name)
+        code = _code()  # once, for all of them
         context = multiprocessing.get_context("fork")
         pipes = [context.Pipe() for _ in range(world_size)]
         self._connections = [here for here, _ in pipes]
         self._processes: list[Any] = [
             context.Process(
                 target=_living_rank_main,
-                args=(fns, there, rank, world_size, self._directory.name, timeout),
+                args=(fns, there, rank, world_size, self._directory.name, timeout, code),
                 daemon=True,
             )
             for rank, (_, there) in enumerate(pipes)
@@ -291,14 +292,20 @@ def _rank_main(
 
 
 def _living_rank_main(
-    fns: Sequence[Callable[[], Any]], orders: Connection, rank: int, world: int, scratch: str, timeout: float
+    fns: Sequence[Callable[[], Any]],
+    orders: Connection,
+    rank: int,
+    world: int,
+    scratch: str,
+    timeout: float,
+    before: "Code",
 ) -> None:
     _set_up(rank, scratch)
     _share_one_device()
     parent = os.getppid()
     left: list[Any] = []
     random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    before, here = _code(), Path.cwd()
+    here = Path.cwd()
     for turn in itertools.count():
         while not orders.poll(1):
             if os.getppid() != parent:
