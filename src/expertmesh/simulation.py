@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, masking_utils
 
 from expertmesh.compat import FakeTensorMode, number_of_groups, without_shape_messages
-from expertmesh.config import LoraConfig, MoeConfig
+from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, TopKRouter, explicit, rows_per_token
 from expertmesh.distributed.mesh import Mesh, init_mesh
@@ -43,7 +43,7 @@ from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.step.loss import CrossEntropy
 from expertmesh.weights.meta_model import materialize
 
-# What each axis is used for. All-reduces over fsdp are of single numbers.
+# What each axis is used for.
 _KINDS = {
     "fsdp": ("all_gather", "reduce_scatter", "all_to_all"),
     "efsdp": ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"),
@@ -117,7 +117,7 @@ class Simulated:
 
 
 def simulate(
-    config: PreTrainedConfig, workload: Workload, *, lora: LoraConfig | None = None, stage: int = 0
+    config: PreTrainedConfig, workload: Workload, options: ModelOptions | None = None, *, stage: int = 0
 ) -> Simulated:
     """Run a step of `workload` on the first rank of pp rank `stage`, on fake tensors, with balanced routing.
 
@@ -125,7 +125,7 @@ def simulate(
 
     Args:
         config: Configuration of the model that `workload.model` has the figures of.
-        lora: Adapters of that model.
+        options: How that model is built; None: its precision, and no adapters.
 
     Raises:
         InputError: This process has a process group already, or the compute dtype is not bfloat16.
@@ -152,9 +152,8 @@ def simulate(
         mesh = init_mesh(explicit(layout), num_experts=experts, device=torch.device("cpu"))
         meshed = time.monotonic()
         # Before fake tensors: each FSDP2 group looks at its mesh, whose ranks are real.
-        options = ModelOptions(figures.precision, lora)
         shards = ShardOptions(figures.precision, MoeConfig(compute="grouped_mm"), workload.mode, workload.layers)
-        model, _ = prepare_model(config, Path(), mesh, options, shards)
+        model, _ = prepare_model(config, Path(), mesh, options or ModelOptions(figures.precision), shards)
         sharded = time.monotonic()
         with FakeTensorMode(allow_non_fake_inputs=True):
             materialize(model, mesh.device)
@@ -218,7 +217,7 @@ def expected_values(router: TopKRouter, tokens: int, layout: Layout) -> Iterator
 def sent_by_axis(sent: Mapping[str, Mapping[str, CollectiveCount]], mesh: Mesh) -> dict[AxisKind, CollectiveCount]:
     """Return calls and bytes by (axis or axes, kind), zero if nothing was sent.
 
-    Left out are receives, which another rank counts as sent, and kinds that no axis is used for (single numbers).
+    Left out are receives, which another rank counts as sent, and single numbers (the norm's sum).
 
     Args:
         sent: Counts by process group's name and kind, as `UsageTracker.sent` has them.
@@ -229,6 +228,8 @@ def sent_by_axis(sent: Mapping[str, Mapping[str, CollectiveCount]], mesh: Mesh) 
             name = " + ".join(axis for axis in _KINDS if axis in axes and kind in _KINDS[axis])
             count = sent.get(group, {}).get(kind, CollectiveCount())
             entry = found.setdefault((name, kind), CollectiveCount())
+            if count.bytes <= 8 * count.calls:
+                continue
             entry.calls += count.calls
             entry.bytes += count.bytes
     return found

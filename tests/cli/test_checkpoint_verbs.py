@@ -73,6 +73,19 @@ def test_verify_writes_a_hash_of_every_expert(tmp_path: Path) -> None:
     assert len(set(experts["sha256"])) == len(experts["norm"]) == 4
 
 
+def test_the_report_is_json_where_an_expert_is_not_finite(run: Path, tmp_path: Path) -> None:
+    path, report = run / "checkpoints" / STEP / SHARD, tmp_path / "report.json"
+    raw = bytearray(path.read_bytes())
+    values = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:values])
+    start, stop = next(each["data_offsets"] for name, each in header.items() if name.endswith("experts.down_proj"))
+    raw[values + start : values + stop] = b"\xff" * (stop - start)  # NaN in each dtype
+    path.write_bytes(raw)
+    assert main(["verify", str(run), "--json", str(report)]) == 3
+    (experts,) = json.loads(report.read_text(), parse_constant=pytest.fail)["experts"]
+    assert "nan" in experts["norm"]
+
+
 @pytest.mark.parametrize("verb", ["verify", "export"])
 def test_exit_codes_tell_input_from_damage_from_danger(
     run: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ from expertmesh.config import Config, LoraConfig, ObjectiveConfig, load_config
 from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.training.startup.preflight import preflight
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
+from tests.support.list_models import write_own_qwen
 from tests.training.tiny_run import write_inputs
 
 CHAT = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Nothing special."}]
@@ -191,11 +192,18 @@ def test_key_value_is_what_the_file_says_and_what_is_planned(
         ("train.nope=1", "train.nope is not a key of the configuration"),
         ("parallel.ep=3", "parallel.ep 3 does not divide"),
         ("objective.name=dpo", "which only objective.name sft or distill trains on"),
-        ("data.max_length=1000", "max_position_embeddings 128"),
+        ("data.max_length=1000", "data.max_length 1000: qwen3_moe has max_position_embeddings 128"),
     ):
         assert main(["init", "model", "--data", data, wrong, "--output", "other.yaml"]) == 2
         assert says in capsys.readouterr().err
         assert not Path("other.yaml").exists()
+
+
+def test_keys_of_the_model_hold_for_the_plan_as_well(tmp_path: Path, data: str) -> None:
+    write_inputs(tmp_path)
+    write_own_qwen(tmp_path / "own", vocab_size=706)
+    bpe_tokenizer(CHATML).save_pretrained("own")
+    assert written("own", "--data", data, "model.trust_remote_code=true").model.trust_remote_code
 
 
 def test_nothing_is_written_where_nothing_fits(large: Path, data: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_a_pair_is_two_sequences_and_a_reference_beside_the_step_has_no_time(tmp
     assert pair.prediction == two.prediction
     assert adapted.prediction is not None
     assert adapted.prediction.step_seconds is None
-    assert re.fullmatch(r"\S+ [GMK]iB of tensors a rank", adapted.line)
+    assert re.fullmatch(r"\S+ [GMK]iB of tensors a rank, with full rows and even routing", adapted.line)
 
 
 @pytest.mark.slow_cases(r"Qwen3_5.*", why="another family stays")
@@ -98,7 +98,7 @@ def test_every_run_is_told_what_a_step_will_take(tmp_path: Path, monkeypatch: py
     tiny = _checked(config, tiny_config("qwen3_moe", max_position_embeddings=4096), 8)
     here = forecast(config, tiny)
     assert here.prediction is not None
-    assert re.fullmatch(r"\S+ [GMK]iB of tensors a rank, \S+ s a step", here.line)
+    assert re.fullmatch(r"\S+ [GMK]iB of tensors a rank, \S+ s a step, with full rows and even routing", here.line)
     hardware = hardware_table()["a100"]
     monkeypatch.setattr(planner, "devices_here", lambda world: Devices("a100", 1, 8, hardware))
     assert "may run out of memory" in forecast(config, _checked(config, deepseek_v3(), 8)).line

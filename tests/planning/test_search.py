@@ -27,6 +27,7 @@ from expertmesh.planning.stages import Batch, Workload, pipeline_rank, resident_
 from expertmesh.planning.traffic import Transfer, bytes_between_nodes, traffic_of
 from tests.families.tiny import tiny_config
 from tests.support.errors import refused
+from tests.support.list_models import write_own_qwen
 from tests.support.models import tiny_config as family_config
 from tests.support.models import tiny_model
 from tests.support.planned import figures_of
@@ -363,6 +364,24 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert main(["plan", *small, "2x2 cpu", "--yaml", "--simulate"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--lora", "rank=8"]) == 2
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
+
+
+def test_a_plan_without_a_batch_has_one_that_all_devices_share(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["plan", str(directory), "--seq-len", "64", "--json", "--devices"]
+    for devices, count, sequences in (("2x6 cpu", 12, 72), ("3 cpu", 3, 66), ("2 cpu", 2, 64)):
+        assert main([*small, devices]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["global_batch_size"] == sequences
+        assert count in [each["layout"]["fsdp"] * each["layout"]["replicate"] for each in found["candidates"]]
+
+
+def test_a_model_with_code_of_its_own_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_own_qwen(tmp_path / "model")
+    words = ["plan", str(tmp_path / "model"), "--devices", "2 cpu", "--seq-len", "32", "--simulate"]
+    assert main([*words, "--trust-remote-code"]) == 0
+    assert re.search(r"simulated +predicted +off by\n +state of a rank", capsys.readouterr().out)
 
 
 def test_plan_names_the_order_of_micro_batches_and_keeps_one_that_is_set(

@@ -19,7 +19,7 @@ from expertmesh.report.run import RESULTS, read_run
 from expertmesh.training.lock import RunLock
 from expertmesh.training.reporting.record import Bin, DataRecord, ShownSample, TextPiece
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
-from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, write_json
+from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, write_proof
 from tests.report.made_up import PREDICTED, row, start, write_run
 from tests.report.parsed import Page
 
@@ -390,7 +390,7 @@ def test_what_verify_writes_is_what_the_report_reads(tmp_path: Path) -> None:
     missed = Mutation("experts exchanged", "forward", (("forward", "logits"),))
     found = Report({}, [*layers, Layer("artifacts", [Check.not_run("adapter", "no adapters")])], [missed])
     run = write_run(tmp_path / "run", steps=1, layers=0)
-    write_json(found, run / "verification.json")
+    write_proof(found, run / "verification.json")
     page = page_of(run)
     assert "verification.json is left out" not in page.texts["top"]
     assert "FAILED: see backward" in page.texts["verification"]

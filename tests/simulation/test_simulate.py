@@ -6,6 +6,7 @@ import torch
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout, resolve_layout
+from expertmesh.model import ModelOptions
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning import memory, traffic
 from expertmesh.planning.memory import peak_of
@@ -15,6 +16,7 @@ from expertmesh.simulation import planned_by_axis, simulate
 from expertmesh.step import by_layer
 from expertmesh.step.forward_backward import Order
 from tests.support.errors import refused
+from tests.support.models import tiny_config
 from tests.support.planned import figures_of
 
 LENGTH = 1024
@@ -67,7 +69,7 @@ def _check(
     model = figures_of(config, length=LENGTH, precision=PrecisionConfig(), lora=lora, packed=False)
     layout = resolve_layout(parallel, 64, model.anatomy.num_experts)
     workload = Workload(model, layout, batch, mode, layers)
-    found = simulate(config, workload, lora=lora, stage=stage)
+    found = simulate(config, workload, ModelOptions(PrecisionConfig(), lora), stage=stage)
     state = resident_state(model, layout, stage)
     assert found.state == pytest.approx(state.frozen + state.master + state.moments, rel=0.001)
     assert found.peak == pytest.approx(peak_of(workload, stage), rel=0.05)
@@ -79,6 +81,28 @@ def _check(
     assert set(planned) <= {key for key, sent in found.sent.items() if sent.bytes}
     # The world, one for each axis of four views, and pairs of neighbours along pp, however many ranks there are.
     assert found.process_groups <= 16
+
+
+@pytest.mark.slow_cases(r"(?!olmoe).*", why="a norm over all heads stays")
+@pytest.mark.parametrize(
+    ("family", "tied", "layout"),
+    [
+        ("qwen3_moe", False, Layout(fsdp=2)),  # whose norm is one number, which no formula has
+        ("olmoe", False, Layout(fsdp=2, tp=2, ep=2)),
+        ("qwen3_moe", True, Layout(pp=2, fsdp=2, ep=2)),
+        ("qwen3_moe", True, Layout(pp=2, fsdp=2, ep=2, pp_schedule="interleaved_1f1b", pp_virtual_stages=2)),
+    ],
+)
+def test_norms_over_all_heads_and_tied_heads_are_sent_as_planned(family: str, tied: bool, layout: Layout) -> None:
+    config = tiny_config(family, num_hidden_layers=4, tie_word_embeddings=tied, vocab_size=512)
+    model = figures_of(config, length=64, precision=PrecisionConfig(), packed=False)
+    workload = Workload(model, layout, Batch(1, 4), "none")
+    for stage in range(layout.pp):
+        sent = {key: each for key, each in simulate(config, workload, stage=stage).sent.items() if each.bytes}
+        planned = planned_by_axis(traffic_of(workload, stage), sent)
+        assert {key: each.calls for key, each in planned.items()} == {key: each.calls for key, each in sent.items()}
+        for key, each in sent.items():
+            assert each.bytes == pytest.approx(planned[key].bytes, rel=0.02), key
 
 
 @pytest.mark.slow_cases(r"(?!qwen-parallel0).*", why="one of seven stays")

@@ -1,4 +1,4 @@
-"""Writes tiny models that bring their own code, with experts in an `nn.ModuleList` (list_moe/)."""
+"""Writes tiny models that bring their own code: with experts in an `nn.ModuleList` (list_moe/), or like Qwen3's."""
 
 import json
 import shutil
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.models import tiny_config
 
 _CODE = Path(__file__).parent / "list_moe"
 
@@ -29,3 +31,21 @@ def write_list_model(directory: Path, **changes: Any) -> PreTrainedModel:
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
     return model
+
+
+def write_own_qwen(directory: Path, **changes: Any) -> None:
+    """Write the config and the code of a model without weights, whose classes are derived from Qwen3's."""
+    code = """
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+class OwnConfig(Qwen3MoeConfig):
+    model_type = "own_moe"
+
+class OwnForCausalLM(Qwen3MoeForCausalLM):
+    config_class = OwnConfig
+"""
+    auto_map = {"AutoConfig": "own_moe.OwnConfig", "AutoModelForCausalLM": "own_moe.OwnForCausalLM"}
+    content = tiny_config("qwen3_moe", **changes).to_dict() | {"model_type": "own_moe", "auto_map": auto_map}
+    directory.mkdir()
+    (directory / "own_moe.py").write_text(code)
+    (directory / "config.json").write_text(json.dumps(content))

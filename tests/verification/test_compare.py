@@ -12,7 +12,7 @@ from expertmesh.verification.compare import Distance, distances, figures, withou
 from expertmesh.verification.job import build
 from expertmesh.verification.layers.step import _chance
 from expertmesh.verification.options import VerifyOptions
-from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, layer_lines, write_json
+from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, layer_lines, write_proof
 from expertmesh.verification.setup import Setup, set_up
 from tests.support.ranks import shared_ranks
 from tests.training.tiny_run import run_config, write_inputs
@@ -100,7 +100,7 @@ def test_gradients_of_other_layouts_are_compared_element_by_element(tmp_path: Pa
 def test_the_report_is_json_with_its_version_even_when_figures_are_not_finite(tmp_path: Path) -> None:
     layer = Layer("forward", [Check.of("logits", [Figure("logits", math.inf, 1e-5)]), Check.not_run("x", "why")])
     report = Report({"model": "m"}, [layer], [Mutation("a bug", "bytes", (("forward", "logits"),))])
-    write_json(report, tmp_path / "new" / "report.json")
+    write_proof(report, tmp_path / "new" / "report.json")
     content = json.loads((tmp_path / "new" / "report.json").read_text())
     assert (content["format"], content["version"], content["status"]) == ("expertmesh-proof", 1, "fail")
     assert content["layers"][0]["checks"][0]["worst"]["error"] == "inf"

@@ -38,7 +38,7 @@ from expertmesh.planning.hardware import Devices, hardware_table, parse_devices,
 from expertmesh.planning.read_model import figures_of_teacher
 from expertmesh.planning.search import GIB, Candidate, Job, checkpoint_bytes, nothing_fits, plan, variants
 from expertmesh.training.objective import Teacher
-from expertmesh.training.startup.model_check import Checked, OrderWish
+from expertmesh.training.startup.model_check import Checked, OrderWish, refuse_length
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import read_model_config
 from expertmesh.weights.quantised.published import quantisation
@@ -140,10 +140,11 @@ def run(options: InitOptions) -> int:
     devices, overrides = devices_of(options), options.overrides or []
     wishes = _wishes(options, path, overrides)
     model = wishes.config.model
-    config, _ = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
+    config, directory = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
     length = usual_length(config)
     if wishes.has("data", "max_length"):
         length = wishes.config.data.max_length
+    refuse_length("data.max_length", length, config)
     data = wishes.config.data.model_copy(update={"max_length": length})
     found = first_rows(
         wishes.config.model_copy(update={"data": data}),
@@ -154,7 +155,7 @@ def run(options: InitOptions) -> int:
     if found.objective != wishes.config.objective:
         wishes = replace(wishes, config=wishes.config.model_copy(update={"objective": found.objective}))
     sizes = sizes_of(found, wishes, devices, length)
-    choice = choose(options, wishes, config, devices, sizes)
+    choice = choose(options, wishes, (config, directory), devices, sizes)
     values = _values(wishes, path, choice, sizes)
     for override in overrides:
         apply_override(values, override)
@@ -336,15 +337,17 @@ def sizes_of(found: FirstRows, wishes: Wishes, devices: Devices, length: int) ->
     return Sizes(length, packed, size, min(_MOST_EPOCHS, ceil(FEW_STEPS / steps)), steps)
 
 
-def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devices: Devices, sizes: Sizes) -> Choice:
-    """Return the first way that fits; raises `InputError` where none does."""
+def choose(
+    options: InitOptions, wishes: Wishes, read: tuple[PreTrainedConfig, Path], devices: Devices, sizes: Sizes
+) -> Choice:
+    """Return the first way that fits; raises `InputError` where none does. `read`: the model's config and directory."""
     passed_over: list[str] = []
     refusals: list[InputError] = []
-    ways = list(_ways(options.lora, wishes, quantised=quantisation(config) is not None))
+    ways = list(_ways(options.lora, wishes, quantised=quantisation(read[0]) is not None))
     fixed = wishes.config.parallel if "parallel" in wishes.given else None
     for way in ways:
         try:
-            job, why_unpacked = _job(options, wishes, way, devices, sizes)
+            job, why_unpacked = _job(wishes, read, way, devices, sizes)
         except InputError as error:
             refusals.append(error)
             passed_over.append(f"{way}: {error}")
@@ -366,7 +369,7 @@ def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devic
         if least is not None:
             why = f"does not fit: {least / GIB:.1f} GiB a rank of {job.budget / GIB:.1f}"
         elif found.rejected:
-            why = f"has no layout: {found.rejected[0].reason}"
+            why = f"has no layout: {found.rejected[0].why}"
         passed_over.append(f"{way} {why}")
     if len(refusals) == len(ways):
         raise refusals[0]
@@ -403,7 +406,9 @@ def devices_of(options: InitOptions) -> Devices:
     return here
 
 
-def _job(options: InitOptions, wishes: Wishes, way: Way, devices: Devices, sizes: Sizes) -> tuple[Job, str | None]:
+def _job(
+    wishes: Wishes, read: tuple[PreTrainedConfig, Path], way: Way, devices: Devices, sizes: Sizes
+) -> tuple[Job, str | None]:
     """Return the job in bfloat16, where devices and the model can; in float32 else."""
     config, kind = wishes.config, devices.hardware.torch_device
     computes = ("float32",) if devices.name == "cpu" else ("bfloat16", "float32")
@@ -412,18 +417,17 @@ def _job(options: InitOptions, wishes: Wishes, way: Way, devices: Devices, sizes
     for compute in computes:
         precision_of = {"compute": compute, "params": config.precision.params, "frozen": way.frozen}
         precision = PrecisionConfig.model_validate(precision_of)
-        name, trust = options.model, options.trust_remote_code
-        built = ModelOptions(precision, way.lora, trust_remote_code=trust, name=name)
+        trained = config.model_copy(update={"precision": precision, "lora": way.lora})
+        # Some attention cannot be built where its package is missing, as it may be here.
+        built = replace(ModelOptions.of(trained), attention="auto")
         try:
-            read = read_figures(name, built, sizes.length, packing=sizes.packed, device=kind)
+            figures, why_unpacked = read_figures(*read, built, sizes.length, packing=sizes.packed, device=kind)
         except InputError as error:
             if error.key == "precision.compute-unsupported" and compute != computes[-1]:
                 continue
             raise
-        model_config, figures, why_unpacked = read
         rows = sizes.global_batch_size * config.objective.sequences
-        with_precision = config.model_copy(update={"precision": precision})
-        teacher = Teacher.of(with_precision, model_config, Layout(), weights=False)
+        teacher = Teacher.of(trained, read[0], Layout(), weights=False)
         of_teacher = figures_of_teacher(teacher, length=figures.length, packed=figures.packed, device=kind)
         order = OrderWish.of(config.train)
         return Job(figures, devices, rows, config.optim.name, order=order, teacher=of_teacher), why_unpacked

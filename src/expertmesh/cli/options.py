@@ -119,7 +119,9 @@ class PlanOptions:
         str, Option(metavar="DEVICES", help="nodes x devices and kind: '2x8 h200', '8 h100'", show_default=False)
     ] = ""
     seq_len: Annotated[int | None, N(min=2, help="tokens of a sequence (default: 4096, or the model's own)")] = None
-    global_batch_size: Annotated[int | None, N(help="sequences of a step (default: 64, or one per device)")] = None
+    global_batch_size: Annotated[
+        int | None, N(help="sequences of a step (default: 64, or the next multiple of the devices)")
+    ] = None
     lora: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="adapters: r=16; again for more keys")] = None
     params: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the parameters that train")] = "float32"
     optimizer: Annotated[OptimizerName, Option(help="what updates them")] = "adamw"

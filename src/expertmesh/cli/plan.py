@@ -67,7 +67,7 @@ from expertmesh.planning.traffic import bytes_between_nodes, traffic_of
 from expertmesh.training.startup.model_check import OrderWish, longest, refuse_length
 from expertmesh.weights.meta_model import read_model_config
 
-USUAL_LENGTH = 4096
+USUAL_LENGTH, USUAL_BATCH = 4096, 64
 REJECTED_SHOWN = 6
 COLUMNS = (*CONFIGURED_AXES, "checkpointing", "micro-batch", "peak", "s/step", "tokens/s/device", "MFU")
 # More of them add nothing but buffers for what stages receive, which the formulas count, and take as long again.
@@ -95,14 +95,12 @@ def _run(options: PlanOptions) -> int:
     lora = None if options.lora is None else _lora(options.lora)
     precision = PrecisionConfig(params=options.params, compute=options.compute, frozen=options.frozen)
     built = ModelOptions(precision, lora, trust_remote_code=options.trust_remote_code, name=options.model)
-    config, figures, why_unpacked = read_figures(
-        options.model,
-        built,
-        options.seq_len,
-        packing=not options.no_packing,
-        device=devices.hardware.torch_device,
-    )
-    size = options.global_batch_size or max(64, devices.count)
+    config, directory = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
+    length = options.seq_len or usual_length(config)
+    refuse_length("--seq-len", length, config)
+    kind = devices.hardware.torch_device
+    figures, why_unpacked = read_figures(config, directory, built, length, packing=not options.no_packing, device=kind)
+    size = options.global_batch_size or -(-USUAL_BATCH // devices.count) * devices.count
     optimizer, offload, order = options.optimizer, options.offload, OrderWish(options.accumulate)
     loads = None if options.load is None else read_loads(options.load)
     if loads is not None:
@@ -133,7 +131,7 @@ def _run(options: PlanOptions) -> int:
     if why_unpacked is not None:
         console.print(f"planned with data.packing off: {why_unpacked}", soft_wrap=True)
     if options.simulate:
-        _simulate(config, best, lora)
+        _simulate(config, built, best)
     return 0
 
 
@@ -202,29 +200,22 @@ def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | No
 
 
 def read_figures(
-    name: str, options: ModelOptions, length: int | None, *, packing: bool, device: str
-) -> tuple[PreTrainedConfig, ModelFigures, str | None]:
-    """Read the figures of the model that a plan is for, without its weights.
+    config: PreTrainedConfig, directory: Path, options: ModelOptions, length: int, *, packing: bool, device: str
+) -> tuple[ModelFigures, str | None]:
+    """Return the figures of the model that a plan is for, and why it cannot have packed rows, if they are wanted.
 
     Args:
-        length: Tokens of a sequence; None: `usual_length`.
+        length: Tokens of a sequence.
         packing: Pack rows, if the model can have packed rows.
         device: Torch device type that packed rows are attended on.
 
-    Returns:
-        The configuration, the figures, and why the model cannot have packed rows, if they are wanted.
-
     Raises:
-        InputError: The model cannot be read or sharded.
+        InputError: The model cannot be sharded.
     """
-    config, directory = read_model_config(name, trust_remote_code=options.trust_remote_code, weights=False)
-    length = length or usual_length(config)
-    refuse_length("--seq-len", length, config)
     model = build_model(config, directory, options)
     why_unpacked = packing_refusal(model) if packing else None
     shards, packed = plan_model(model, Layout(), ShardOptions(options.precision)), packing and why_unpacked is None
-    figures = figures_of_plan(shards, length=length, lora=options.lora, packed=packed, device=device)
-    return config, figures, why_unpacked
+    return figures_of_plan(shards, length=length, lora=options.lora, packed=packed, device=device), why_unpacked
 
 
 def usual_length(config: PreTrainedConfig) -> int:
@@ -428,7 +419,7 @@ def run_placement(options: PlanOptions) -> int:
     return 0
 
 
-def _simulate(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None) -> None:
+def _simulate(config: PreTrainedConfig, options: ModelOptions, best: Candidate) -> None:
     """Print state, peak and bytes of a step of `best`, simulated and predicted, on the fullest stage by prediction.
 
     The step has one micro-batch, two by layer, and with pp as many of the plan's as fill the pipeline twice.
@@ -440,7 +431,7 @@ def _simulate(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None
     batch = Batch(planned.rows, min(planned.accumulation, enough), planned.order)
     workload = replace(best.workload, batch=batch, imbalance=1.0, by_block=(), on_cpu=False)
     stage = fullest_stage(workload)
-    found = simulate(config, workload, lora=lora, stage=stage)
+    found = simulate(config, workload, options, stage=stage)
     state = resident_state(workload.model, best.layout, stage)
     compared = [
         ("state of a rank", found.state, state.frozen + state.master + state.moments),

@@ -4,12 +4,10 @@ What ranks do in a proof is in expertmesh.verification; here is which of the thr
 `--model` stands for, and options that make no sense together. Imports nothing heavy before these are refused.
 """
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.options import VerifyArguments
 from expertmesh.cli.printing import located_text, refuse_unwritable
@@ -17,7 +15,6 @@ from expertmesh.config import Config, load_config, make_config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.distributed.environment import find_place
 from expertmesh.distributed.layout import CONFIGURED_AXES, DENSE_AXES
-from expertmesh.io.directory import report_errors
 from expertmesh.io.terminal import bytes_text, plural, tell
 from expertmesh.launcher.launch import RunOptions, job_size
 from expertmesh.launcher.launch import run as run_ranks
@@ -86,7 +83,7 @@ def _sizes(text: str) -> dict[str, int]:
     sizes = {}
     for word in text.replace(",", " ").split():
         axis, _, number = word.partition("=")
-        if axis not in CONFIGURED_AXES or not number.isdigit() or int(number) < 1:
+        if axis not in CONFIGURED_AXES or not number.isdecimal() or int(number) < 1:
             raise InputError(
                 f"--parallel {word}: is not an axis and its size; write e.g. ep=4 ({', '.join(CONFIGURED_AXES)})",
                 key="cli.usage",
@@ -118,6 +115,7 @@ def _check(path: str, report: str | None) -> int:
     with lazy_imports():
         from expertmesh.checkpoint.remote import locate_local
         from expertmesh.verification.checkpoint import verify
+        from expertmesh.verification.result import write_json
 
     checkpoint, found = locate_local(path, anew=True)
     tell(f"checkpoint  {located_text(checkpoint, found)}")
@@ -125,7 +123,7 @@ def _check(path: str, report: str | None) -> int:
     for line in _lines(verified):
         tell(line)
     if report is not None:
-        _write_report(Path(report), verified)
+        write_json(_content(verified), Path(report))
     if not verified.findings:
         tell(f"sound       all files are there, and no others; hashes and values are right ({verified.seconds:.1f} s)")
         return 0
@@ -166,19 +164,18 @@ def _experts_text(experts: "VerifiedExperts") -> str:
     return f"{adapters}; B all zero in {zero}, else {min(filled):.0%} to {max(filled):.0%} not zero"
 
 
-def _write_report(path: Path, verified: "Verification") -> None:
-    content = {
+def _content(verified: "Verification") -> dict[str, Any]:
+    """Return what the report holds."""
+    return {
         "format": FORMAT,
         "version": VERSION,
         "checkpoint": str(verified.directory),
         "step": verified.manifest.step,
         "sound": not verified.findings,
-        "findings": [asdict(finding) for finding in verified.findings],
+        "findings": verified.findings,
         "files": len(verified.manifest.files),
         "bytes": verified.manifest.total_bytes,
         "replicated_parts": verified.replicated,
-        "experts": [asdict(experts) for experts in verified.experts],
+        "experts": verified.experts,
         "experts_left_out": verified.experts_left_out,
     }
-    with report_errors(path):
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -269,7 +269,7 @@ def _number(environment: Environment, name: str, default: str | None = None) -> 
             f"the environment variable {name} is not set, unlike others of its launcher; set it, or unset them",
             key="launch.environment-incomplete",
         )
-    if not text.isdigit():
+    if not text.isdecimal():
         raise InputError(
             f"the environment variable {name} is {text!r}, not a number; mend it or unset it", key="launch.environment"
         )

@@ -61,7 +61,7 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     across = config.parallel.ep_across_nodes
     fitting = (each for each in found.candidates if across or node_crossing(each.layout, devices.per_node) is None)
     if (best := next(fitting, None)) is None:
-        reason = found.rejected[0].reason if found.rejected else why
+        reason = found.rejected[0].why if found.rejected else why
         raise nothing_fits(f"--elastic: no layout of {plural(world_size, 'rank')} fits: {reason}")
     rows = 1 if config.objective.pairs else best.workload.batch.rows
     axes = ", ".join(f"{axis} {best.layout.size(axis)}" for axis in CONFIGURED_AXES if best.layout.size(axis) > 1)
@@ -96,6 +96,7 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
             step_seconds=found.speed.seconds, tokens_per_second=found.tokens_per_second, peak_memory_bytes=memory
         )
         notes = [_figures(found)]
+    notes[0] += ", with full rows and even routing"
     notes += [warning] if warning else []
     if config.parallel.ep == "auto" and not found.fits(job):
         # `ep: auto` does not depend on the device's memory (distributed/layout.py): name another ep that fits.

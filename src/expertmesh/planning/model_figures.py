@@ -319,8 +319,10 @@ class TensorParallelParts:
     """True if the last of them does not mix positions (an MLP); recomputation ends before its sum."""
     whole: int = 0
     """Hidden states that tp gathers for parts computed in full on each rank."""
+    gathered: int = 0
+    """Outputs of split linear layers that tp gathers again, and inputs of norms over all heads."""
     features: int = 0
-    """Output features, in all, of split linear layers whose outputs tp gathers again."""
+    """Features of all of these."""
     rows_by_heads: int = 0
     """Parts for which cp gathers full rows and ranks share the heads."""
     rows_whole: int = 0

@@ -182,8 +182,8 @@ class _FiguresReader:
     def _parts(self, block: str) -> TensorParallelParts:
         parts = self.tensor_plan.within([block]).parts
         split = [part for part in parts if part.is_split]
-        gathered = (f"{part.name}.{leaf}" for part in split for leaf in part.gathered)
-        features = sum(self.model.get_submodule(name).out_features for name in gathered)
+        gathered = [f"{part.name}.{leaf}" for part in split for leaf in (*part.gathered, *part.norms)]
+        features = sum(self.parameters[f"{name}.weight"].shape[0] for name in gathered)
         last = bool(split) and not split[-1].mixes_positions
         rows = self.context_plan.within([block]).gathered
         by_heads = sum(part.is_split for part in rows)
@@ -196,7 +196,7 @@ class _FiguresReader:
         whole, rows_whole = (
             sum(hidden_states(part.name) for part in found if not part.is_split) for found in (parts, rows)
         )
-        return TensorParallelParts(len(split), last, whole, features, by_heads, rows_whole)
+        return TensorParallelParts(len(split), last, whole, len(gathered), features, by_heads, rows_whole)
 
     def _experts(self, spec: ExpertsSpec) -> Experts:
         module = self.model.get_submodule(spec.name)

@@ -91,10 +91,16 @@ class Rejected:
     """A layout that the job cannot have."""
 
     layout: Layout
-    reason: str
+    why: str
     """One sentence."""
+    advice: str = ""
+    """Options of `plan`, or axes, to try instead."""
     least: Candidate | None = None
     """The candidate that needs least memory, if memory alone is missing."""
+
+    @property
+    def reason(self) -> str:
+        return f"{self.why}; try {self.advice}" if self.advice else self.why
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +133,8 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
     rejected: list[Rejected] = []
     frugal: dict[Hashable, list[Candidate]] = {}  # of layouts that differ in ep, or in nothing
     for layout in layouts(job, fixed):
-        if (reason := _refusal(job, layout)) is not None:
-            rejected.append(Rejected(layout, reason))
+        if (refused := _refused(job, layout)) is not None:
+            rejected.append(refused)
             continue
         # One sequence at a time, recomputing as much as there is.
         batch = Batch(1, job.global_batch_size // layout.data_ranks)
@@ -136,7 +142,7 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
         if least.fits(job):
             frugal.setdefault(replace(layout, ep=1) if goal == "speed" else layout, []).append(least)
         else:
-            rejected.append(Rejected(layout, _too_large(job, least), least))
+            rejected.append(_too_large(job, least))
     # Thousands of layouts of a large job are compared by their most frugal form; the best get all their variants.
     found = {axes: _least_moved(job, each) for axes, each in frugal.items()}
     for axes in sorted(found, key=lambda axes: order(found[axes]))[:FULLY_CONSIDERED]:
@@ -242,8 +248,8 @@ def checkpoint_bytes(job: Job, layout: Layout) -> float:
     return sum(state.master + state.moments for state in states) * layout.world_size / layout.replicate / layout.pp
 
 
-def _refusal(job: Job, layout: Layout) -> str | None:
-    """Return why `train` would refuse a layout, or None."""
+def _refused(job: Job, layout: Layout) -> Rejected | None:
+    """Return the layout as rejected, if `train` would refuse it."""
     model, data_ranks = job.model, layout.data_ranks
     try:
         if model.anatomy.num_experts % layout.ep:
@@ -254,14 +260,13 @@ def _refusal(job: Job, layout: Layout) -> str | None:
         if job.order.accumulate == "by_layer":
             model.feasibility.refuse_by_layer(layout)
     except InputError as error:
-        return str(error)
+        return Rejected(layout, str(error))
     if (refusal := model.feasibility.refusal(layout)) is not None:
-        return refusal
+        return Rejected(layout, refusal)
     if job.global_batch_size % data_ranks:
-        return (
-            f"a step's {job.global_batch_size} sequences cannot be dealt evenly to {data_ranks} data ranks; try "
-            f"--global-batch-size {-(-job.global_batch_size // data_ranks) * data_ranks}"
-        )
+        why = f"a step's {job.global_batch_size} sequences cannot be dealt evenly to {data_ranks} data ranks"
+        fits = -(-job.global_batch_size // data_ranks) * data_ranks
+        return Rejected(layout, why, f"--global-batch-size {fits}")
     return None
 
 
@@ -281,8 +286,8 @@ def variants(job: Job, layouts: Sequence[Layout]) -> Iterator[Candidate]:
             yield _least_moved(job, fitting)
 
 
-def _too_large(job: Job, least: Candidate) -> str:
-    """Describe by how much the most frugal form does not fit, its largest part, and what to try."""
+def _too_large(job: Job, least: Candidate) -> Rejected:
+    """Return a layout as rejected, of which `least`, the most frugal form, does not fit."""
     memory, layout, per_node = least.memory, least.layout, job.devices.per_node
     advice = []
     if memory.state > job.budget / 2:
@@ -300,4 +305,4 @@ def _too_large(job: Job, least: Candidate) -> str:
         advice.append(f"--seq-len {job.model.length // 2}")
     text = f"does not fit: {memory.total / GIB:.0f} GiB of {job.budget / GIB:.0f}; state {memory.state / GIB:.0f}"
     held = f"activations {memory.activations / GIB:.0f} ({least.workload.mode} checkpointing)"
-    return f"{text}, {held}; try {' or '.join(advice or ['more devices'])}"
+    return Rejected(layout, f"{text}, {held}", " or ".join(advice or ["more devices"]), least)

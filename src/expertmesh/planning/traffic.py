@@ -74,6 +74,10 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     found += _of_experts(model, rank, layout, passes, stays)
     found += _gathers_in_vain(rank, layout, times)
     found.append(Transfer("replicate", "all_reduce", calls, reduced, layout.replicate, True))
+    if layout.pp > 1 and rank.has_root and model.embedding is None and model.head_trains:
+        # The two stages that hold a tied weight add up its gradient.
+        size = model.head / (ranks * layout.tp) * BYTES_OF[model.precision.params]
+        found.append(Transfer("pp", "send", 1, size, 2))
     if workload.optimizer == "adamw_8bit":
         found += _of_shared_blocks(rank, layout)
     if workload.optimizer == "muon":
@@ -204,8 +208,10 @@ def _dense(
         each = 1 if group not in parts else parts[group] if tp > 1 else 0
         calls = times * each
         # What is around the blocks runs in the forward of every chunk, and what is behind them in its backward as well.
-        is_root, is_embedding = group is model.root, group is model.embedding
-        gathers = times * (virtual if is_root else virtual + model.embeds_trained if is_embedding else 2)
+        # On the first stage of several the head is there as the embedding that it is tied to.
+        is_root = group is model.root and rank.is_last
+        is_embedding = group is model.embedding or (group is model.root and not is_root)
+        gathers = times * (virtual + model.embeds_trained if is_embedding else virtual if is_root else 2)
         gathers -= stay.count(group)
         reduces = virtual if is_root else 1
         reduced = times * sizes.reduced * model.reduce_bytes
@@ -219,7 +225,7 @@ def _dense(
 def _gathers_in_vain(rank: PipelineRank, layout: Layout, accumulation: int) -> Iterator[Transfer]:
     """Yield the gathers over fsdp that nothing uses: the root's backward prefetches another chunk's last block."""
     tp, ranks = layout.tp, layout.fsdp * layout.cp
-    if rank.has_root and layout.pp_virtual_stages > 1:
+    if rank.is_last and layout.pp_virtual_stages > 1:
         for chunk, times in prefetches_in_vain(layout, accumulation, rank.stage).items():
             block, _ = rank.chunks[chunk][-1]
             size = sum(group_bytes(group, ranks, tp).flat for group in (block.own, None if tp > 1 else block.split))
@@ -324,8 +330,9 @@ def _of_sequence(
     # A block's second run ends with the last tensor that backward needs, which a last sum is not.
     sums = parts.split * (forwards + 1) - (parts.last and forwards == 2) + parts.whole
     features = rows * model.length / layout.cp * parts.features * model.compute_bytes
-    yield Transfer("tp", "all_gather", gathers, gathers * whole + forwards * features, layout.tp)
-    yield Transfer("tp", "reduce_scatter", sums, sums * whole + features, layout.tp)
+    again = parts.gathered
+    yield Transfer("tp", "all_gather", gathers + forwards * again, gathers * whole + forwards * features, layout.tp)
+    yield Transfer("tp", "reduce_scatter", sums + again, sums * whole + features, layout.tp)
     if layout.cp > 1 and (gathered := parts.rows_by_heads + parts.rows_whole):
         rows_whole = whole * layout.cp
         there, back = gathered * forwards + parts.rows_by_heads, parts.rows_by_heads * forwards + gathered

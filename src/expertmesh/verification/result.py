@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from expertmesh.io.directory import report_errors
 from expertmesh.io.terminal import plural, tell
 
 FORMAT, VERSION = "expertmesh-proof", 1
@@ -131,12 +132,18 @@ class Report:
         return "fail" if self.failures else "pass"
 
 
-def write_json(report: Report, path: Path) -> None:
-    """Write `report` as JSON in the format that docs/verify.md describes. Raises `OSError`."""
+def write_proof(report: Report, path: Path) -> None:
+    """Write `report` as JSON in the format that docs/verify.md describes. Raises `InputError`."""
     head = {"format": FORMAT, "version": VERSION, "status": report.status}
-    content = {**head, **_jsonable(report), "failures": report.failures}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    found = {"layers": report.layers, "mutations": report.mutations, "seconds": report.seconds}
+    write_json({**head, "facts": report.facts, **found, "failures": report.failures}, path)
+
+
+def write_json(content: dict[str, Any], path: Path) -> None:
+    """Write `content` as JSON, infinity and NaN as text. Raises `InputError` for a path that cannot be written."""
+    with report_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_jsonable(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def head_lines(facts: dict[str, Any]) -> Iterator[str]:

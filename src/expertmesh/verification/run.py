@@ -30,7 +30,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.all_ranks import from_rank_0, gather_objects, raise_on_all_ranks
 from expertmesh.distributed.mesh import current_device, start_process_group
 from expertmesh.experts.layer import ExpertLayer, layer_of
-from expertmesh.io.directory import io_errors, nearest, report_errors
+from expertmesh.io.directory import io_errors, nearest
 from expertmesh.io.terminal import plural
 from expertmesh.parallel.pipeline import layers_of
 from expertmesh.state.model_view import as_stored, sharded, stage_names
@@ -54,7 +54,7 @@ from expertmesh.verification.result import (
     layer_lines,
     mutation_lines,
     say,
-    write_json,
+    write_proof,
 )
 from expertmesh.verification.setup import Setup, in_float32, set_up
 from expertmesh.weights.audit import expert_tensors
@@ -114,8 +114,7 @@ def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
     path = options.report or (None if options.random_data else str(Path(config.output_dir) / REPORT_FILE))
     with raise_on_all_ranks("writing the report"):
         if path is not None and dist.get_rank() == 0:
-            with report_errors(path):
-                write_json(report, Path(path))
+            write_proof(report, Path(path))
     where = f"; {path}" if path is not None else ""
     if failures:
         count = len(report.failures)
