@@ -33,6 +33,9 @@ $(STAMP): pyproject.toml constraints/ci.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/ci.txt -e ".[dev,tensorboard,report,trl]"
 	@touch $@
 
+# Of pages of 2 MB a process has a short table, and each rank that is forked copies it; where the kernel has none, no change.
+test test-every test-oldest test-newest: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
 # Two files at a time: half of the tests are one process, which leaves a core idle.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
