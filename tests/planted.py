@@ -92,6 +92,19 @@ loss of a stage's routers counted twice
 gradient of another micro-batch by layer
     step/by_layer.py: following = self._forwards[layer + 1][number] -> following = self._forwards[layer + 1][-1]
     parallel/test_by_layer.py::test_every_layout_equals_the_unsharded_model
+input of another micro-batch for the last layer of a Trainer
+    step/by_layer.py: self._run_last(self._last, number, forward.received)
+    -> self._run_last(self._last, number, forward.received.roll(1, 1).detach().requires_grad_())
+    integrations/test_by_layer.py::test_in_double_precision_every_gradient_and_weight_is_the_stock_trainers
+gradients of a Trainer's layer reduced at each micro-batch
+    step/by_layer.py: if number == len(forwards) - 1 and layer >= first: -> if number == 0 and layer >= first:
+    integrations/test_by_layer.py::test_gathers_and_reductions_of_a_step_do_not_grow_with_its_micro_batches
+losses of a Trainer's step counted twice
+    integrations/trainer.py: batches, run, **self.order)).sum() -> batches, run, **self.order)).sum() * 2
+    integrations/test_by_layer.py::test_in_double_precision_every_gradient_and_weight_is_the_stock_trainers
+gradients of router logits lost on the way to their layers
+    step/by_layer.py: leaf.grad).sum() for -> 0 * leaf.grad).sum() for
+    integrations/test_by_layer.py::test_sft_equals_the_stock_trainer
 input kept on the host is stale
     step/by_layer.py: self._run(lambda: self._bytes().copy_(self._copy
     -> self._run(lambda: self._bytes().copy_(0 * self._copy

@@ -14,6 +14,7 @@ _HOME = {
     "MoeConfig": "expertmesh.config",
     "ParallelConfig": "expertmesh.config",
     "PrecisionConfig": "expertmesh.config",
+    "accumulate_by_layer": "expertmesh.step.forward_backward",
     "adapters_off": "expertmesh.adapters.plan",
     "causal_lm_loss": "expertmesh.step.loss",
     "clip_grad_norm_": "expertmesh.step.grad_norm",
@@ -42,6 +43,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "__version__",
+    "accumulate_by_layer",
     "adapters_off",
     "causal_lm_loss",
     "clip_grad_norm_",
@@ -76,7 +78,7 @@ if TYPE_CHECKING:
     from expertmesh.model import load_model, parallelize
     from expertmesh.parallel.routes import record_routes
     from expertmesh.state.other_code import like_ddp
-    from expertmesh.step.forward_backward import forward_backward
+    from expertmesh.step.forward_backward import accumulate_by_layer, forward_backward
     from expertmesh.step.grad_norm import clip_grad_norm_
     from expertmesh.step.loss import causal_lm_loss, count_targets
     from expertmesh.step.router_losses import router_losses

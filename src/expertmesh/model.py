@@ -21,6 +21,7 @@ from expertmesh.config.root import random_base
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.introspection.attention import decoder_of
 from expertmesh.parallel.apply import shard_model
+from expertmesh.parallel.pipeline import refuse_by_layer
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
 from expertmesh.state.other_code import BeforeSharding, refuse_sharded
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
@@ -85,6 +86,7 @@ def parallelize(
     activation_checkpointing: "CheckpointingMode | bool" = "none",
     checkpoint_layers: "CheckpointedLayers" = "all",
     compile: bool = False,
+    by_layer: bool = False,
     lora: LoraConfig | None = None,
     seed: int = 42,
 ) -> PreTrainedModel:
@@ -95,15 +97,14 @@ def parallelize(
 
     Parameters are replaced, as by `fully_shard`: make the optimizer from `model.parameters()` afterwards. An optimizer
     made before raises `InputError` at its first `zero_grad` or `step`, and so does any other code that reads the
-    gradient of a replaced parameter. Hooks of modules stay; docs/python.md covers averages and hooks of
-    parameters.
+    gradient of a replaced parameter. Hooks of modules stay; docs/python.md covers averages and other hooks.
 
     Args:
         model: Every rank must hold the same weights.
         precision: None keeps the dtype of the parameters, and everything runs in it.
         activation_checkpointing: The key of `train` (docs/training.md); True and False stand for "full" and "none".
-        checkpoint_layers: The key of `train`.
-        compile: The key of `train`.
+        checkpoint_layers, compile: The keys of `train`.
+        by_layer: Refuse a model that cannot accumulate by layer.
         lora: Freeze the model and add adapters.
         seed: The first values of adapters depend on it alone.
 
@@ -128,7 +129,7 @@ def parallelize(
     before.refuse_lost_hooks(model)
     if lora is not None:
         adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
-    options = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile)
+    options = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile, by_layer)
     # Together: a rank that is refused alone would leave the others waiting in the first collective.
     with raise_on_all_ranks("planning the shards"):
         plan = plan_model(model, mesh.layout, options)
@@ -156,6 +157,7 @@ def load_model(
     activation_checkpointing: "CheckpointingMode | bool" = "none",
     checkpoint_layers: "CheckpointedLayers" = "all",
     compile: bool = False,
+    by_layer: bool = False,
     audit: AuditMode = "sampled",
     task: Task | None = None,
     num_labels: int | None = None,
@@ -191,13 +193,9 @@ def load_model(
         config, directory = read_model_config(str(name_or_path), revision, trust_remote_code, from_config=from_config)
         labels = _labels(task, num_labels, config)
     precision = precision or PrecisionConfig()
-    model, _ = prepare_model(
-        config,
-        directory,
-        mesh,
-        ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, labels, True),
-        ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile),
-    )
+    options = ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, labels, True)
+    shards = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile, by_layer)
+    model, _ = prepare_model(config, directory, mesh, options, shards)
     fill_and_audit(model, directory, mesh, audit, seed, from_config=from_config)
     start_adapters(model, seed)
     return model
@@ -278,7 +276,10 @@ def vision_parameters(model: PreTrainedModel) -> list[str]:
 def plan_model(model: PreTrainedModel, layout: "Layout", options: ShardOptions) -> ShardPlan:
     """Decide how `model` is sharded. Raises `InputError` if it cannot be trained exactly. No communication."""
     kept = kept_in_fp32(model, getattr(torch, options.precision.compute))
-    return plan_shards(model, layout, options, kept_in_fp32=kept)
+    plan = plan_shards(model, layout, options, kept_in_fp32=kept)
+    if options.by_layer:
+        refuse_by_layer(plan, layout.pp)
+    return plan
 
 
 def fill_and_audit(

@@ -178,18 +178,18 @@ def build(job: Job, parallel: em.ParallelConfig | None) -> Any:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    if job.kind not in (Trainer, RewardTrainer):
+    if job.kind in (SFTTrainer, DPOTrainer, GRPOTrainer):
         defaults["router_aux_loss_coef"] = 0.0
     if job.kind in (SFTTrainer, DPOTrainer, RewardTrainer):
         defaults["max_length"] = None
-    config: Any = CONFIGS[job.kind]
+    config: Any = next(CONFIGS[kind] for kind in job.kind.__mro__ if kind in CONFIGS)
     args = config(**{**defaults, **job.args})
     rows = (job.rows or uneven_rows)()
     given: dict[str, Any] = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer(), **job.given}
     if args.eval_strategy != "no":
         given.setdefault("eval_dataset", Dataset.from_list(rows[:8]))
     model: Any = job.model or tiny_model("qwen3_moe", **job.changes)
-    if job.kind is Trainer:
+    if config is TrainingArguments:
         given.setdefault("data_collator", collate)
     model = job.prepare(model) if job.prepare is not None else model
     if parallel is None:

@@ -39,6 +39,7 @@ OVERRIDDEN = {
     "_move_model_to_device": ("self", "model", "device"),
     "_clip_grad_norm": ("self", "model"),
     "_get_grad_norm": ("self", "model", "grad_norm"),
+    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "save_model": ("self", "output_dir", "_internal_call"),
     "_save_checkpoint": ("self", "model", "trial"),
@@ -127,7 +128,8 @@ def refuse_class(trainer_class: type[Trainer]) -> None:
     for name, expected in OVERRIDDEN.items():
         method = getattr(trainer_class, name, None)
         found = None if method is None else tuple(inspect.signature(method).parameters)
-        if found != expected:
+        # A method of any arguments hands them on.
+        if found not in (expected, ("self", "args", "kwargs")):
             has = "has none" if found is None else f"has ({', '.join(found)})"
             raise InputError(
                 f"{trainer_class.__name__}.{name} is to be overridden as ({', '.join(expected)}), but this version "
@@ -195,6 +197,47 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
         if wrong:
             raise unsupported_argument(what, why)
     _refuse_optimizer(args, given.get("optimizer_cls_and_kwargs"))
+
+
+def refuse_order(
+    accumulate: str, round: int | None, keep_inputs: str, args: Any, given: Mapping[str, Any], of_trl: str | None
+) -> None:
+    """Raise `InputError` for an order of micro-batches that does not exist, or that a loss does not have.
+
+    Args:
+        accumulate: The order; `round` and `keep_inputs` are those of `em.forward_backward`.
+        args: Its `TrainingArguments`.
+        given: All its arguments by name.
+        of_trl: The name of the TRL class, or None.
+    """
+    by_layer, twice = accumulate == "by_layer", "its loss calls the model more than once"
+    smooths = args.label_smoothing_factor and getattr(args, "loss_type", None) == "nll"
+    for wrong, what, why in (
+        (not by_layer and accumulate != "by_micro_batch", repr(accumulate), "set it to by_micro_batch or by_layer"),
+        (
+            round is not None and not (by_layer and round > 0),
+            f"{accumulate} and round {round}",
+            "give 1 or more by_layer",
+        ),
+        (
+            keep_inputs != "device" and not (by_layer and keep_inputs == "host"),
+            f"{accumulate} and keep_inputs {keep_inputs!r}",
+            "give device, or host with by_layer",
+        ),
+        (by_layer and of_trl in ("DPOTrainer", "GRPOTrainer"), f"by_layer of {of_trl}", f"{twice}; leave it out"),
+        (
+            by_layer and of_trl == "SFTTrainer" and (given.get("compute_loss_func") or smooths),
+            "by_layer of SFTTrainer with " + ("label_smoothing_factor" if smooths else "compute_loss_func="),
+            f"{twice}; leave one out",
+        ),
+        (
+            by_layer and (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"),
+            "by_layer and sync_each_batch is True",
+            "gradients of a layer are reduced once; leave one out",
+        ),
+    ):
+        if wrong:
+            raise unsupported_argument(f"accumulate is {what}", why)
 
 
 def unsupported_argument(what: str, why: str) -> InputError:

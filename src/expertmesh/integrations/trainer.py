@@ -8,8 +8,11 @@ not change data, schedules, losses, metrics and callbacks, which stay the Traine
 import copy
 import inspect
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
+from expertmesh.compat import pytree
 from expertmesh.integrations import checkpoints, patches, refusals
 from expertmesh.integrations.refusals import unsupported_argument
 from expertmesh.integrations.routes import RouteReplay
@@ -35,9 +39,9 @@ def trainer(trainer_class: type[T]) -> type[T]:
 
     Every rank makes the trainer and calls its methods. Beside the class's arguments it takes `parallel` (`fsdp`,
     `replicate` and `ep`), `precision`, `moe`, `lora` (`em.LoraConfig`, or PEFT's `LoraConfig`, which `peft_config`
-    takes too), and for GRPO `replay_routes`. `model` is a name, a directory, or a model in memory that is equal on
-    every rank. Losses, gradients, gradient norms and weights are those of the stock class under DDP; docs/trainers.md
-    lists what is refused.
+    takes too), `accumulate`, `round` and `keep_inputs` as `em.forward_backward` does, and for GRPO `replay_routes`.
+    `model` is a name, a directory, or a model in memory that is equal on every rank. Losses, gradients, gradient norms
+    and weights are those of the stock class under DDP; docs/trainers.md lists what is refused.
 
     After this call an error that a user can mend ends the script with one sentence and its exit code.
 
@@ -57,6 +61,8 @@ def trainer(trainer_class: type[T]) -> type[T]:
 class ShardedTrainer(Trainer):
     """A mixin before a Trainer class. `refusals.OVERRIDDEN` lists the methods that it overrides, to check a version."""
 
+    _by_layer: "_ByLayer | None" = None
+
     def __init__(
         self,
         *args: Any,
@@ -65,6 +71,9 @@ class ShardedTrainer(Trainer):
         moe: MoeConfig | None = None,
         lora: Any = None,
         replay_routes: bool = False,
+        accumulate: Literal["by_micro_batch", "by_layer"] = "by_micro_batch",
+        round: int | None = None,
+        keep_inputs: Literal["device", "host"] = "device",
         **kwargs: Any,
     ) -> None:
         given = _by_name(super().__init__, args, kwargs)
@@ -78,7 +87,9 @@ class ShardedTrainer(Trainer):
         refusals.refuse_moe(moe, arguments, of_trl)
         refusals.refuse_lora(lora, arguments, of_trl)
         refusals.refuse_replay(replay_routes, arguments, given, of_trl)
-        options = {"precision": precision, "moe": moe, "lora": lora, **_checkpointing(arguments)}
+        refusals.refuse_order(accumulate, round, keep_inputs, arguments, given, of_trl)
+        by_layer = accumulate == "by_layer"
+        options = {"precision": precision, "moe": moe, "lora": lora, "by_layer": by_layer, **_checkpointing(arguments)}
         if isinstance(model, str | Path):
             refusals.known_init_options(arguments)
             options |= {"num_labels": 1} if of_trl == "RewardTrainer" else {}
@@ -105,18 +116,28 @@ class ShardedTrainer(Trainer):
             refusals.refuse_adapted_head(sharded)
         with patches.handed_over(frozen):
             super().__init__(**given)
-        if self._has_adapters:
-            sharded.register_forward_pre_hook(patches.RowNumbers(self), with_kwargs=True, prepend=True)
-
+        self._number_rows({"round": round, "keep_inputs": keep_inputs} if by_layer else None)
+        if of_trl == "GRPOTrainer":
+            self._in_lockstep(replay_routes)
         handler: Any = self.callback_handler
         handler.call_event = refusals.on_shards(handler.call_event)
-        if of_trl == "GRPOTrainer":
-            lockstep = patches.Lockstep(sharded)
-            for name in ("rollout_func", "_tool_call_loop"):
-                if (calls := getattr(self, name)) is not None:
-                    setattr(self, name, lockstep(calls))
-            if replay_routes:
-                RouteReplay(self)
+
+    def _number_rows(self, order: dict[str, Any] | None) -> None:
+        """Give rows numbers, for the dropout of adapters; by layer, when the micro-batches of a step run in `order`."""
+        numbers = patches.RowNumbers(self) if self._has_adapters else None
+        if order is not None:
+            self._by_layer = _ByLayer(self, numbers, order)
+        elif numbers is not None:
+            self._shards.register_forward_pre_hook(numbers, with_kwargs=True, prepend=True)
+
+    def _in_lockstep(self, replay_routes: bool) -> None:
+        """Let ranks of GRPO call the model equally often, and replay the routes of rollouts if that is asked for."""
+        lockstep = patches.Lockstep(self._shards)
+        for name in ("rollout_func", "_tool_call_loop"):
+            if (calls := getattr(self, name)) is not None:
+                setattr(self, name, lockstep(calls))
+        if replay_routes:
+            RouteReplay(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and refuse parallelism that its launcher has switched on."""
@@ -138,6 +159,11 @@ class ShardedTrainer(Trainer):
         """Return the norm of the full gradients, computed if nothing was clipped. Every rank calls it; collective."""
         return em.clip_grad_norm_(model, None) if grad_norm is None else grad_norm
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the stock step of a micro-batch; by layer, keep it until the last one of the optimizer step."""
+        micro_step = partial(super().training_step, *args, **kwargs)
+        return micro_step() if self._by_layer is None else self._by_layer(micro_step)
+
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -151,6 +177,8 @@ class ShardedTrainer(Trainer):
         """
         # Again, with the callbacks that were added since, and now with the number of ranks.
         refusals.refuse_callbacks(self.callback_handler.callbacks, self.args.world_size)
+        if self._by_layer is not None:
+            self._by_layer.kept.clear()  # of a run that stopped within a step
         saves = self.args.save_strategy != "no"
         start = checkpoints.find_start(self._output, resume_from_checkpoint, saves=saves)
         return super().train(None if start is None else str(start), trial, ignore_keys_for_eval)
@@ -202,6 +230,121 @@ class ShardedTrainer(Trainer):
     @property
     def _output(self) -> Path:
         return Path(cast(str, self.args.output_dir))
+
+
+class _Reached(BaseException):
+    """Ends a micro-step at its call of the model. It is no Exception, which a loss might catch."""
+
+    def __init__(self, call: dict[str, Any]) -> None:
+        self.call = call
+
+
+class _ByLayer:
+    """Keeps the micro-steps of an optimizer step, and runs them together by layer.
+
+    With what a stock step calls the model is known when it does. So each runs up to there first, and to its end when it
+    is its turn to run the last layer.
+    """
+
+    def __init__(self, trainer: Trainer, numbers: patches.RowNumbers | None, order: dict[str, Any]) -> None:
+        self.trainer, self.numbers, self.order = trainer, numbers, order
+        self.kept: list[Callable[[], torch.Tensor]] = []
+
+    def __call__(self, micro_step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Keep a micro-step, and run all of them at the last one of an optimizer step.
+
+        Returns:
+            The sum of their losses, which the Trainer would sum; zero before.
+
+        Collectives: every rank calls it; those of `em.accumulate_by_layer` and of the micro-steps.
+        """
+        trainer: Any = self.trainer
+        # Micro-batches of an epoch that ends within a step are run in the next one, as their gradients would be kept.
+        self.kept.append(partial(self._divided, trainer.current_gradient_accumulation_steps, micro_step))
+        if not trainer.accelerator.sync_gradients:
+            return torch.zeros((), device=trainer.args.device)
+        steps, self.kept = self.kept, []
+        calls = [self._call_of(step) for step in steps]
+        batches = [self._batch_of(call) for call in calls]
+
+        def run(number: int) -> torch.Tensor:
+            return self._run(steps[number], calls[number], batches[number].get("row_numbers"))
+
+        return torch.stack(em.accumulate_by_layer(trainer.model, batches, run, **self.order)).sum()
+
+    def _divided(self, steps: int, micro_step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run a micro-step whose loss is divided by the number of `steps` that it was loaded with."""
+        trainer: Any = self.trainer
+        now, trainer.current_gradient_accumulation_steps = trainer.current_gradient_accumulation_steps, steps
+        try:
+            return micro_step()
+        finally:
+            trainer.current_gradient_accumulation_steps = now
+
+    def _call_of(self, micro_step: Callable[[], torch.Tensor]) -> dict[str, Any]:
+        """Run a micro-step up to its call of the model, and return the call's arguments by name."""
+
+        def leave(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            raise _Reached(_named(model, args, kwargs))
+
+        with self._before_forward(leave):
+            try:
+                micro_step()
+            except _Reached as reached:
+                return reached.call
+        raise self._refused("does not call the model")
+
+    def _batch_of(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments for the blocks, with numbers of the rows if there are adapters."""
+        batch = {name: value for name, value in call.items() if name != "fused_lm_head"}  # of TRL's head
+        return batch if self.numbers is None else self.numbers(cast(PreTrainedModel, self.trainer.model), (), batch)[1]
+
+    def _run(
+        self, micro_step: Callable[[], torch.Tensor], call: dict[str, Any], row_numbers_B: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run a whole micro-step; refuse one that does not call the model once, as it did before."""
+        count = 0
+
+        def check(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            nonlocal count
+            count += 1
+            if count > 1:
+                raise self._refused("calls the model more than once")
+            if not _equal(_named(model, args, kwargs), call):
+                raise self._refused("calls the model with other values when it runs again (random ones?)")
+            return (), call if row_numbers_B is None else {**call, "row_numbers": row_numbers_B}
+
+        with self._before_forward(check):
+            loss = micro_step()
+        if count != 1:
+            raise self._refused("does not call the model when it runs again")
+        return loss
+
+    @contextmanager
+    def _before_forward(self, hook: Callable[..., Any]) -> Iterator[None]:
+        handle = cast(nn.Module, self.trainer.model).register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _refused(self, what: str) -> Exception:
+        name = type(self.trainer).__name__
+        return unsupported_argument("accumulate is by_layer", f"the loss of {name} {what}; leave it out")
+
+
+def _named(model: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of the model by name."""
+    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+
+
+def _equal(here: dict[str, Any], there: dict[str, Any]) -> bool:
+    """Return whether two calls have equal arguments. The host waits for the device."""
+    leaves, others = pytree.tree_leaves(here), pytree.tree_leaves(there)
+    return here.keys() == there.keys() and all(
+        a.shape == b.shape and torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b or a == b
+        for a, b in zip(leaves, others, strict=True)
+    )
 
 
 def _stock_arguments(of_trl: str | None, model: Any) -> Any:

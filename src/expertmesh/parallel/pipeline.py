@@ -241,7 +241,7 @@ def refuse_by_layer(plan: ShardPlan, pp: int) -> None:
 
 def not_by_layer(why: str) -> InputError:
     return InputError(
-        f"train.accumulate: by_layer: {why}; set train.accumulate to by_micro_batch",
+        f"train.accumulate: by_layer: {why}; set it (in Python accumulate=) to by_micro_batch",
         key="train.accumulate-unsupported",
     )
 

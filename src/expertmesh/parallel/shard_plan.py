@@ -110,6 +110,8 @@ class ShardOptions:
     """True to compile the dense parts of each block."""
     placement: Placement | None = None
     """The places of experts instead of what `moe.placement` names."""
+    by_layer: bool = False
+    """True to refuse a model whose blocks cannot run one by one."""
 
     @classmethod
     def of(
@@ -119,6 +121,7 @@ class ShardOptions:
         activation_checkpointing: CheckpointingMode | bool,
         checkpoint_layers: CheckpointedLayers,
         compile: bool,
+        by_layer: bool = False,
     ) -> "ShardOptions":
         """Build options from the arguments of the Python interface, where True means "full" and False "none"."""
         mode, moe = checkpointing_mode(activation_checkpointing), moe or MoeConfig()
@@ -131,7 +134,7 @@ class ShardOptions:
                 "`expertmesh plan --placement` has written",
                 key="moe.balanced-placement-of-a-run",
             )
-        return cls(precision, moe, mode, layers, compile)
+        return cls(precision, moe, mode, layers, compile, by_layer=by_layer)
 
 
 @dataclass(frozen=True, eq=False)

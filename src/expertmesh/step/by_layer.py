@@ -10,6 +10,9 @@ record what the model calls every other block with, so the other layers are call
 rotary tables are computed once a micro-batch. What comes after the blocks is the model's forward again. The graph is
 cut at each layer's input; its backward starts from the gradient of its output.
 
+A loop with losses of its own (`em.accumulate_by_layer`) runs the last layer itself, by the model's forward, and its
+loss and backward with it.
+
     M micro-batches of a round, L layers
 """
 
@@ -23,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.utils.generic import ModelOutput
 
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.pipeline import Layers, not_by_layer, running
@@ -31,8 +35,8 @@ from expertmesh.parallel.stages import BlockCall
 from expertmesh.state.other_code import media_in
 from expertmesh.state.packed import side_stream
 from expertmesh.state.patching import replaced
-from expertmesh.step.base_model import model_inputs, run_base
-from expertmesh.step.pipeline_schedule import StageOutput
+from expertmesh.step.base_model import base_name, model_inputs, run_base
+from expertmesh.step.pipeline_schedule import StageOutput, StageTerm
 
 
 class HostInput:
@@ -95,7 +99,7 @@ class _Forward:
     hidden: torch.Tensor | None
     """The output of the layer; None of the last layer."""
     output: StageOutput | None
-    """The results of the model's forward; None where a block was called alone."""
+    """The results of the model's forward; None where a block was called alone, and where the caller runs it."""
     on_host: HostInput | None = None
     """The place of `received` between forward and backward; None for the device."""
 
@@ -121,17 +125,20 @@ class Round:
         *,
         router_logits: bool,
         inputs_on_host: bool = False,
+        last: Callable[[int], object] | None = None,
     ) -> None:
         """Take the M `batches` of this rank, as `causal_lm_loss` takes them; all ranks have equally many.
 
         Args:
             inputs_on_host: Keep the inputs of all layers but the first and the last in host memory until backward.
+            last: Runs the last layer of a micro-batch, forward and backward, by one call of the model; None for a model
+                whose head runs on no token, and a backward from `term`.
 
         Raises:
             InputError: a batch has images or other media.
         """
         self._model, self._layers, self._router_logits = model, layers, router_logits
-        self._inputs_on_host = inputs_on_host
+        self._inputs_on_host, self._last = inputs_on_host, last
         self._root = cast(FSDPModule, model)  # every sharded model is one
         share = sequence_share(model)
         self.batches = [padded(batch, share) for batch in batches]
@@ -141,9 +148,14 @@ class Round:
         self._adapters = adapter_state(model)
         self._forwards: list[list[_Forward | None]] = []
         self._calls: list[_Calls] = []
+        # By micro-batch, the router logits of all layers but the last as the caller's loss sees them: leaves.
+        self._seen: dict[int, list[torch.Tensor]] = {}
 
     def forward(self) -> None:
-        """Run all micro-batches forward. Collectives: those of M forwards; each unit of FSDP2 is gathered once."""
+        """Run all micro-batches forward, through the last layer if no caller runs that.
+
+        Collectives: those of M forwards; each unit of FSDP2 is gathered once.
+        """
         last = self._layers.count - 1
         received: list[torch.Tensor | None] = [None] * len(self.batches)
         for layer in range(self._layers.count):
@@ -167,12 +179,12 @@ class Round:
         outputs = [forward.output for layer in self._forwards if (forward := layer[number]) is not None]
         return [logits for output in outputs if output is not None for logits in output.router_logits]
 
-    def backward(self, term: Callable[[StageOutput], torch.Tensor | None], *, all_reduce: bool = True) -> None:
+    def backward(self, term: StageTerm | None = None, *, all_reduce: bool = True) -> None:
         """Run all micro-batches backward.
 
         Args:
             term: Called for layers and micro-batches that ran in the model's forward, right before their backward. The
-                sum of all that it returns, on all ranks, is differentiated.
+                sum of all that it returns, on all ranks, is differentiated. None if a caller runs the last layer.
             all_reduce: Sum gradients over replicas, too: in the last round of a step.
 
         Collectives: those of M backwards; the gradients of each unit of FSDP2 are reduced once.
@@ -204,7 +216,10 @@ class Round:
                 upcoming = self._forwards[next_layer][next_number] if next_layer > 0 else None
                 if upcoming is not None and upcoming.on_host is not None:
                     upcoming.on_host.fetch()
-                self._backward_of(forward, following, term)
+                if layer == last and self._last is not None:
+                    self._run_last(self._last, number, forward.received)
+                else:
+                    self._backward_of(forward, following, term or self._of_routers)
                 if following is not None:
                     self._forwards[layer + 1][number] = None
 
@@ -228,6 +243,8 @@ class Round:
         """
         pipeline = self._layers.pipeline
         is_last, blocks = pipeline.is_last(layer), pipeline.stages[layer]
+        if is_last and self._last is not None:
+            return _Forward(received, None, None)
         batch, entering = self.batches[number], received
         # Router logits are recorded by the model's forward.
         if alone := received is not None and len(blocks) == 1 and not self._router_logits:
@@ -265,9 +282,28 @@ class Round:
         hidden: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
         return hidden
 
-    def _backward_of(
-        self, forward: _Forward, following: _Forward | None, term: Callable[[StageOutput], torch.Tensor | None]
-    ) -> None:
+    def _run_last(self, last: Callable[[int], object], number: int, received: torch.Tensor | None) -> None:
+        """Let the caller run the last layer of one micro-batch, with the router logits of all layers if it has any."""
+        seen = [logits.detach().requires_grad_(logits.requires_grad) for logits in self.router_logits(number)]
+        self._seen[number] = seen
+
+        def add_earlier(base: nn.Module, args: Any, output: ModelOutput) -> ModelOutput:
+            return type(output)(**{**output, "router_logits": (*seen, *(output.get("router_logits") or ()))})
+
+        with running(self._model, self._layers.pipeline, self._layers.count - 1, received), ExitStack() as stack:
+            if seen:
+                base = self._model.get_submodule(base_name(self._model))
+                stack.callback(base.register_forward_hook(add_earlier).remove)
+            last(number)
+
+    def _of_routers(self, output: StageOutput) -> torch.Tensor | None:
+        """Return a term that gives a layer's router logits the gradients of the loss that the caller computed."""
+        leaves = [self._seen[output.number].pop() for _ in output.router_logits]
+        pairs = zip(output.router_logits, reversed(leaves), strict=True)
+        terms = [(logits * leaf.grad).sum() for logits, leaf in pairs if leaf.grad is not None]
+        return torch.stack(terms).sum() if terms else None
+
+    def _backward_of(self, forward: _Forward, following: _Forward | None, term: StageTerm) -> None:
         """Run the backward of the layer's term, and of its output by the gradient of the `following` layer's input."""
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []

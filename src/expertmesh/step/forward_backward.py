@@ -16,9 +16,10 @@ runs the micro-batches through all of them (pipeline_schedule.py).
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.config.errors import InputError
 from expertmesh.experts.layer import copies_of_step
-from expertmesh.parallel.pipeline import Layers, Pipeline, layers_of
+from expertmesh.parallel.pipeline import Layers, Pipeline, layers_of, not_by_layer
 from expertmesh.parallel.routes import refuse_routes
 from expertmesh.parallel.sequence import Batch, sequence_share
 from expertmesh.state.model_view import ModelView, mesh_of, sharded
@@ -46,6 +47,10 @@ from expertmesh.step.loss import (
 )
 from expertmesh.step.pipeline_schedule import StageOutput, StageTerm, run_pipeline, same_shape
 from expertmesh.step.router_losses import RouterLosses, active_router_losses, router_losses
+
+_T = TypeVar("_T")
+# Arguments of a model's forward that are of its loss, or that are set for its blocks.
+_NOT_OF_BLOCKS = {"num_items_in_batch", "use_cache", "output_router_logits", "return_dict"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,73 @@ def forward_backward(
     return run_step(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens, order)
 
 
+def accumulate_by_layer(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    micro_step: Callable[[int], _T],
+    *,
+    round: int | None = None,
+    keep_inputs: Literal["device", "host"] = "device",
+) -> list[_T]:
+    """Run the micro-steps of a loop with losses of its own, as that of `like_ddp`, by layer.
+
+        def micro_step(number):
+            accelerator.backward(loss_of(model(**batches[number])))
+
+        em.accumulate_by_layer(model, batches, micro_step)  # for number in range(len(batches)): micro_step(number)
+
+    Args:
+        batches: What each micro-step calls the model with, by name, on its device; all ranks have equally many.
+        micro_step: Called once with each number, in order. It calls the model once, which runs its last layer then, and
+            runs the backward of its loss.
+        round: How many micro-batches go through the blocks together; None for all.
+        keep_inputs: Where the inputs of blocks wait for their backward.
+
+    Returns:
+        What each micro-step returned.
+
+    Raises:
+        InputError: The model cannot be trained by layer, a batch asks for what only one forward of all layers has, or
+            `round` or `keep_inputs` has a wrong value.
+
+    Collectives: every rank calls it; those of forward and backward, and of the micro-steps.
+    """
+    order, layers = _order_of("by_layer", round, keep_inputs), layers_of(model)
+    router_logits = any(_asks_for("output_router_logits", model, batch) for batch in batches)
+    for batch in batches:
+        for name in ("output_hidden_states", "output_attentions"):
+            if _asks_for(name, model, batch):
+                raise not_by_layer(f"the model is called with {name}, and no forward runs all layers")
+        if "input_ids" not in batch:
+            raise not_by_layer("the model is called without input_ids")
+    of_blocks = [{name: value for name, value in batch.items() if name not in _NOT_OF_BLOCKS} for batch in batches]
+    refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in of_blocks])
+    results: list[_T] = []
+
+    def run_last(start: int, number: int) -> None:
+        results.append(micro_step(start + number))
+
+    with copies_of_step(model):
+        for start, stop in order.spans(len(batches)):
+            run = Round(
+                model,
+                layers,
+                of_blocks[start:stop],
+                router_logits=router_logits,
+                inputs_on_host=order.inputs_on_host,
+                last=partial(run_last, start),
+            )
+            with layers_held(model, layers):
+                run.forward()
+                run.backward(all_reduce=stop == len(batches))
+    return results
+
+
+def _asks_for(output: str, model: Any, batch: Batch) -> bool:
+    """Return whether a call of the model with `batch` has to give an output that its config may ask for, too."""
+    return bool(batch.get(output, getattr(model.config.get_text_config(), output, False)))
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The order of the micro-batches of a step."""
@@ -123,6 +195,11 @@ class Order:
     def rounds(self, micro_batches: int) -> int:
         """Return the number of rounds of a step by layer."""
         return 1 if self.round is None else -(-micro_batches // self.round)
+
+    def spans(self, micro_batches: int) -> list[tuple[int, int]]:
+        """Return the first micro-batch of each round, and the one behind its last; rounds are nearly equal."""
+        count = self.rounds(micro_batches)
+        return list(itertools.pairwise(micro_batches * number // count for number in range(count + 1)))
 
 
 def _order_of(accumulate: str, round: int | None, keep_inputs: str) -> Order:
@@ -266,10 +343,7 @@ def _by_layer(
     order: Order,
 ) -> StepLosses:
     """Run the step in rounds, layer by layer. Collectives: as `forward_backward`."""
-    count = order.rounds(len(micro_batches))
-    # Rounds of nearly equal size.
-    bounds = [len(micro_batches) * number // count for number in range(count + 1)]
-    rounds = [micro_batches[start:stop] for start, stop in itertools.pairwise(bounds)]
+    rounds = [micro_batches[start:stop] for start, stop in order.spans(len(micro_batches))]
     router_loss = RouterLosses(model, micro_batches, layers.count)
     # With one round its own forward gives the step's fractions before its backward needs them.
     if router_loss.balance.aux_loss_coef and len(rounds) > 1:
