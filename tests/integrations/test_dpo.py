@@ -122,8 +122,8 @@ def test_adapters_off_are_the_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(why="test_sft.py stays")
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
-def test_log_probabilities_of_the_reference_computed_before(adapters: bool, tmp_path: Path, saved: str) -> None:
+@pytest.mark.parametrize("trained", ["full", "adapters", "adapters beside nf4"])
+def test_log_probabilities_of_the_reference_computed_before(trained: str, tmp_path: Path, saved: str) -> None:
     """From a file of its own in each run, as TRL keeps them beside the data."""
 
     def rows(name: str) -> Dataset:
@@ -134,8 +134,10 @@ def test_log_probabilities_of_the_reference_computed_before(adapters: bool, tmp_
         return load_dataset("json", data_files=files, split="train", cache_dir=str(directory / "cache"))
 
     given: dict[str, Any] = {"train_dataset": rows("before")}
-    if adapters:
+    if trained != "full":
         given["lora"] = em.LoraConfig(r=4, targets=["attention", "experts"])
+    if trained == "adapters beside nf4":
+        given["precision"] = em.PrecisionConfig(compute="float32", frozen="nf4")
     job = replace(_job(tmp_path, {"max_steps": 2}, **given), model=saved)
     args = {**job.args, "precompute_ref_log_probs": True}
     ours = sharded(replace(job, args=args, output=tmp_path / "ours"), 2, ep=2)

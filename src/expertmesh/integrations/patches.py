@@ -231,7 +231,9 @@ def _hash(model: Any) -> str:
             continue
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(local.detach().float().cpu().numpy().tobytes())
+        # Bytes: weights that stay packed (precision.frozen) cannot be cast, and numpy has no bfloat16.
+        local = getattr(local, "packed_LB", local).detach().cpu().contiguous()
+        digest.update(local.reshape(-1).view(torch.uint8).numpy().data)
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, digest.hexdigest())
     return hashlib.sha256("".join(digests).encode()).hexdigest()
