@@ -104,6 +104,20 @@ def test_a_step_without_any_target_is_refused() -> None:
         causal_lm_loss(tiny_model("qwen3_moe"), _batch(), target_tokens=0)
 
 
+@pytest.mark.parametrize("chunk", [0, -8])
+def test_chunks_of_no_target_are_refused(chunk: int) -> None:
+    with refused("config.wrong-value"):
+        causal_lm_loss(tiny_model("qwen3_moe"), _batch(), target_tokens=9, chunk_tokens=chunk)
+
+
+@pytest.mark.parametrize("key", ["labels", "real_tokens"])
+def test_a_batch_whose_parts_are_of_other_positions_is_refused(key: str) -> None:
+    """Labels of shorter rows would be taken for targets of other positions."""
+    batch = _batch()
+    with refused("data.batch-shape", naming=f"{key} "):
+        causal_lm_loss(tiny_model("qwen3_moe"), {**batch, key: batch["labels"][:, :-2]}, target_tokens=9)
+
+
 def test_without_gradients_only_the_value_is_computed() -> None:
     model, batch = tiny_model("qwen3_moe"), _batch()
     with torch.no_grad(), mock.patch("torch.autograd.grad", side_effect=AssertionError("a gradient was computed")):

@@ -42,8 +42,8 @@ from expertmesh.step.loss import (
     Term,
     loss_of_base,
     loss_of_batch,
+    refuse_counts,
     refuse_labels,
-    refuse_no_targets,
 )
 from expertmesh.step.pipeline_schedule import StageOutput, StageTerm, run_pipeline, same_shape
 from expertmesh.step.router_losses import RouterLosses, active_router_losses, router_losses
@@ -107,7 +107,7 @@ def forward_backward(
     Collectives: every rank calls it once per step; those of forward and backward, with pp also sends and receives
     between stages.
     """
-    refuse_no_targets(target_tokens)
+    refuse_counts(target_tokens, chunk_tokens)
     order = _order_of(accumulate, round, keep_inputs)
     refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in micro_batches])
     refuse_labels(model, micro_batches)

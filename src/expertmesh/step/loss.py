@@ -109,7 +109,7 @@ def causal_lm_loss(
     Collectives: every rank calls it as often as the others, with or without targets: the model's forward and backward
     are collective. A model with a vision tower issues one small all-reduce first, and so do routes.
     """
-    refuse_no_targets(target_tokens)
+    refuse_counts(target_tokens, chunk_tokens)
     if sharded(model).pipeline is not None:
         raise not_callable("causal_lm_loss computes the loss of a whole model")
     refuse_media_on_some_ranks(model, [model_inputs(batch)])
@@ -117,8 +117,15 @@ def causal_lm_loss(
     return loss_of_batch(model, batch, CrossEntropy(target_tokens), chunk_tokens).loss
 
 
-def refuse_no_targets(target_tokens: int | torch.Tensor) -> None:
-    """Raise `InputError` for a step without targets; a count on the device is not read, which would wait for it."""
+def refuse_counts(target_tokens: int | torch.Tensor, chunk_tokens: int) -> None:
+    """Raise `InputError` for a step without targets, or chunks of none.
+
+    A count of targets on the device is not read, which would wait for it.
+    """
+    if chunk_tokens < 1:
+        raise InputError(
+            f"chunk_tokens is {chunk_tokens}: no target would get logits; give at least 1", key="config.wrong-value"
+        )
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(
             f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
@@ -127,21 +134,24 @@ def refuse_no_targets(target_tokens: int | torch.Tensor) -> None:
 
 
 def refuse_labels(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Raise `InputError` for labels of tokens with a classifier, or of rows with a language model."""
+    """Raise `InputError` for labels, or a mark of real tokens, of other tokens or rows than `input_ids` has."""
     if is_reward_model(model):
         raise InputError(
             f"{type(model).__name__} has one label, a reward, of which labels give no cross-entropy; train it by "
             "`expertmesh train` with objective.name reward, or by em.trainer(RewardTrainer)",
             key="model.one-label",
         )
-    wanted = 1 if is_classifier(model) else 2
-    for labels in (batch["labels"] for batch in batches):
-        if labels.dim() != wanted or labels.is_floating_point():
-            shape = "[B]" if wanted == 1 else "[B, S]"
-            raise InputError(
-                f"labels {list(labels.shape)} of {labels.dtype} do not fit {type(model).__name__}; give {shape} int64",
-                key="data.batch-shape",
-            )
+    for batch in batches:
+        shape = list(batch["input_ids"].shape)
+        wanted = {"labels": (shape[:1] if is_classifier(model) else shape, "int64"), "real_tokens": (shape, "bool")}
+        for key, (its_shape, dtype) in wanted.items():
+            given = batch.get(key)
+            if given is not None and (list(given.shape) != its_shape or given.is_floating_point()):
+                raise InputError(
+                    f"{key} {list(given.shape)} of {given.dtype} do not fit input_ids {shape} of "
+                    f"{type(model).__name__}; give {its_shape} {dtype}",
+                    key="data.batch-shape",
+                )
 
 
 def loss_of_batch(
