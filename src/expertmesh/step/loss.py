@@ -143,13 +143,13 @@ def refuse_labels(model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]
         )
     for batch in batches:
         shape = list(batch["input_ids"].shape)
-        wanted = {"labels": (shape[:1] if is_classifier(model) else shape, "int64"), "real_tokens": (shape, "bool")}
-        for key, (its_shape, dtype) in wanted.items():
+        labels = (shape[:1], "[B] int64") if is_classifier(model) else (shape, "[B, S] int64")
+        for key, (its_shape, wanted) in {"labels": labels, "real_tokens": (shape, "[B, S] bool")}.items():
             given = batch.get(key)
             if given is not None and (list(given.shape) != its_shape or given.is_floating_point()):
                 raise InputError(
                     f"{key} {list(given.shape)} of {given.dtype} do not fit input_ids {shape} of "
-                    f"{type(model).__name__}; give {its_shape} {dtype}",
+                    f"{type(model).__name__}; give {wanted}",
                     key="data.batch-shape",
                 )
 
