@@ -1,6 +1,6 @@
 """Collect the private or changing names of torch and transformers in one place, each with its reason.
 
-Checked on torch 2.11 to 2.14 and transformers 5.17 to 5.23. Read this file before raising an upper bound in
+Checked on torch 2.11 to 2.14 and transformers 5.17 to 5.24. Read this file before raising an upper bound in
 pyproject.toml.
 """
 
@@ -24,6 +24,10 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from transformers import conversion_mapping
 from transformers.integrations import moe as transformers_moe
+
+# Arguments in which a block or its attention takes the cache of keys and states: transformers 5.24 calls all of them
+# `cache`, and 5.17 has two names.
+CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 
 # FSDP2's placement of a parameter that was already sharded on the same dim; DTensor has no public name for it.
 StridedShard = _StridedShard

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import HIDDEN_OF_KEYS, Anatomy, carries_state, decoder_blocks, describe, is_inside, is_within
-from expertmesh.compat import attention_of
+from expertmesh.compat import CACHE_ARGUMENTS, attention_of
 from expertmesh.introspection.proofs import by_class, own_class
 from expertmesh.introspection.small_copies import TokenProof
 
@@ -34,7 +34,7 @@ _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_co
 MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # Arguments of a module's forward that can be cut into samples: each has values per position, or none.
 _OF_ROWS = {"hidden_states", "position_embeddings", "position_ids", "attention_mask", "conv_mask", "input_ids"}
-_OF_ROWS |= {"prev_topk_indices", "cache_params", "past_key_values", "kwargs"}
+_OF_ROWS |= {"prev_topk_indices", "kwargs", *CACHE_ARGUMENTS}
 # Calls and operators that code needs to see the position of a token, or its neighbours; norms, routers, projections and
 # MLPs do not use them. A product of two activations may be attention.
 _ALONG_THE_SEQUENCE = {

@@ -37,6 +37,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, ExpertsSpec, experts_spec, is_within
 from expertmesh.anatomy.expert_module import relative_error, small_copy
 from expertmesh.compat import (
+    CACHE_ARGUMENTS,
     attention_of,
     buffer_slots,
     parameter_slots,
@@ -324,7 +325,7 @@ def _inputs(module: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]
             "position_embeddings": tables,
             "attention_mask": mask,
             "position_ids": torch.arange(_LENGTH).expand(ROWS, -1),
-            "past_key_values": None,
+            **dict.fromkeys(CACHE_ARGUMENTS),
         }
         taken = inspect.signature(module.forward).parameters
         yield {key: value for key, value in known.items() if key in taken}

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, decoder_blocks, head_of, is_classifier
-from expertmesh.compat import tree_map_only
+from expertmesh.compat import CACHE_ARGUMENTS, tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
@@ -266,7 +266,7 @@ def _enter_block(
     """Cut the arguments of a block to the positions that it computes; a forward pre-hook."""
     share, names = entered.share, entered.arguments
     given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("past_key_values") is not None:
+    if any(given.get(name) is not None for name in CACHE_ARGUMENTS):
         raise InputError(
             "parallel.cp and parallel.tp split rows that are whole, so a model on them cannot generate",
             key="layout.cannot-generate",

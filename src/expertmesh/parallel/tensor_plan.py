@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, decoder_blocks, head_of, is_classifier, is_inside, is_within
-from expertmesh.compat import child_slots, parameter_slots
+from expertmesh.compat import CACHE_ARGUMENTS, child_slots, parameter_slots
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.attention import counts_heads
 from expertmesh.introspection.proofs import proof_key, refusal_by_proof
@@ -28,14 +28,7 @@ from expertmesh.introspection.small_copies import TensorCut, why_not_split
 from expertmesh.state.model_view import OUTPUT_ROWS, is_adapter
 
 # A module of a block whose forward takes one of these arguments mixes positions.
-_MIXES_POSITIONS = {
-    "attention_mask",
-    "cache_params",
-    "layer_past",
-    "past_key_value",
-    "past_key_values",
-    "position_embeddings",
-}
+_MIXES_POSITIONS = {"attention_mask", "position_embeddings", *CACHE_ARGUMENTS}
 _COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _ROWS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
