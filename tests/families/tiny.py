@@ -13,6 +13,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.introspection import proofs
+from tests.support.models import widened
 
 VOCABULARY, EXPERTS, TOP_K = 96, 8, 2
 
@@ -284,7 +285,8 @@ def random_model(
 ) -> PreTrainedModel:
     """A model of `tiny_config`, with `changes`, in which every value is random, with `buffers` those of buffers too."""
     torch.manual_seed(seed)
-    model = model_class_of(model_class, family)._from_config(tiny_config(model_class, family, **changes), dtype=dtype)
+    config = tiny_config(model_class, family, **changes)
+    model = widened(model_class_of(model_class, family)._from_config(config, dtype=dtype), dtype)
     for parameter in dict.fromkeys(model.parameters()):
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     persistent = model.state_dict(keep_vars=True)

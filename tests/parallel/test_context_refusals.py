@@ -6,6 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from expertmesh.anatomy import describe
@@ -26,7 +28,12 @@ CLASSES = {family.name: family.model_class for family in families() if family.mo
 BY_TOKEN = [
     ("zaya", "model.layers.1.mlp.gate", "[:, a:b]"),
     ("inkling", "model.layers.1.mlp.shared_experts", "bmm"),
-    ("inkling2", "model.layers.1.mlp_input", "scaled_dot_product_attention"),
+    pytest.param(
+        *("inkling2", "model.layers.1.mlp_input", "scaled_dot_product_attention"),
+        marks=pytest.mark.skipif(
+            Version(transformers.__version__) >= Version("5.24"), reason="its attention takes distances since then"
+        ),
+    ),
 ]
 # For each way to see whole rows one family: how its layers are computed, and whether its attention exchanges.
 GATHERED = [

@@ -54,11 +54,7 @@ def _sharded(model: nn.Module, ep: int, router: Any) -> tuple[dict[str, torch.Te
 def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family: str, ep: int, router: Any) -> None:
     model = tiny_model(family, initializer_range=0.1)
     exact = gradients_of(copy.deepcopy(model))
-    in_bf16 = copy.deepcopy(model).to(torch.bfloat16)
-    for name, parameter in in_bf16.named_parameters():
-        if family == "ernie4_5_moe" and name.endswith("gate.weight"):
-            parameter.data = model.get_parameter(name).data.clone()  # as from_pretrained keeps it
-    unsharded = gradients_of(in_bf16)
+    unsharded = gradients_of(_in_bf16(model, family))
     for got, dtypes, grad_dtypes in shared_ranks(_sharded, 4, model, ep, router):
         assert dtypes == grad_dtypes == {"torch.float32"}  # what the optimizer updates, and with what
         errors = {name: float((got[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
@@ -98,22 +94,34 @@ def test_what_the_family_keeps_in_fp32_is_never_cast() -> None:
         }
 
 
-def _all_bf16() -> tuple[dict[str, torch.Tensor], set[str]]:
-    model = tiny_model("qwen3_moe", initializer_range=0.1).to(torch.bfloat16)
+def _in_bf16(model: nn.Module, family: str) -> nn.Module:
+    """Return a copy in bf16, as `from_pretrained(dtype=torch.bfloat16)` would: the router of ERNIE stays in fp32."""
+    model = copy.deepcopy(model)
+    for name, parameter in model.named_parameters():
+        if family != "ernie4_5_moe" or not name.endswith("gate.weight"):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def _all_bf16(family: str) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.dtype, torch.dtype]]]:
+    model = _in_bf16(tiny_model(family, initializer_range=0.1), family)
     mesh = em.init_mesh(em.ParallelConfig(ep=2))
     em.parallelize(model, mesh)  # without a precision everything keeps the model's dtype
     batch = {"input_ids": IDS[mesh.data_rank], "labels": IDS[mesh.data_rank]}
     em.causal_lm_loss(model, batch, target_tokens=TARGETS).backward()
-    gradients = {name: parameter.grad.full_tensor().float() for name, parameter in model.named_parameters()}
-    return gradients, {str(parameter.grad.dtype) for parameter in model.parameters()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = {name: parameter.grad.full_tensor().float() for name, parameter in trained.items()}
+    return gradients, {name: (parameter.dtype, parameter.grad.dtype) for name, parameter in trained.items()}
 
 
-def test_bf16_parameters_are_no_further_off_than_the_unsharded_bf16_model() -> None:
-    model = tiny_model("qwen3_moe", initializer_range=0.1)
-    exact = gradients_of(copy.deepcopy(model))
-    unsharded = gradients_of(copy.deepcopy(model).to(torch.bfloat16))
-    for got, dtypes in shared_ranks(_all_bf16, 4):
-        assert dtypes == {"torch.bfloat16"}
+@pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe"])
+def test_bf16_parameters_are_no_further_off_than_the_unsharded_bf16_model(family: str) -> None:
+    model = tiny_model(family, initializer_range=0.1)
+    exact, unsharded = gradients_of(copy.deepcopy(model)), gradients_of(_in_bf16(model, family))
+    for got, dtypes in shared_ranks(_all_bf16, 4, family):
+        in_fp32 = {name for name, each in dtypes.items() if each == (torch.float32, torch.float32)}
+        assert in_fp32 == {name for name in exact if family == "ernie4_5_moe" and name.endswith("gate.weight")}
+        assert {each for name, each in dtypes.items() if name not in in_fp32} == {(torch.bfloat16, torch.bfloat16)}
         assert 0 < joint_error(got, exact) <= 1.5 * joint_error(unsharded, exact)
 
 

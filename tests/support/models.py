@@ -3,7 +3,7 @@
 Weights are drawn large enough that routing is far from uniform and every gradient is well above rounding.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
     "initializer_range": 0.2,
 }
+Model = TypeVar("Model", bound=nn.Module)
 _READ: set[type[nn.Module]] = set()
 
 
@@ -76,12 +77,20 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     raise ValueError(f"no tiny config for {family}")
 
 
+def widened(model: Model, dtype: torch.dtype) -> Model:
+    """Give all parameters a `dtype` wider than fp32, in which transformers 5.24 keeps routers. Returns the model."""
+    if dtype.itemsize > 4:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """Return a model of `family` in `dtype` with eager reference experts; biases of routers and experts are random, not
     zero.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=dtype)
+    model = widened(AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=dtype), dtype)
     model.config._experts_implementation = "eager"
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

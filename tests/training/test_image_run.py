@@ -37,6 +37,7 @@ from tests.support.images import (
     write_rows,
     write_vision_model,
 )
+from tests.support.models import widened
 from tests.support.ranks import shared_ranks
 from tests.support.reference import whole, worst
 
@@ -205,7 +206,8 @@ def _gradients_by_hand(inputs: Path, model: Any) -> dict[str, torch.Tensor]:
 
 
 def _in_memory(inputs: Path) -> Any:
-    model: Any = AutoModelForImageTextToText.from_pretrained(inputs / "model", dtype=torch.float64).train()
+    stock: Any = AutoModelForImageTextToText.from_pretrained(inputs / "model", dtype=torch.float64)
+    model: Any = widened(stock, torch.float64).train()
     model.set_experts_implementation("eager")  # transformers' grouped product takes no fp64
     return model
 

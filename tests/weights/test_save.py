@@ -168,9 +168,11 @@ def test_a_given_dtype_casts_all_but_what_the_family_keeps_in_fp32(tmp_path: Pat
     target = tmp_path / "ours"
     _run(reference.config, tmp_path / "theirs", target, (2, 2, 0), dtype=torch.bfloat16)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert {name for name, (dtype, _) in _specs(target).items() if dtype != "BF16"} == {bias}
-    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     model = _reloaded(target, torch.bfloat16)
+    in_fp32 = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+    assert bias in in_fp32  # transformers 5.24 keeps the router's weight as well
+    assert {name for name, (dtype, _) in _specs(target).items() if dtype != "BF16"} == in_fp32
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     assert torch.equal(model.get_buffer(bias), reference.get_buffer(bias))
     weight = "model.layers.1.mlp.experts.gate_up_proj"
     assert torch.equal(model.get_parameter(weight), reference.get_parameter(weight).bfloat16())
@@ -395,8 +397,7 @@ def test_any_other_exception_stays_itself_and_ends_the_other_ranks(
 def test_names_that_are_not_the_class_s_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     wrapped: Any = peft.get_peft_model(random_model(qwen3_moe()), lora)
-    injected: Any = random_model(qwen3_moe())
-    injected.add_adapter(lora)
+    injected: Any = peft.inject_adapter_in_model(lora, random_model(qwen3_moe()))
     cut: Any = random_model(qwen3_moe())
     del cut.model.layers[-1]
     longer: Any = random_model(qwen3_moe())

@@ -23,6 +23,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.support.models import widened
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 32,
@@ -69,7 +71,7 @@ FAMILIES = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "deepseek_v3": deepseek_
 def random_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model in memory with every parameter and persistent buffer random, also those that start constant."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = widened(AutoModelForCausalLM.from_config(config, dtype=dtype), dtype)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
             tensor.copy_(torch.randn(tensor.shape) * 0.3)

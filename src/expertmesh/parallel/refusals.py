@@ -136,7 +136,8 @@ def refuse_dtypes(
     # What adapters have frozen is in the compute dtype; of a model in memory it may be as wide as the masters.
     wide = not any(map(is_adapter, dtypes)) or set(dtypes.values()) == {master}
     _refuse_mixed_dtypes(dtypes, master, master if wide else compute, kept_in_fp32)
-    policy = DtypePolicy() if compute == master else plan_compute(view.meta, anatomy, compute, kept_in_fp32)
+    uniform = compute == master and set(dtypes.values()) == {master}
+    policy = DtypePolicy() if uniform else plan_compute(view.meta, anatomy, compute, kept_in_fp32)
     if router_dtype == "compute" or compute.itemsize > 2:
         return policy
     return with_wide_routers(view.meta, anatomy, compute, policy)
@@ -148,14 +149,12 @@ def _refuse_mixed_dtypes(
     """Raise `InputError` unless trained parameters have the master dtype; otherwise a conversion would happen silently.
 
     Args:
-        dtypes: the dtype of each parameter.
-        base: the dtype of a base that adapters have frozen, except for parameters that the family keeps in fp32;
-            without adapters, the master dtype.
+        dtypes: the dtype of each parameter; fp32 of those that the family keeps so.
+        base: the dtype of a base that adapters have frozen; without adapters, the master dtype.
     """
-    frozen = base != master
     for name, dtype in dtypes.items():
-        expected = master if is_adapter(name) or not frozen else base
-        if dtype != expected and not (frozen and kept_in_fp32(name) and dtype == torch.float32):
+        expected = master if is_adapter(name) else base
+        if dtype != expected and not (kept_in_fp32(name) and dtype == torch.float32):
             to_float32 = "" if master == torch.float32 else "set precision.params to float32, or "
             raise InputError(
                 f"precision: {name} is {dtype}, not {expected}; {to_float32}give a model in memory one dtype "

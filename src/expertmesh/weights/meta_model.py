@@ -299,6 +299,8 @@ def build_meta_model(
         fuse_lists_of_experts(model)
     state, kept = model.state_dict(keep_vars=True), kept_in_fp32(model, dtype)
     give_dtypes(state, {name: torch.float32 for name in state if kept(name)})
+    if dtype.itemsize > 4:  # transformers 5.24 keeps routers in fp32 here as well
+        give_dtypes(dict(model.named_parameters()), {name: dtype for name, _ in model.named_parameters()})
     _compute_buffers(model)
     if directory is not None:
         if model.can_generate():
