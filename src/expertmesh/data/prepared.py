@@ -363,7 +363,7 @@ def _opened(directory: Path, manifest: _Manifest, recipe: Recipe) -> TokenizedDa
             f"{directory}: the prepared tokens are damaged: the index has changed; {mend}",
             key="data.damaged-preparation",
         )
-    index = {field: np.asarray(np.load(_index(directory, field), mmap_mode="r")) for field in _FIELDS}
+    index = {field: np.asarray(np.load(directory / f"{field}.npy", mmap_mode="r")) for field in _FIELDS}
     shards: list[npt.NDArray[np.int32]] = []
     pictures: list[npt.NDArray[np.uint8]] = []
     for name, size in manifest.shard_bytes.items():
@@ -393,10 +393,6 @@ def _pictures(directory: Path, process: int) -> Path:
     return directory / f"{_PICTURES}{process:05d}.bin"
 
 
-def _index(directory: Path, field: str) -> Path:
-    return directory / f"{field}.npy"
-
-
 def _in_order(building: Path, order: list[tuple[Place, int, int]], written: list[_Written]) -> dict[str, Any]:
     """Return the index of all samples in the order of the data; each process has its blocks in that order already."""
     ends = [np.cumsum([0, *(block.samples for block in each.blocks)]).tolist() for each in written]
@@ -417,7 +413,7 @@ def _index_sha256(directory: Path) -> str:
     digest = hashlib.sha256()
     for field in _FIELDS:
         try:
-            digest.update(_index(directory, field).read_bytes())
+            digest.update((directory / f"{field}.npy").read_bytes())
         except FileNotFoundError:
             continue
     return digest.hexdigest()

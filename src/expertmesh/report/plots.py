@@ -13,11 +13,11 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import matplotlib.style
 import numpy as np
@@ -180,43 +180,29 @@ CURVES = {
 }
 
 
-class Hover(Protocol):
-    """The data that hover.js shows under the pointer."""
-
-    def data(self, axes: Axes) -> dict[str, Any]: ...
-
-
-@dataclass(slots=True)
-class HoverLines:
-    """By name: steps and values, in the units of the axis."""
-
-    lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = field(default_factory=dict)
-    """Steps and values by name, in the units of the axis."""
-
-    def data(self, axes: Axes) -> dict[str, Any]:
-        lines = []
-        for name, (step, value) in self.lines.items():
-            x = _to_svg(axes, step, np.nan_to_num(value, nan=1.0))[0]
-            texts = [_rounded(each) for each in value]
-            lines.append({"name": name, "x": x, "step": [round(each) for each in step.tolist()], "value": texts})
-        return {"lines": lines}
+Hover = Callable[[Axes], dict[str, Any]]
+"""Returns what hover.js shows under the pointer in axes that have been drawn."""
+Lines = dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+"""Steps and values by name, in the units of the axis."""
 
 
-@dataclass(slots=True)
-class HoverGrid:
-    """A heat map."""
+def _under_lines(lines: Lines, axes: Axes) -> dict[str, Any]:
+    shown = []
+    for name, (step, value) in lines.items():
+        x = _to_svg(axes, step, np.nan_to_num(value, nan=1.0))[0]
+        texts = [_rounded(each) for each in value]
+        shown.append({"name": name, "x": x, "step": [round(each) for each in step.tolist()], "value": texts})
+    return {"lines": shown}
 
-    rows: list[str]
-    columns: list[str]
-    extent: tuple[float, float, float, float]
-    """Left, right, top and bottom in the axis."""
-    values: npt.NDArray[Any]
 
-    def data(self, axes: Axes) -> dict[str, Any]:
-        left, right, bottom, top = self.extent
-        (x0, x1), (y0, y1) = _to_svg(axes, np.array([left, right]), np.array([top, bottom]))
-        values = [[_rounded(each) for each in row] for row in self.values.tolist()]
-        return {"box": [x0, y0, x1, y1], "rows": self.rows, "columns": self.columns, "values": values}
+def _under_grid(
+    rows: list[str], columns: list[str], extent: tuple[float, float, float, float], values: npt.NDArray[Any], axes: Axes
+) -> dict[str, Any]:
+    """Return the cells of a heat map. `extent`: left, right, top and bottom in the axis."""
+    left, right, bottom, top = extent
+    (x0, x1), (y0, y1) = _to_svg(axes, np.array([left, right]), np.array([top, bottom]))
+    texts = [[_rounded(each) for each in row] for row in values.tolist()]
+    return {"box": [x0, y0, x1, y1], "rows": rows, "columns": columns, "values": texts}
 
 
 def _rounded(value: float) -> float | None:
@@ -268,7 +254,7 @@ def draw_together(runs: Sequence[Run]) -> dict[str, Markup]:
     return figures
 
 
-def _draw_lines(lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]], figure: Figure, axes: Axes) -> Hover:
+def _draw_lines(lines: Lines, figure: Figure, axes: Axes) -> Hover:
     for letter, (step, value) in lines.items():
         few = "o" if len(step) <= _FEW else None
         colour = _RUNS[LETTERS.index(letter) % len(_RUNS)]
@@ -276,7 +262,7 @@ def _draw_lines(lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]], fig
     _step_axis(axes)
     axes.yaxis.set_major_formatter(short)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=10)
-    return HoverLines(dict(lines))
+    return partial(_under_lines, lines)
 
 
 def _draw_tokens(run: Run, tokens_LE: npt.NDArray[np.float64], figure: Figure, axes: Axes) -> Hover:
@@ -290,7 +276,7 @@ def _draw_tokens(run: Run, tokens_LE: npt.NDArray[np.float64], figure: Figure, a
     axes.set_xlabel("expert")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     names = [f"expert {number}" for number in range(experts)]
-    return HoverGrid([f"block {block}" for block in blocks], names, extent, load_LE)
+    return partial(_under_grid, [f"block {block}" for block in blocks], names, extent, load_LE)
 
 
 def _draw_lengths(lengths: Sequence[Bin], figure: Figure, axes: Axes) -> None:
@@ -305,23 +291,23 @@ def _draw_lengths(lengths: Sequence[Bin], figure: Figure, axes: Axes) -> None:
 
 def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> Hover:
     metrics, curve = run.metrics, CURVES[key]
-    hover = HoverLines()
+    lines: Lines = {}
     if curve.label is not None:
         line = thin_line(metrics.step, metrics[key] / curve.unit)
         _draw_line(axes, line, curve.noisy, curve.label, FIRST)
-        hover.lines[curve.label] = line.step, line.middle
+        lines[curve.label] = line.step, line.middle
     if curve.beside is not None:
         other, label = curve.beside
         line = thin_line(metrics.step, metrics[other])
         _draw_line(axes, line, curve.noisy, label, SECOND)
-        hover.lines[label] = line.step, line.middle
+        lines[label] = line.step, line.middle
     evaluated = metrics.evaluated.get(key)
     if evaluated is not None and np.isfinite(evaluated).any():
-        hover.lines["evaluation"] = metrics.eval_step, evaluated
+        lines["evaluation"] = metrics.eval_step, evaluated
         axes.plot(metrics.eval_step, evaluated, "D-", color=SECOND, linewidth=1.5, ms=4.5, label="evaluation")
         for number, (name, of_set) in enumerate(metrics.sets.items()):
             value = of_set[key]
-            hover.lines[f"evaluation of {name}"] = metrics.eval_step, value
+            lines[f"evaluation of {name}"] = metrics.eval_step, value
             colour = _RUNS[number % len(_RUNS)]
             axes.plot(metrics.eval_step, value, "o--", color=colour, linewidth=1.2, ms=3, label=f"evaluation of {name}")
     log = False
@@ -341,7 +327,7 @@ def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> Hover:
     _draw_steps(run, axes, INK)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=3)
-    return hover
+    return partial(_under_lines, lines)
 
 
 def _draw_line(axes: Axes, line: Line, noisy: bool, label: str, colour: str) -> None:
@@ -392,7 +378,7 @@ def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> Hover | No
     columns = grid.values_LC.shape[1]
     steps = np.linspace(grid.first, grid.last, columns + 1)
     names = [f"to step {int(step):,}" for step in steps[1:]]
-    return HoverGrid([f"block {block}" for block in run.moe_blocks], names, extent, grid.values_LC)
+    return partial(_under_grid, [f"block {block}" for block in run.moe_blocks], names, extent, grid.values_LC)
 
 
 def _draw_blocks(
@@ -453,7 +439,7 @@ def _svg(name: str, draw_on: Callable[[Figure, Axes], Hover | None]) -> Markup:
     prefix = name.replace("/", "-")
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg[svg.index("<svg") :])
     if hover is not None:
-        data = escape(json.dumps(hover.data(axes), separators=(",", ":")))
+        data = escape(json.dumps(hover(axes), separators=(",", ":")))
         svg = svg.replace("<svg ", f'<svg data-hover="{data}" ', 1)
     for drawn, meant in COLOURS.items():
         svg = svg.replace(drawn, meant)

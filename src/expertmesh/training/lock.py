@@ -118,8 +118,9 @@ class RunLock:
                     f"{self.path}: this file system has no locks ({error.strerror}); nothing keeps a second run out of "
                     "the directory"
                 )
-            if self._is_at_path():
-                break
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
+                    break
             os.close(self._descriptor)  # its owner removed the file between the two calls
         before = _read(self.path)
         if before is not None and (before.launch is None or before.launch != self.owner.launch):
@@ -128,12 +129,6 @@ class RunLock:
         os.pwrite(self._descriptor, json.dumps(asdict(self.owner)).encode(), 0)
         os.fsync(self._descriptor)
         return None
-
-    def _is_at_path(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
-        except FileNotFoundError:
-            return False
 
 
 _HELD: set[RunLock] = set()

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,17 +128,9 @@ def _shifted(number: Tensor, by: int) -> Tensor:
     return (number >> by) & ((1 << (64 - by)) - 1)
 
 
-class Stored(Protocol):
-    """A rank's part of a tensor, read and written a few rows at a time in a dtype of at least 32 bits."""
-
-    def read(self, rows: slice) -> Tensor: ...
-
-    def write(self, rows: slice, value_RC: Tensor) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A tensor in its own dtype."""
+    """A rank's part of a tensor in its own dtype, read and written a few rows at a time in one of at least 32 bits."""
 
     values_RC: Tensor
     wide: torch.dtype
@@ -194,7 +186,7 @@ class Codebook:
 
 
 class Blocks:
-    """A tensor in 8 bits. `signed` values have codes on both sides of zero."""
+    """The same in 8 bits. `signed` values have codes on both sides of zero."""
 
     def __init__(self, shard: ShardRows, codes: Tensor, scale: Tensor, wide: torch.dtype, *, signed: bool) -> None:
         self.codes_RC, self.scale_RB = shard.view(codes), ShardRows.of(scale).view(scale)
@@ -219,6 +211,9 @@ class Blocks:
         self.scale_RB[rows] = scale_RB
         divisor_RC = scale_RB.clamp_min(torch.finfo(scale_RB.dtype).tiny).index_select(1, self.block_C)
         self.codes_RC[rows] = self.codebook.nearest((value_RC / divisor_RC).float())
+
+
+Stored = Plain | Blocks
 
 
 def _groups_of_last_dim(tensor: Tensor) -> list[dist.ProcessGroup]:
