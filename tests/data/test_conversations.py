@@ -109,6 +109,38 @@ def test_turns_that_say_so_are_no_targets(template: str) -> None:
     assert targets(template, replace(conversation, untrained=frozenset({0, 3}))) == [["two" + END]]
 
 
+MARKS_APART = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}
+{%- if message.reasoning_content %}{% generation %}{{- message.reasoning_content }}{% endgeneration %}{% endif %}
+{{- ' ' }}
+{%- if message.content %}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{% endif %}
+{%- for call in message.tool_calls or [] %}{{- call.function.name ~ call.function.arguments | tojson }}{% endfor %}
+{%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}
+{{- '\\n' }}
+{%- endfor %}"""
+
+
+def test_marks_that_are_not_one_for_each_answer_never_make_targets_of_others() -> None:
+    """Two marks for the first answer, which is no target, none for the calls of the second: three for three answers."""
+    conversation = Conversation(
+        (
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "reasoning_content": "Hm.", "content": "One."},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "tool_calls": [call("Rome")]},
+            {"role": "tool", "content": "22"},
+            {"role": "assistant", "content": "Two."},
+        ),
+        frozenset({1}),
+    )
+    (result,) = Encoder(bpe_tokenizer(MARKS_APART), ChatOptions()).encode([conversation])
+    assert "marks 3 parts of 3 assistant messages, not each of these once" in str(result)
+    one_each = replace(talk("q", "One.", "q", "Two."), untrained=frozenset({1}))
+    assert targets(MARKS_APART, one_each) == [[" Two." + END]]
+
+
 THOUGHTS = Conversation(
     tuple(
         message

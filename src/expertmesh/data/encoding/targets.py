@@ -268,10 +268,16 @@ class TargetFinder:
         """Return those of the marked spans that are of these turns, and whether each of the turns is in one."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if list(turns) != answers:
-            if len(marked) != len(answers):
+            # One span for each answer, in their order: a template may mark thinking by itself, and no calls.
+            found = [text[start:end] for start, end in marked]
+            fits = (
+                visible(messages[answer]) in span if visible(messages[answer]) else _holds(span, messages[answer])
+                for span, answer in zip(found, answers, strict=False)
+            )
+            if len(found) != len(answers) or not all(fits):
                 raise MalformedRow(
-                    f"the chat template marks {len(marked)} parts of {len(answers)} assistant messages, so those that "
-                    "are no targets cannot be found"
+                    f"the chat template marks {len(marked)} parts of {len(answers)} assistant messages, not each of "
+                    "these once, so those that are no targets cannot be found"
                 )
             marked = [span for span, answer in zip(marked, answers, strict=True) if answer in turns]
         spans = [(start, end) for start, end in marked if end > start]
