@@ -115,23 +115,23 @@ def parallelize(
     Collectives: every rank calls it. One all-gather of a checksum per parameter checks that the weights are equal.
     Small all-reduces report errors of planning, of compiling and of starting adapters on all ranks.
     """
-    refuse_sharded(model)
-    before = BeforeSharding.of(model)
-    peft = peft_adapters(model, lora)
-    if precision is None:
-        # Of a PeftModel the frozen base has the compute dtype, and its adapters that of the masters.
-        dtype = _name(next(p for p in model.parameters() if peft is None or not p.requires_grad).dtype)
-        master = dtype if peft is None else _name(peft.dtype)
-        precision = PrecisionConfig(params=master, compute=dtype, reduce=master)  # type: ignore[arg-type]
-    if peft is not None:
-        model = peft.become_ours(getattr(torch, precision.params))
-    fuse_lists_of_experts(model)
-    before.refuse_lost_hooks(model)
-    if lora is not None:
-        adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
-    options = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile, by_layer)
     # Together: a rank that is refused alone would leave the others waiting in the first collective.
     with raise_on_all_ranks("planning the shards"):
+        refuse_sharded(model)
+        before = BeforeSharding.of(model)
+        peft = peft_adapters(model, lora)
+        if precision is None:
+            # Of a PeftModel the frozen base has the compute dtype, and its adapters that of the masters.
+            dtype = _name(next(p for p in model.parameters() if peft is None or not p.requires_grad).dtype)
+            master = dtype if peft is None else _name(peft.dtype)
+            precision = PrecisionConfig(params=master, compute=dtype, reduce=master)  # type: ignore[arg-type]
+        if peft is not None:
+            model = peft.become_ours(getattr(torch, precision.params))
+        fuse_lists_of_experts(model)
+        before.refuse_lost_hooks(model)
+        if lora is not None:
+            adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
+        options = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile, by_layer)
         plan = plan_model(model, mesh.layout, options)
     shard_model(model, plan, mesh)
     start_adapters(model, seed)

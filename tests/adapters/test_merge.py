@@ -392,9 +392,10 @@ def test_a_merge_gone_wrong_is_noticed_and_removed(copy: Path, monkeypatch: pyte
         real(self, weight, box, values)
 
     monkeypatch.setattr(Deltas, "add", shifted)
+    (copy / "out").symlink_to(copy / "elsewhere")
     with refused("adapter.merged-wrongly", IntegrityError, naming="expert "):
         merge(copy / "adapter", copy / "out")
-    assert not (copy / "out").exists()
+    assert not (copy / "elsewhere").exists()
     monkeypatch.setattr(Deltas, "add", real)
     path, key = copy / "adapter" / ADAPTER, "base_model.model.lm_head.weight"
     save_file({**load_file(path), key: torch.ones(96, 32)}, path, metadata={"format": "pt"})

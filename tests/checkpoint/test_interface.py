@@ -42,6 +42,11 @@ def _fail_on_rank_0(directory: Path) -> None:
     state: dict[str, Any] = {"loss": torch.ones(1) if dist.get_rank() == 0 else 1.0}
     with refused("checkpoint.state-not-json", naming="Tensor"):
         em.save_checkpoint(job.model, job.optimizer, directory, step=1, state=state)
+    if dist.get_rank() == 0:
+        job.optimizer.state[next(job.model.parameters())]["slot"] = "no tensor"
+    with refused("optimizer.unsupported-state", naming="slot"):
+        em.save_checkpoint(job.model, job.optimizer, directory, step=1)
+    job.optimizer.state.clear()
     full = mock.patch("expertmesh.checkpoint.small_files.config_files", side_effect=OSError(28, os.strerror(28)))
     with full, pytest.raises((OSError, DistributedFailure), match="No space left on device"):
         em.save_checkpoint(job.model, job.optimizer, directory, step=1)

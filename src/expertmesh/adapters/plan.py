@@ -184,7 +184,9 @@ def plan_targets(
     Raises:
         InputError: Something cannot be adapted or trained; names it.
     """
-    _refuse_adapted(plan, where)
+    for target in plan.targets:
+        if target.weight in plan.replaced:
+            refuse_field(where, "modules_to_save", target.module, "it has an adapter too; leave one out")
     if not merging:
         _refuse_replaced(model, plan, where)
     refuse_tied_head(model, plan.targets)
@@ -402,13 +404,6 @@ def _refuse_dropout(plan: AdapterPlan, anatomy: Anatomy) -> None:
             f"lora.dropout: {odd[0]} is not called with the tokens themselves; set lora.dropout to 0",
             key="lora.dropout-without-token-order",
         )
-
-
-def _refuse_adapted(plan: AdapterPlan, where: str) -> None:
-    """Raise `InputError` if a target is also to be replaced."""
-    for target in plan.targets:
-        if target.weight in plan.replaced:
-            refuse_field(where, "modules_to_save", target.module, "it has an adapter too; leave one out")
 
 
 def _refuse_replaced(model: nn.Module, plan: AdapterPlan, where: str) -> None:

@@ -47,8 +47,6 @@ from expertmesh.weights.write import (
 )
 
 _VLLM_MOST_RANK = 512
-
-
 _BLOCK_ELEMENTS = 1 << 22
 
 
@@ -234,7 +232,7 @@ class _Values:
         self._adapters: Mapping[str, Tensor] = view.adapters if plan is not None else {}
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._gather_factors)
-        self._new_values = lru_cache(maxsize=1)(self._gather_new_values)
+        self._new_values = lru_cache(maxsize=1)(lambda weight: self._whole(new_values_of(weight)))
         self._gathered: dict[str, Tensor] = {}
 
     def prepare(self, lazy: LazyTensor) -> None:
@@ -268,10 +266,6 @@ class _Values:
         """Return the full A and B of an adapted weight."""
         a, b = map(self._whole, self._targets[weight].factors)
         return a, b
-
-    def _gather_new_values(self, weight: str) -> Tensor:
-        """Return the full new values of a replaced weight."""
-        return self._whole(new_values_of(weight))
 
     def _whole(self, name: str) -> Tensor:
         whole = gather(LazyTensor.of(StateTensor(name, self._adapters[name])))

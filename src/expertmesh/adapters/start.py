@@ -38,7 +38,7 @@ from expertmesh.state.model_view import ModelView, attach, sharded, stage_names
 from expertmesh.state.packed import values_at
 from expertmesh.state.shards import held_parts, is_on_other_stage, local_tensor, owns_copy
 from expertmesh.weights.first_values import seed_of
-from expertmesh.weights.lazy import LazyTensor, LeafReader, lazy_tensors, read_box, read_values
+from expertmesh.weights.lazy import lazy_tensors, read_box, read_values
 from expertmesh.weights.load import refuse_non_finite
 from expertmesh.weights.mapping import StateTensor, classifier_head
 
@@ -67,7 +67,11 @@ def start_adapters(model: nn.Module, seed: int) -> None:
     if plan is None or state is None:
         return
     state.seed = seed
-    remember_base(model)
+    frozen = (p for p in ModelView(model).full.parameters() if not p.requires_grad)
+    dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
+    kinds = {kind.name for kind in (sharded(model).frozen_formats or {}).values() if not kind.published}
+    base = Base(content_hash(model), max(set(dtypes), key=dtypes.count), next(iter(kinds), None))
+    attach(model, lora_base=base)
     fetch_copies(model)
     if plan.in_memory:
         return
@@ -155,9 +159,14 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
             for box, local in held_parts(tensors[name]):  # empty if on another pipeline stage
                 read_box(lazy, box, local, checkpoint.read)
                 refuse_non_finite(name, lazy, box, local)
+        # PEFT writes a head's frozen weight beside its adapter, and loads it again.
         for key, name in base_copies(files, plan.targets).items():
-            if not is_on_other_stage(base := view.tensors[name]):
-                _check_copy(directory, key, files[key], base, checkpoint.read)
+            lazy, base = files[key], view.tensors[name]
+            fits = tuple(lazy.shape) == tuple(base.shape)
+            for box, local in held_parts(base) if fits and not is_on_other_stage(base) else ():
+                fits = fits and torch.equal(read_values(lazy, checkpoint.read, box).to(local), local)
+            if not fits:
+                raise other_base(directory, f"{key} is not the weight of the model's")
 
 
 def copy_adapter(model: nn.Module, plan: AdapterPlan, values: Mapping[str, torch.Tensor], where: Path) -> None:
@@ -188,18 +197,6 @@ def check_adapter(model: nn.Module) -> None:
             model_tensors_from(files, plan.targets, plan.replaced, plan.parts, plan.weights)
 
 
-def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor, fetch: LeafReader) -> None:
-    """Raise `IntegrityError` if a frozen weight of the model differs from its copy in the file.
-
-    PEFT writes a head's frozen weight beside its adapter, and loads it again.
-    """
-    fits = tuple(lazy.shape) == tuple(base.shape)
-    for box, local in held_parts(base) if fits else ():
-        fits = fits and torch.equal(read_values(lazy, fetch, box).to(local), local)
-    if not fits:
-        raise other_base(directory, f"{key} is not the weight of the model's")
-
-
 @dataclass(frozen=True, slots=True)
 class Base:
     """The frozen weights of a model with adapters."""
@@ -214,18 +211,6 @@ class Base:
     def __str__(self) -> str:
         packed = "" if self.frozen is None else f", packed as {self.frozen}"
         return f"{self.sha256[:12]} in {self.dtype}{packed}"
-
-
-def remember_base(model: nn.Module) -> None:
-    """Hash the frozen weights of a model with adapters, and remember the hash on the model.
-
-    Collectives: every rank calls it; one all-reduce of one integer per tensor on the default group.
-    """
-    frozen = (p for p in ModelView(model).full.parameters() if not p.requires_grad)
-    dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
-    kinds = {kind.name for kind in (sharded(model).frozen_formats or {}).values() if not kind.published}
-    base = Base(content_hash(model), max(set(dtypes), key=dtypes.count), next(iter(kinds), None))
-    attach(model, lora_base=base)
 
 
 def base_of(model: nn.Module) -> Base:

@@ -33,7 +33,7 @@ from expertmesh.checkpoint.directory import CHECKPOINTS, locate, step_name
 from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST, damaged, parse_manifest, step_of
 from expertmesh.checkpoint.small_files import ADAPTER
 from expertmesh.compat import job_store
-from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError, IntegrityError
+from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks, rank_and_ranks
 from expertmesh.distributed.job_store import JobStore
 from expertmesh.io.directory import (
@@ -174,14 +174,10 @@ class RemoteCheckpoints:
         hashes = self.storage.below(step_name(step)).get(directory, {file.name: file.bytes for file in files})
         for file in files:
             if hashes[file.name] != file.sha256:
-                raise other_object(f"{self.storage.url}/{step_name(step)}/{file.name}")
-
-
-def other_object(url: str) -> IntegrityError:
-    return damaged(
-        f"{url}: damaged: its content is not what was written (sha256 differs); remove this checkpoint there to go on "
-        "from the one before it"
-    )
+                raise damaged(
+                    f"{self.storage.url}/{step_name(step)}/{file.name}: damaged: its content is not what was written "
+                    "(sha256 differs); remove this checkpoint there to go on from the one before it"
+                )
 
 
 def _named(step: int) -> str:

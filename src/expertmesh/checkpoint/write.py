@@ -186,11 +186,13 @@ class CheckpointWriter:
         target = self.directory / step_name(step)
         # One name on all ranks, and another one than that of an interrupted save.
         temporary = target.with_name(f"{target.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
-        tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model) if weights else {}}
-        if optimizer is not None:
-            tensors["optimizer"] = optimizer_state(model, optimizer)
+        with raise_on_all_ranks("collecting the training state"):
+            tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model) if weights else {}}
+            if optimizer is not None:
+                tensors["optimizer"] = optimizer_state(model, optimizer)
+            here = trained(model, optimizer) if optimizer is not None else {}
         # The free space has to suffice for all stages, and the manifest names what all of them train.
-        tensors, updated = _of_all_stages(model, tensors, trained(model, optimizer) if optimizer is not None else {})
+        tensors, updated = _of_all_stages(model, tensors, here)
         needed = sum(tensor.numel() * tensor.itemsize for state in tensors.values() for tensor in state.values())
         with temporary_directory(temporary, remove=self._rank == 0):
             with raise_on_all_ranks("creating the checkpoint's directory"):

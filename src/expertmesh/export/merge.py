@@ -73,8 +73,6 @@ from expertmesh.weights.sidecars import TOKENIZER_FILES, CopiedFiles, matching_p
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "as_loaded")
 _NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE}
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
-
-
 _BLOCK_ELEMENTS = 1 << 22
 _SAMPLE_ELEMENTS = 1 << 18
 _HALF_A_CODE = 0.2
@@ -171,7 +169,7 @@ def merge(
         try:
             compared = compare_sample(model, load, deltas, factors, saved.directory)
         except BaseException:
-            shutil.rmtree(saved.directory, ignore_errors=True)  # nothing that was not compared stays
+            shutil.rmtree(saved.directory.resolve(), ignore_errors=True)  # nothing that was not compared stays
             raise
     checked, frozen = trained_on is not None, None if trained_on is None else trained_on.frozen
     return MergeReport(plan, directory, checked, frozen, saved, deltas.unused, compared, time.monotonic() - started)
@@ -237,7 +235,11 @@ def _check_base(
     as_trained = build_meta_model(model.config, dtype, trust_remote_code=trust_remote_code, num_labels=labels)
     view = ModelView(as_trained)
     heads = classifier_head(view)
-    here = base_hash({name: tensor for name, tensor in view.unique.items() if name not in heads}, load, files)
+    tensors, sums = {name: tensor for name, tensor in view.unique.items() if name not in heads}, {}
+    for name, tensor in tensors.items():  # as `content_hash` of a model that is filled from `files`
+        parts = _read_in_blocks(load.tensors[name], files, tensor.dtype)
+        sums[name] = sum(element_sum(values, part, tensor.shape) for part, values in parts)
+    here = joined_hash(tensors, sums)
     if here != trained_on.sha256:
         how = f"its weights were {trained_on}, those of {files.directory} are {here[:12]}"
         raise other_base(path, f"{how}; give --base the one it was trained on")
@@ -399,16 +401,6 @@ class FileValues:
         elif deltas is not None and replaced:
             return deltas.replace(name, box, values)
         return values
-
-
-def base_hash(tensors: Mapping[str, Tensor], load: LoadPlan, files: WeightFiles) -> str:
-    """Return the `content_hash` of a model of these `tensors` (on meta, of its dtypes), filled from `files`."""
-
-    sums = {}
-    for name, tensor in tensors.items():
-        parts = _read_in_blocks(load.tensors[name], files, tensor.dtype)
-        sums[name] = sum(element_sum(values, part, tensor.shape) for part, values in parts)
-    return joined_hash(tensors, sums)
 
 
 def check_copies(load: LoadPlan, files: WeightFiles) -> None:

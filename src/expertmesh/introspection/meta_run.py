@@ -74,8 +74,11 @@ def run_text(
         return output
 
     # The result of experts does not matter on meta, but their inputs must count as read.
+    def weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+        return hidden_states * (index_TK * weight_TK).sum().to(hidden_states.dtype)
+
     forwards = forwards_of_experts(
-        meta_model, experts, lambda module: _weighted, lambda hidden_states: hidden_states * 1
+        meta_model, experts, lambda module: weighted, lambda hidden_states: hidden_states * 1
     )
     for name in blocks:
         block = meta_model.get_submodule(name)
@@ -113,10 +116,6 @@ def forwards_of_experts(
         forward = pairs(module) if dense is None or spec.call != "dense" else dense
         found[module] = partial(sorted_forward, module, spec, forward) if spec.call == "sorted" else forward
     return found
-
-
-def _weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-    return hidden_states * (index_TK * weight_TK).sum().to(hidden_states.dtype)
 
 
 class EvenCounts(TorchFunctionMode):

@@ -39,7 +39,7 @@ from expertmesh.io.storage import is_url
 from expertmesh.state.model_view import attach, tied_names
 from expertmesh.weights.first_values import refuse_from_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
-from expertmesh.weights.quantised.published import refuse_unsupported
+from expertmesh.weights.quantised.published import quantisation, refuse_other_methods
 
 _MAX_NUMBER = 2**63
 # The largest allowed number of each kind, some tens of times that of published models.
@@ -227,7 +227,7 @@ def read_model_config(
         raise _invalid(path, f"{refused}: {reason}; correct it") from error
     assert isinstance(config, PreTrainedConfig)
     refuse_impossible(config.to_dict(), path)  # now with the family's defaults for values that the file lacks
-    refuse_unsupported(config, directory)
+    refuse_other_methods(quantisation(config), directory)
     if from_config:
         refuse_from_config(config, directory)
     return config, directory

@@ -60,7 +60,7 @@ def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) ->
     if settings is None:
         return PublishedTensors(tensors, stored)
     grouping = _Grouping(files, dict(settings))
-    _refuse_other_methods(settings, files.directory)
+    refuse_other_methods(settings, files.directory)
     read, suffixes = _METHODS[method_of(settings)]
     try:
         read(grouping)
@@ -89,12 +89,8 @@ def method_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("quant_method"))
 
 
-def refuse_unsupported(config: PreTrainedConfig, where: object) -> None:
-    """Raise `InputError` for a model whose files are quantised by an unsupported method."""
-    _refuse_other_methods(quantisation(config), where)
-
-
-def _refuse_other_methods(settings: Mapping[str, Any] | None, where: object) -> None:
+def refuse_other_methods(settings: Mapping[str, Any] | None, where: object) -> None:
+    """Raise `InputError` for the `quantization_config` of files that are quantised by an unsupported method."""
     if settings is not None and method_of(settings) not in _METHODS:
         raise InputError(
             f"{where}: weights are quantised by {method_of(settings)!r}, which is not supported (supported: "
