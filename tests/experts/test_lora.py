@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +83,16 @@ def test_output_and_every_gradient_equal_experts_with_the_product_added(variant:
     got = adapter_gradients(lean_experts(experts, spec, leaves, adapters, loop), inputs)
     for want, have in zip(expected, got, strict=True):
         assert (want - have).norm() <= (1e-12 if loop else 1e-5) * want.norm()
+
+
+def test_experts_one_after_the_other_wait_once_in_each_direction() -> None:
+    experts, spec, leaves, adapters = adapted_case("biased", torch.float64, 4)
+    tolist, waits = torch.Tensor.tolist, list[torch.Tensor]()
+    with mock.patch.object(torch.Tensor, "tolist", lambda tensor: waits.append(tensor) or tolist(tensor)):  # type: ignore[func-returns-value]
+        out = lean_experts(experts, spec, leaves, adapters, True)
+        assert len(waits) == 1
+        out.sum().backward()
+    assert len(waits) == 2
 
 
 class _Largest(TorchDispatchMode):

@@ -16,7 +16,7 @@ loop` multiplies one expert after the other (`PerExpertMlp`): the plain referenc
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -39,7 +39,7 @@ _RANK_MULTIPLE = 8
 MOST_GROUPS = 1024
 
 
-# By groups of rows that end at `end_L`: `grouped_mm` or `looped_mm`.
+# By groups of rows that end at `end_L`.
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -147,7 +147,8 @@ class _ExpertMlp(torch.autograd.Function):
         dropout: Dropout | None,
         deferred: _Deferred,
     ) -> torch.Tensor:
-        product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
+        end_L, dtype = pairs.expert_end_L, rows_RH.dtype
+        product = _product_of(mlp, end_L)
         x_PH = rows_RH.index_select(0, pairs.row_P)
         pre_P2I = _by_weight(product, x_PH, up, end_L, mlp)
         if up_bias is not None:
@@ -192,7 +193,8 @@ class _ExpertMlp(torch.autograd.Function):
         up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, token_number_R, *indices = others
         pairs, mlp, (up_scaling, down_scaling) = LocalPairs.of(*indices), ctx.mlp, ctx.scalings
         dropout = None if token_number_R is None else Dropout(ctx.dropout[0], ctx.dropout[1], token_number_R)
-        product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
+        end_L, dtype = pairs.expert_end_L, rows_RH.dtype
+        product = _product_of(mlp, end_L)
         trains_rows, _, trains_up, trains_down, trains_up_bias, trains_down_bias = ctx.needs_input_grad[:6]
         grad_rows_RH = grad_up = grad_down = grad_up_bias = grad_down_bias = None
         grad_up_a = grad_up_b = grad_down_a = grad_down_b = None
@@ -303,6 +305,14 @@ class _SumPairs(torch.autograd.Function):
         return grad_RH.index_select(0, LocalPairs.of(*ctx.saved_tensors).row_P), None, None
 
 
+def _product_of(mlp: ExpertMlpSpec, end_L: torch.Tensor) -> Product:
+    """Return the product of experts whose pairs end at `end_L`; one after the other the device is waited for here."""
+    if not mlp.per_expert:
+        return grouped_mm
+    spans = list(itertools.pairwise([0, *end_L.tolist()]))
+    return lambda a, b, _: looped_mm(a, b, spans)
+
+
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
     """Multiply by groups, with torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`.
 
@@ -354,7 +364,7 @@ def _by_weight(
         # `scratch` is reused: without it each part would allocate its values anew.
         values = weight.experts(first, last, scratch).to(x_PK.dtype)
         values = values.transpose(1, 2) if transposes else values
-        if x_PK.device.type == "cpu":  # where the grouped product is these, and a copy
+        if mlp.per_expert or x_PK.device.type == "cpu":  # where the grouped product is these, and a copy
             for expert, span in enumerate(itertools.starmap(slice, itertools.pairwise(ends[first : last + 1]))):
                 torch.mm(x_PK[span], values[expert], out=out[span])
         else:
@@ -494,9 +504,8 @@ class PerExpertMlp(torch.autograd.Function):
         return grad_rows_RH.to(dtype), grad_weight_P, *grads, None, None, None
 
 
-def looped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
-    """Return what `expert_mlp.grouped_mm` returns, one expert after the other, in any dtype. Waits for the device."""
-    spans = list(itertools.pairwise([0, *end_L.tolist()]))
+def looped_mm(a: torch.Tensor, b: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return what `grouped_mm` returns for groups of rows with these ends, one after the other, in any dtype."""
     if b.dim() == 3:
         return torch.cat([a[start:end] @ b[expert] for expert, (start, end) in enumerate(spans)])
     return torch.stack([a[:, start:end] @ b[start:end] for start, end in spans])

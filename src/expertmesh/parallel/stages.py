@@ -37,14 +37,13 @@ def plan_stages(
     """Return the block numbers of each stage.
 
     Args:
-        blocks: names of the decoder's blocks, in order.
+        blocks: names of the decoder's blocks, in order; as many as there are stages (`refuse_few_blocks`) or more.
         joined: blocks that must be on the stage of the block before them, by number, and the reason.
 
     Raises:
-        InputError: there are fewer blocks, or fewer places to cut, than stages.
+        InputError: there are fewer places to cut than stages.
     """
     stages = layout.pp * layout.pp_virtual_stages
-    refuse_few_blocks(len(blocks), layout)
     if len(blocks) - len(joined) < stages:
         starts = [str(number) for number in range(1, len(blocks)) if number not in joined]
         where = f"only before block {', '.join(starts)}" if starts else "nowhere"

@@ -64,7 +64,7 @@ def global_norm(gradients: list[torch.Tensor], norm_type: float, model: nn.Modul
     norms = [norm.to(dtype) for norm in norms_of_all(filled, norm_type, wide)] if filled else []
     local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=mesh.device)
     if math.isinf(norm_type):
-        # A maximum over ranks may drop NaN, in gloo and in NCCL: whether there is one is a number of its own.
+        # A maximum over ranks may lose NaN, as in gloo: whether there is one is a number of its own.
         ends = torch.stack([local.nan_to_num(0.0, math.inf).max(), local.isnan().any()])
         for group in groups:
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
