@@ -87,7 +87,7 @@ class RunLock:
                 time.sleep(_POLL_SECONDS)
         except OSError as error:
             raise InputError(
-                f"output_dir {self.path.parent} cannot be locked: {error}; choose a directory that can be written",
+                f"{self.path} cannot be locked: {error.strerror or error}; choose a directory that can be written",
                 key="output.unwritable",
             ) from error
         _HELD.add(self)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import read_state_file
@@ -28,7 +28,7 @@ from expertmesh.training.optimizers.build import warmup_steps
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics
 from expertmesh.training.reporting.record import MoeLayer
 from expertmesh.training.reporting.start import record_start, write_data_record
-from expertmesh.training.reporting.trackers import open_trackers
+from expertmesh.training.reporting.trackers import Trackers, open_trackers
 
 if TYPE_CHECKING:
     from expertmesh.training.reporting.record import Forecast
@@ -43,14 +43,6 @@ _TOKENS_PER_EXPERT = 32
 _NO_ROW = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 Event = StepMetrics | EvalMetrics
 """A report of the loop, which is a row of metrics.jsonl."""
-
-
-class Sink(Protocol):
-    """A destination of what a run reports, on rank 0."""
-
-    def take(self, event: Event) -> None: ...
-    def sync(self) -> None: ...
-    def close(self, failed: bool) -> None: ...
 
 
 def keep_rows(path: Path, done: int) -> float:
@@ -207,7 +199,7 @@ class Reporter:
     Only rank 0 has sinks; on the other ranks events go nowhere.
     """
 
-    sinks: list[Sink] = field(default_factory=list)
+    sinks: list["MetricsFile | Console | Trackers"] = field(default_factory=list)
     peak_tokens_per_second: float | None = None
     """`Forecast.peak_tokens_per_second`; without it there is no `mfu`."""
 
