@@ -179,6 +179,8 @@ def test_csv_cells_are_text_and_those_of_lists_are_json(tmp_path: Path) -> None:
     good, bad = read(tmp_path / "a.tsv")
     assert good.value == {"messages": messages}
     assert "the cell of column 'messages' is not JSON" in (bad.problem or "")
+    (tmp_path / "of.tsv.csv").write_text("prompt,completion\na,b\n")
+    assert [row.value for row in read(tmp_path / "of.tsv.csv")] == [{"prompt": "a", "completion": "b"}]
     deep = "[" * 300 + "]" * 300
     for cell, problem in (('[{"a": 1, "a": 2}]', "a appears twice"), (deep, "100 deep"), (r'["\ud83d"]', "surrogate")):
         quoted = cell.replace('"', '""')

@@ -41,7 +41,8 @@ _READERS = {
     **{".jsonl": read_lines, ".ndjson": read_lines, ".json": read_json, ".parquet": read_parquet},
     **{".arrow": read_arrow, ".feather": read_arrow},
 }
-_CSV = (".csv", ".tsv")
+# The separator of cells.
+_CSV = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*_READERS, *_CSV)
 # The modules whose `open` reads compressed files; all of their files can be read again from the beginning.
 _ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
@@ -130,7 +131,7 @@ class _File:
         try:
             with self._open() as file, file if codec is None else codec.open(file, "rb") as stream:
                 if plain in _CSV:
-                    yield from read_csv(stream, self.name, takes, columns)
+                    yield from read_csv(stream, self.name, takes, columns, _CSV[plain])
                 else:
                     yield from with_columns(_READERS[plain](stream, self.name, takes), columns)
         except (OSError, EOFError, zlib.error, lzma.LZMAError, damage) as error:

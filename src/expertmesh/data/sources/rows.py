@@ -309,15 +309,14 @@ def read_arrow(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | 
         raise _damaged(source, number + 1, "Arrow", error) from error
 
 
-def read_csv(stream: IO[bytes], name: str, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
+def read_csv(stream: IO[bytes], name: str, takes: Takes, columns: Columns, separator: str) -> Iterator[RawRow | None]:
     """Yield rows of strings by the header's names and `columns`; cells of `messages` and the like are JSON."""
     source = SourceFile(name, by_line=False)
     csv.field_size_limit(MAX_ROW_BYTES)
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-    tabs = ".tsv" in name.rpartition("/")[2]
     number = 0
     try:
-        reader = csv.reader(text, delimiter="\t" if tabs else ",", strict=True)
+        reader = csv.reader(text, delimiter=separator, strict=True)
         header = next(reader, [])
         named = [column for column in header if column]  # a table program may leave columns without a name
         if len(set(named)) < len(named):
