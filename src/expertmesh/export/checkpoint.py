@@ -50,6 +50,7 @@ from expertmesh.weights.lazy import LazyTensor, as_lazy
 from expertmesh.weights.load import remember
 from expertmesh.weights.mapping import StateTensor
 from expertmesh.weights.meta_model import build_meta_model, give_dtypes, labels_of, read_model_config
+from expertmesh.weights.quantised.encode import unsuited
 from expertmesh.weights.save import SavedDtype, SaveReport, dtype_of, save_values
 from expertmesh.weights.sidecars import CopiedFiles
 from expertmesh.weights.write import StateReader
@@ -103,8 +104,7 @@ def export(
         if holds_adapters(state):
             cast = dtype_of(dtype)
             if cast is None and dtype not in (None, "auto"):
-                problem = f"{dtype}: {checkpoint} holds an adapter, which is never written as codes; give a plain dtype"
-                raise InputError(problem, key="weights.format-unsuited")
+                raise unsuited(dtype, f"{checkpoint} holds an adapter, which is never in codes; give a plain dtype")
             return state.manifest, _export_adapter(state, model, target, values, cast, adapter_format or "peft")
         report = save_values(
             ModelView(model),

@@ -139,6 +139,10 @@ def not_quantised(why: str) -> InputError:
     return InputError(f"dtype as_loaded: {why}; set it to auto", key="weights.not-quantised")
 
 
+def unsuited(form: object, why: str) -> InputError:
+    return InputError(f"{form}: {why}", key="weights.format-unsuited")
+
+
 def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
     if source.quantisation is None:
         raise not_quantised("the model was not loaded from quantised files")
@@ -173,17 +177,12 @@ def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: s
         if lazy.dim() < 2 or not all(leaf.name in chosen for leaf in lazy.leaves()):
             continue
         if not stacks and (lazy.dim() > 2 or not name.endswith(".weight")):
-            raise InputError(
-                f"{form}: {name} holds all experts in one tensor, which transformers reads quantised of GPT-OSS "
-                "in mxfp4 alone; give a plain dtype",
-                key="weights.format-unsuited",
-            )
+            why = "holds all experts in one tensor, which transformers reads quantised of GPT-OSS in mxfp4 alone"
+            raise unsuited(form, f"{name} {why}; give a plain dtype")
         oriented = as_lazy(lazy.transpose(-1, -2)) if stacks else lazy
         if oriented.shape[-1] % multiple_of(form):
-            raise InputError(
-                f"{form}: {name} has {oriented.shape[-1]} columns, no multiple of {multiple_of(form)}; give fp8",
-                key="weights.format-unsuited",
-            )
+            why = f"has {oriented.shape[-1]} columns, no multiple of {multiple_of(form)}"
+            raise unsuited(form, f"{name} {why}; give fp8")
         packed[name] = Packed(oriented, stored_matrix(form, name, tuple(oriented.shape)))
     plain = [name for name, lazy in lazies.items() if name not in packed and lazy.dim() == 2]
     skipped = sorted(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))

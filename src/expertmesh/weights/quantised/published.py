@@ -68,7 +68,7 @@ def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) ->
         raise InputError(
             f"{files.directory}: quantization_config in config.json is not one of {method_of(settings)} "
             f"({type(error).__name__}: {error}); download it again",
-            key="model.invalid-config",
+            key="model.quantised",
         ) from error
     grouping.refuse_leftovers(suffixes)
     for names in grouping.taken.values():
