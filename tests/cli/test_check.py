@@ -1,5 +1,6 @@
 """`check` shows what training would see and exits 0, or refuses hopeless input with its line."""
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -18,6 +19,8 @@ from expertmesh.config import Config, ObjectiveConfig, ParallelConfig, dump_conf
 from expertmesh.config.errors import DistributedFailure
 from expertmesh.data.encoding.encode import Encoder
 from expertmesh.launcher import launch
+from expertmesh.launcher.hangs import is_stopped
+from tests.cli.jobs import wait_until
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
@@ -294,3 +297,30 @@ def test_of_two_that_need_the_same_tokens_one_makes_them(
     dying.join()
     go_on.touch()
     assert run_prepare(other, 1) == 0
+
+
+def test_processes_that_tokenize_end_with_the_one_that_started_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, workers = config_of(model, write(tmp_path / "a.jsonl", [chat()])), tmp_path / "workers"
+    workers.mkdir()
+
+    def endless(self: Encoder, records: Any, *directory: Any) -> Any:
+        (workers / str(os.getpid())).touch()
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(600)
+
+    monkeypatch.setattr(Encoder, "encode", endless)
+    starter = multiprocessing.get_context("fork").Process(target=run_prepare, args=(config, 1))
+    starter.start()
+    wait_until(lambda: len(list(workers.iterdir())) == 1)
+    (worker,) = (int(path.name) for path in workers.iterdir())
+    os.kill(worker, signal.SIGINT)
+    os.kill(starter.pid or 0, signal.SIGKILL)
+    starter.join()
+    try:
+        wait_until(lambda: not Path(f"/proc/{worker}").exists() or is_stopped(worker, "ZX"))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)

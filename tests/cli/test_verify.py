@@ -1,6 +1,7 @@
 """`verify CONFIG` and `verify --model` on the command line: real ranks, the report, and what is refused."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,23 @@ def test_a_model_alone_is_verified_on_random_tokens(inputs: Path, started: list[
     assert asked.random_data
     assert asked.report is None
     assert "token ids are random: no data was named" in set_up(config, asked, 4).notes
+
+
+def test_what_ranks_have_saved_is_removed_when_they_are_ended(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(config: Config, function: str, options: RunOptions) -> int:
+        asked = VerifyOptions.load(options.arguments)
+        Path(tempfile.mkdtemp(prefix=asked.scratch_prefix, dir=asked.scratch_beside(config)), "model").touch()
+        assert len(list(tmp_path.glob(".expertmesh-verify-*"))) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "run_ranks", interrupted)
+    run_config(inputs, tmp_path / "run")
+    of_others = tmp_path / ".expertmesh-verify-0"
+    of_others.mkdir()
+    assert main(["verify", str(tmp_path / "run.yaml")]) == 130
+    assert list(tmp_path.glob(".expertmesh-verify-*")) == [of_others]
 
 
 def test_stages_get_micro_batches_to_pass_on(inputs: Path, started: list[tuple[Config, RunOptions]]) -> None:

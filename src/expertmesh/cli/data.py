@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,7 @@ from expertmesh.data.loader import accumulation_of
 from expertmesh.data.sources import RowShare
 from expertmesh.distributed.environment import processors
 from expertmesh.distributed.layout import CONFIGURED_AXES
+from expertmesh.io.parent import end_with_parent
 from expertmesh.io.terminal import counted, plural, printable
 from expertmesh.launcher.launch import has_room_for, job_size
 from expertmesh.planning.forecast import forecast
@@ -336,6 +338,9 @@ def _write(name: str, preparation: Preparation, building: Path, workers: int) ->
 
 
 def _work(preparation: Preparation, building: Path, share: RowShare, sender: Connection) -> None:
+    # A terminal's Ctrl-C is for the process that started this one, whose end is the end of this one as well.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     # One thread each: there are as many processes as processors.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     preparation.write_share(building, share, sender.send)

@@ -75,7 +75,10 @@ def _prove(config: Config, arguments: VerifyArguments, nproc: int | None) -> int
         random_data=arguments.model is not None,
         report=None if arguments.json is None else str(Path(arguments.json).absolute()),
     )
-    return run_ranks(config, VERIFY, RunOptions(nproc=nproc, arguments=options.dump()))
+    try:
+        return run_ranks(config, VERIFY, RunOptions(nproc=nproc, arguments=options.dump()))
+    finally:
+        options.remove_scratch(config)
 
 
 def _sizes(text: str) -> dict[str, int]:

@@ -4,9 +4,14 @@ This module never imports torch, so the command line can use it at once.
 """
 
 import json
-from dataclasses import asdict, dataclass
+import shutil
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+from expertmesh.config import Config
 from expertmesh.config.errors import InputError
+from expertmesh.io.directory import nearest
 
 LAYERS = ("bytes", "forward", "backward", "update", "metamorphic", "artifacts")
 DEFAULT_TOKENS = 2048
@@ -28,6 +33,8 @@ class VerifyOptions:
     """Draw random token ids, because no data is named."""
     report: str | None = None
     """The path of the JSON report. None: in `output_dir`, or none with `random_data`."""
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """A part of the name of the scratch directory, that of no other verification."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.only if name not in LAYERS]
@@ -36,6 +43,21 @@ class VerifyOptions:
                 f"--only {unknown[0]}: is no layer of the proof; use some of {', '.join(LAYERS)}",
                 key="verify.no-such-layer",
             )
+
+    def scratch_beside(self, config: Config) -> Path:
+        """Return where the scratch directory is made: in the nearest existing parent of `output_dir`; with random data,
+        in the working directory.
+        """
+        return Path.cwd() if self.random_data else nearest(Path(config.output_dir).absolute().parent)
+
+    @property
+    def scratch_prefix(self) -> str:
+        return f".expertmesh-verify-{self.token}-"
+
+    def remove_scratch(self, config: Config) -> None:
+        """Remove what ranks that were ended have left."""
+        for directory in self.scratch_beside(config).glob(f"{self.scratch_prefix}*"):
+            shutil.rmtree(directory, ignore_errors=True)
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

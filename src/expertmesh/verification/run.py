@@ -30,7 +30,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.all_ranks import from_rank_0, gather_objects, raise_on_all_ranks
 from expertmesh.distributed.mesh import current_device, start_process_group
 from expertmesh.experts.layer import ExpertLayer, layer_of
-from expertmesh.io.directory import io_errors, nearest
+from expertmesh.io.directory import io_errors
 from expertmesh.io.terminal import plural
 from expertmesh.parallel.pipeline import layers_of
 from expertmesh.state.model_view import as_stored, sharded, stage_names
@@ -166,8 +166,6 @@ def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
 def _scratch(config: Config, options: VerifyOptions) -> Iterator[Path]:
     """Make a directory that all ranks can read, and remove it after the block.
 
-    It is in the nearest existing parent of `output_dir`; with random data, in the working directory.
-
     Raises:
         InputError: On all ranks, if rank 0 cannot make it.
 
@@ -176,9 +174,8 @@ def _scratch(config: Config, options: VerifyOptions) -> Iterator[Path]:
     made = ""
     with raise_on_all_ranks("making a directory for what is saved"):
         if dist.get_rank() == 0:
-            beside = Path.cwd() if options.random_data else nearest(Path(config.output_dir).absolute().parent)
-            with io_errors(beside, 0):
-                made = tempfile.mkdtemp(prefix=".expertmesh-verify-", dir=beside)
+            with io_errors(beside := options.scratch_beside(config), 0):
+                made = tempfile.mkdtemp(prefix=options.scratch_prefix, dir=beside)
     directory = Path(from_rank_0(made))
     try:
         yield directory
