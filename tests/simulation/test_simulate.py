@@ -83,6 +83,15 @@ def _check(
     assert found.process_groups <= 16
 
 
+def test_between_replicas_reduced_gradients_are_held_beside_narrower_ones() -> None:
+    precision = PrecisionConfig(params="bfloat16", compute="bfloat16")
+    sizes = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 96, "num_experts": 16, "vocab_size": 512}
+    config = tiny_config("qwen3_moe", num_hidden_layers=4, max_position_embeddings=256, **sizes)
+    model = figures_of(config, length=256, precision=precision, packed=False)
+    workload = Workload(model, Layout(replicate=2, fsdp=2, ep=2), Batch(1, 1), "full")
+    assert peak_of(workload, 0) == pytest.approx(simulate(config, workload).peak, rel=0.05)
+
+
 @pytest.mark.slow_cases(r"(?!olmoe).*", why="a norm over all heads stays")
 @pytest.mark.parametrize(
     ("family", "tied", "layout"),

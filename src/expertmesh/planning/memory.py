@@ -16,9 +16,18 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
+from expertmesh.config.sections import BYTES_OF
 from expertmesh.planning.blocks import BlockMemory, BlockSharding, Moment, block_memory, hidden_bytes, reduced_bytes
 from expertmesh.planning.model_figures import GroupBytes, group_bytes
-from expertmesh.planning.stages import InFlight, Piece, Workload, in_flight, inputs_that_wait, resident_state
+from expertmesh.planning.stages import (
+    InFlight,
+    Piece,
+    ResidentState,
+    Workload,
+    in_flight,
+    inputs_that_wait,
+    resident_state,
+)
 
 CHUNK_TOKENS = 1024  # causal_lm_loss's own
 
@@ -250,7 +259,7 @@ def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
     return Memory(
         frozen=state.frozen + memory.teacher_state(stage),
         master=state.master,
-        gradients=state.master * worst.accumulated,
+        gradients=memory.gradients(state) * worst.accumulated,
         moments=state.moments,
         unsharded=worst.unsharded + state.copies,
         activations=worst.activations + memory.teacher_hidden(stage),
@@ -359,13 +368,22 @@ class RankMemory:
             return 0.0
         return self.batch.accumulation * self.targets * teacher.hidden * teacher.compute_bytes
 
+    def gradients(self, state: ResidentState) -> float:
+        """Return the bytes of the shards' gradients, all of them.
+
+        Between replicas FSDP2 holds what it has reduced until the end of backward, beside a narrower gradient. One of
+        the same dtype is a view of it.
+        """
+        master, reduced = BYTES_OF[self.model.precision.params], self.model.reduce_bytes
+        return state.master * (1 + reduced / master if self.layout.replicate > 1 and reduced > master else 1)
+
     def peak(self, stage: int) -> tuple[float, Moment]:
         """Return the most bytes of everything that one pp rank holds, and when."""
         state = resident_state(self.model, self.layout, stage, self.workload.optimizer)
         most, worst = -1.0, None
         for moment in self.moments(stage):
             _, accumulated, unsharded, activations, dispatch, logits, working = moment
-            held = state.master * accumulated + unsharded + activations + dispatch + logits + working
+            held = self.gradients(state) * accumulated + unsharded + activations + dispatch + logits + working
             if held > most:
                 most, worst = held, moment
         assert worst is not None
