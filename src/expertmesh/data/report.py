@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -12,12 +12,6 @@ POSITIONS_KEPT = 20
 """Number of positions of each kind of rejected row are named, and how many columns; the counts are always complete."""
 
 LENGTH_BINS = 8
-
-_COUNTS = (
-    *("rows", "samples", "skipped", "cut", "dropped", "no_target", "no_target_after_cut", "left_out", "tokens"),
-    *("target_tokens", "open_ended", "empty_thoughts", "same_pairs", "desirable", "dated"),
-    *("with_images", "images", "image_tokens"),
-)
 
 ODD_ROWS = {
     "empty_answer": "an answer, or a text, is empty",
@@ -197,6 +191,10 @@ class DataReport:
         if self.left_out:
             lines.append(f"left out by data.on_*: {self.left_out:,}")
         return lines + [f"note: {note}" for note in self.notes]
+
+
+# What blocks add up as numbers.
+_COUNTS = tuple(each.name for each in fields(DataReport) if each.default == 0)
 
 
 def length_edges(max_length: int) -> list[int]:
