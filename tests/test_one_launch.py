@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import expertmesh as em
+from expertmesh.config.errors import InputError
 from expertmesh.experts import micro_batch
 from expertmesh.experts.layer import ExpertLayer
 from tests.support.one_launch import Launched, one_launch
@@ -120,6 +121,26 @@ def test_shared_ranks_stay_until_one_fails() -> None:
     with pytest.raises(RankFailed, match=BROKEN["one raises"][1]):
         shared_ranks(_raise_on_one, 2)
     assert not set(shared_ranks(os.getpid, 2)) & set(first)
+
+
+def _refuse(ranks: int) -> None:
+    if dist.get_rank() < ranks:
+        raise InputError("not this", key="test.refused")
+    dist.barrier()
+
+
+def test_ranks_stay_when_all_of_them_refuse_and_end_when_one_does() -> None:
+    shared = SharedRanks()
+    first = shared(os.getpid, 2)
+    for _ in range(2):
+        with pytest.raises(RankFailed) as caught:
+            shared(_refuse, 2, 2)
+        assert str(caught.value).count("InputError of key test.refused") == 2
+        assert shared(os.getpid, 2) == first
+    with pytest.raises(RankFailed, match="rank 0 raised"):
+        shared(_refuse, 2, 1)
+    assert not set(shared(os.getpid, 2)) & set(first)
+    shared.end()
 
 
 def test_what_a_function_patches_is_put_back_behind_it() -> None:

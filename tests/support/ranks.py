@@ -60,6 +60,8 @@ get_checkpoint_conversion_mapping("qwen3_moe")
 LIMIT_SECONDS = 500
 # How long the others get to fail as well when a rank has.
 GRACE_SECONDS = 30
+# How long a rank that refuses waits for the others to refuse as well.
+REFUSAL_SECONDS = 2
 # How many functions the same ranks run: their groups stay, each with sockets and sleeping threads.
 TURNS = 60
 
@@ -104,8 +106,9 @@ class LivingRanks:
     """Forked gloo ranks that run functions one after the other, each in process groups of its own.
 
     Of `fns` the ranks have what this process has when they are started, so whatever those need is computed before. A
-    function that fails, in whichever way, ends the ranks: `alive` is then false, and the next one wants new ranks.
-    What a function patches, and the environment, are put back behind it.
+    function that fails ends the ranks: `alive` is then false, and the next one wants new ranks. A refusal that every
+    rank raises does not: no one is left in a collective. What a function patches, and the environment, are put back
+    behind it.
     """
 
     def __init__(self, fns: Sequence[Callable[[], Any]], world_size: int, timeout: float = LIMIT_SECONDS) -> None:
@@ -154,16 +157,19 @@ class LivingRanks:
 
     def results(self) -> list[Any]:
         """Return what each rank's function gave, in rank order; raises `RankFailed` as `run_ranks` does."""
+        answered = False
         try:
-            if not self._all_answer(self._timeout):
+            answered = self._all_answer(self._timeout)
+            if not answered:
                 _end(self._processes)
-            results = _collect(self._processes, self._scratch, self._timeout)
+            return _collect(self._processes, self._scratch, self._timeout)
         except BaseException:  # a failed rank, or whoever ended this test
-            self.end()
+            if not answered:
+                self.end()
             raise
-        for path in self._scratch.glob("result-*"):
-            path.unlink()
-        return results
+        finally:
+            for path in [*self._scratch.glob("result-*"), *self._scratch.glob("error-*")]:
+                path.unlink()
 
     def end(self) -> None:
         """Leave no process behind."""
@@ -286,9 +292,9 @@ def _rank_main(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, scratch: str, timeout: float
 ) -> None:
     _set_up(rank, scratch)
-    correct = _run(lambda: fn(*args), rank, world, scratch, f"{scratch}/store", timeout)
+    error = _run(lambda: fn(*args), rank, world, scratch, f"{scratch}/store", timeout)
     # gloo's teardown aborts at random after correct runs; leaving here skips it.
-    os._exit(0 if correct else 1)
+    os._exit(0 if error is None else 1)
 
 
 def _living_rank_main(
@@ -322,10 +328,11 @@ def _living_rank_main(
         os.environ |= environment
         orders.send("starting")
         fn = fns[order] if isinstance(order, int) else functools.partial(order[0], *order[1])
-        if not _run(
-            functools.partial(_unpatched, fn, before), rank, world, scratch, f"{scratch}/store-{turn}", timeout
-        ):
+        run = functools.partial(_unpatched, fn, before)
+        error = _run(run, rank, world, scratch, f"{scratch}/store-{turn}", timeout)
+        if error is not None and not (isinstance(error, ExpertmeshError) and _all_raise(scratch, world)):
             os._exit(1)
+        del error  # with what its frames hold
         os.chdir(here)
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
@@ -463,8 +470,18 @@ def _share_one_device() -> None:
     gloo.__init__ = make_on_device
 
 
-def _run(fn: Callable[[], Any], rank: int, world: int, scratch: str, store: str, timeout: float) -> bool:
-    """Write what `fn` gives in a default group of its own, or the traceback of what it raises, and return false."""
+def _all_raise(scratch: str, world: int) -> bool:
+    """Return whether every rank has written a traceback by now, or a moment later."""
+    deadline = time.monotonic() + REFUSAL_SECONDS
+    while (written := len([*Path(scratch).glob("error-*")])) < world and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return written == world
+
+
+def _run(
+    fn: Callable[[], Any], rank: int, world: int, scratch: str, store: str, timeout: float
+) -> BaseException | None:
+    """Write what `fn` gives in a default group of its own, or the traceback of what it raises, which is returned."""
     # A Trainer's arguments may have set up one process alone in the process that forked.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -479,8 +496,8 @@ def _run(fn: Callable[[], Any], rank: int, world: int, scratch: str, store: str,
     except BaseException as error:
         key = f"{type(error).__name__} of key {error.key}\n" if isinstance(error, ExpertmeshError) else ""
         Path(scratch, f"error-{rank}").write_text(traceback.format_exc() + key)
-        return False
-    return True
+        return error
+    return None
 
 
 def _leave_groups() -> list[Any]:
