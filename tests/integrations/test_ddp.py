@@ -8,6 +8,7 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -163,6 +164,37 @@ def _with_accelerate() -> None:
 
 def test_a_loop_of_accelerate_trains_as_with_ddp() -> None:
     shared_ranks(_with_accelerate, 2)
+
+
+def _by_layer() -> None:
+    """Gradients of three micro-steps of a loss of its own, one after the other and by layer."""
+    batches = [padded(rows_of_step(step, ())[dist.get_rank() :: 2]) for step in range(3)]
+    gradients = []
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+
+    def micro_step(model: Any, number: int) -> float:
+        loss = (model(**batches[number]).logits.logsumexp(-1) * batches[number]["input_ids"]).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    for by_layer in (False, True):
+        model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
+        step = partial(micro_step, em.like_ddp(em.parallelize(model, mesh)))
+        run = partial(em.accumulate_by_layer, model, batches, step, round=2)
+        gradients.append((run() if by_layer else [*map(step, range(3))], whole(_gradients_of(model))))
+    (losses, expected), (found, by_layers) = gradients
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert worst(by_layers, expected)[0] <= 1e-5
+    with refused("train.accumulate-unsupported", naming="input_ids"):
+        em.accumulate_by_layer(model, [{"inputs_embeds": torch.zeros(1, 2, 32)}], step)
+
+
+def _gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_loop_with_a_loss_of_its_own_runs_by_layer() -> None:
+    shared_ranks(_by_layer, 2)
 
 
 def _on_shared_rows() -> None:
