@@ -6,8 +6,6 @@ Measures as `benchmarks.step` does, once for each M: the losses and gradient nor
 Markdown table, and adds its rows to the file that --json names, from which `make figures` draws.
 """
 
-import argparse
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,8 +14,7 @@ from typing import Any
 from benchmarks.case import Case
 from benchmarks.probes import median
 from benchmarks.result import machine, markdown
-from benchmarks.step import check_steps, measure_step
-from benchmarks.systems import SETTINGS
+from benchmarks.step import case_of, case_parser, check_steps, measure_step
 
 SYSTEMS = (
     "transformers_fsdp4", "transformers_no_sync_fsdp4", "expertmesh_ep1", "expertmesh_by_layer_ep1",
@@ -28,14 +25,12 @@ KINDS = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    parser = case_parser(__doc__, ",".join(SYSTEMS), repeats=3)
+    parser.add_argument("--micro-batches", default="1,2,4,8,16", help="per rank and step, measured one after the other")
+    arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for number in map(int, arguments.micro_batches.split(",")):
-        case = dataclasses.replace(
-            SETTINGS[arguments.setting],
-            micro_batches=number,
-            **{k: v for k in ("ranks", "tokens", "experts", "layers") if (v := getattr(arguments, k)) is not None},
-        )
+        case = case_of(arguments, number)
         timing = measure_step(case, arguments.systems.split(","), arguments.repeats, with_memory=False)["time"]
         check_steps(case, timing)
         rows += rows_of(number, timing)
@@ -83,21 +78,6 @@ def add_rows(path: Path, case: Case, rows: Sequence[dict[str, Any]]) -> None:
     check_steps(case, {name: row for (number, name), row in merged.items() if number == case.micro_batches})
     lines = ",\n".join(f"  {json.dumps(merged[key])}" for key in sorted(merged))
     path.write_text(f'{{\n "machine": {json.dumps(machine())},\n "rows": [\n{lines}\n ]\n}}\n')
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line; shapes that are not given come from the named setting."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", choices=sorted(SETTINGS), default="fp32-512")
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--micro-batches", default="1,2,4,8,16", help="per rank and step, measured one after the other")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps; 0: time the one that counts")
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--tokens", type=int, help="tokens per rank and micro-batch")
-    parser.add_argument("--experts", type=int)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

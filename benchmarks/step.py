@@ -27,16 +27,17 @@ from benchmarks.worker import launch
 WORKER = "benchmarks.systems"
 MEMORY_REPEATS = 3
 # Fields of a case that the command line can change.
-SHAPE = ("ranks", "tokens", "micro_batches", "experts", "layers")
+SHAPE = {"ranks": "", "tokens": "per rank and micro-batch", "experts": "", "layers": ""}
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    case = dataclasses.replace(
-        SETTINGS[arguments.setting],
-        **{k: v for k in SHAPE if (v := getattr(arguments, k)) is not None},
-    )
+    parser = case_parser(__doc__, "transformers_ep4,transformers_fsdp4,unsharded", repeats=9)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a rank and step")
+    parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure memory")
+    parser.add_argument("--profile", metavar="SYSTEM", help="print one system's CPU profile and nothing else")
+    arguments = parser.parse_args()
+    case = case_of(arguments, arguments.micro_batches)
     if arguments.profile:
         with tempfile.TemporaryDirectory() as scratch:
             case = write_checkpoint(case, Path(scratch))
@@ -107,21 +108,22 @@ def _traffic(per_rank: list[dict[str, dict[str, int]]], all_to_all: bool) -> str
     return f"{sent / 1e6:.1f} ({calls:.0f})" if entries else "-"
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line; shapes that are not given come from the named setting."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def case_parser(doc: str | None, systems: str, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser of what is measured; shapes that are not given come from the named setting."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=sorted(SETTINGS), default="fp32-512")
-    parser.add_argument("--systems", default="transformers_ep4,transformers_fsdp4,unsharded")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--tokens", type=int, help="tokens per rank and micro-batch")
-    parser.add_argument("--micro-batches", type=int, help="of a rank and step")
-    parser.add_argument("--experts", type=int)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure memory")
-    parser.add_argument("--profile", metavar="SYSTEM", help="print one system's CPU profile and nothing else")
+    parser.add_argument("--systems", default=systems)
+    parser.add_argument("--repeats", type=int, default=repeats, help="timed steps; 0: time the one that counts")
+    for field, what in SHAPE.items():
+        parser.add_argument(f"--{field}", type=int, help=what)
     parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args()
+    return parser
+
+
+def case_of(arguments: argparse.Namespace, micro_batches: int) -> Case:
+    """Return the case that the arguments of `case_parser` name."""
+    given = {field: value for field in SHAPE if (value := getattr(arguments, field)) is not None}
+    return dataclasses.replace(SETTINGS[arguments.setting], micro_batches=micro_batches, **given)
 
 
 if __name__ == "__main__":

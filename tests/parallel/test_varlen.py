@@ -104,6 +104,22 @@ def test_packed_rows_have_the_gradients_of_a_dense_mask(family: str, axes: dict[
         assert (found[name] - gradient).norm() <= 1e-5 * max(float(gradient.norm()), 1e-4), name
 
 
+def _loss_of_positions(rows: int) -> float:
+    """The loss of two rows that are packed equally, with position ids of one row or of both."""
+    given = packing.varlen_refusal
+    by_samples = mock.patch.object(packing, "varlen_refusal", lambda m, a, *_: given(m, a, "cuda", torch.bfloat16))
+    with by_samples, mock.patch.object(packing, "varlen_attn", _reference):
+        model = em.parallelize(tiny_model("qwen3_moe"), em.init_mesh(em.ParallelConfig(ep=1)))
+        ids = torch.arange(48).view(2, 24) * 7 % 89
+        positions = torch.cat([torch.arange(n) for n in (11, 1, 12)]).expand(rows, -1)
+        batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+        return float(em.causal_lm_loss(model, batch, target_tokens=46).detach())
+
+
+def test_position_ids_of_one_row_are_for_all_rows() -> None:
+    assert shared_ranks(_loss_of_positions, 1, 1) == shared_ranks(_loss_of_positions, 1, 2)
+
+
 def _compiled_and_dense(planted: bool) -> tuple[float, list[int]]:
     """The distance of compiled code's gradients from those of a dense mask, and the graphs after each packing."""
     distances, graphs, initial = [0.0], [], tiny_model("qwen3_moe", num_hidden_layers=1)

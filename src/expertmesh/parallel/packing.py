@@ -221,11 +221,16 @@ def _enter(has_axes: bool, model: nn.Module, args: Any, kwargs: dict[str, Any]) 
     A model that numbers positions along several axes gets position ids `[4, B, S]`: the text's, then one for each axis.
     """
     # As in transformers, rows with a mask of padding are not packed.
-    borders = _borders(kwargs.get("position_ids")) if kwargs.get("attention_mask") is None else None
+    position_ids = kwargs.get("position_ids") if kwargs.get("attention_mask") is None else None
+    if position_ids is not None and position_ids.shape[:-1] == (1,):
+        # One row of them is for all rows, each of which has samples of its own.
+        rows = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
+        position_ids = position_ids.expand(len(rows), -1)
+    borders = _borders(position_ids)
     packed_samples.set(None if borders is None else PackedSamples(borders))
-    if borders is None or not has_axes:
+    if borders is None or position_ids is None:
         return None
-    return args, {**kwargs, "position_ids": kwargs["position_ids"].expand(4, -1, -1)}
+    return args, {**kwargs, "position_ids": position_ids.expand(4, -1, -1) if has_axes else position_ids}
 
 
 def _leave(model: nn.Module, args: Any, output: Any) -> None:
