@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from expertmesh.config.errors import DistributedFailure
 from expertmesh.distributed.environment import Rank
 from expertmesh.launcher import hangs
+from expertmesh.launcher import launch as launcher
 from expertmesh.launcher.hangs import Answer, Liveness, RankSnapshot, hang_error, judge, read_stack, timed_out
 from expertmesh.launcher.launch import Attempt, LocalRank, StopRequests
 from expertmesh.launcher.rank_files import RankFailure, progress_file
@@ -201,8 +202,10 @@ def test_a_rank_that_lost_a_peer_ends_by_the_verdict_of_the_one_that_timed_out(
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["timed out first", "lost its peer first"])
 def test_the_launcher_names_the_hung_rank_in_whatever_order_its_peers_fail(
-    order: tuple[int, int], tmp_path: Path
+    order: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "STACK_SECONDS", 0.5)
     said = {
         0: "RuntimeError: [gloo] Timed out waiting 5000ms for recv operation to complete",
         1: "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1234",

@@ -16,6 +16,7 @@ import torch
 
 from expertmesh.config import Config, DistributedFailure, InputError, IntegrityError
 from expertmesh.io.parent import watch_parent
+from expertmesh.launcher import launch as launcher
 from expertmesh.launcher.launch import (
     HANDLED_SIGNALS,
     RunOptions,
@@ -60,7 +61,10 @@ def test_an_error_of_all_ranks_is_reported_once_and_not_tried_again(capfd: pytes
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_error_of_one_rank_ends_the_others_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_one_rank_ends_the_others_and_names_the_rank(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)
     with pytest.raises(IntegrityError, match=r"^rank 1: a weight is not what it should be$"):
         launch(CONFIG, 2, f"{FAKE}:corrupt_on_rank_1", options=RunOptions(max_restarts=3))
     assert capfd.readouterr() == ("", "")

@@ -1,16 +1,25 @@
 """Predictions against what real gloo ranks hold and send; benchmarks/planning.py has all points."""
 
+import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from benchmarks import planning
 from benchmarks.planning import POINTS, Honesty, Point, measure
 from expertmesh.config import ParallelConfig
 from expertmesh.distributed.layout import RoutedTokens, TopKRouter
 from expertmesh.planning import traffic
+from tests.support.ranks import run_ranks
 
 BY_NAME = {point.name: point for point in POINTS}
 STATE, SAVED, PEAK, TRAFFIC = 0.05, 0.05, 0.10, 0.02
+
+
+@functools.cache
+def _of_ranks(name: str) -> list[Any]:
+    return run_ranks(planning._rank, BY_NAME[name].ranks, BY_NAME[name])
 
 
 def _check(found: Honesty) -> None:
@@ -36,7 +45,8 @@ def _check(found: Honesty) -> None:
         "qwen3 ep2 of 4, full, 4 by layer",
     ],
 )
-def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
+def test_predictions_are_what_ranks_hold_and_send(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "run_ranks", lambda *_, **options: _of_ranks(name))
     _check(measure(BY_NAME[name]))
 
 
@@ -74,9 +84,11 @@ def test_a_copy_of_a_token_for_each_expert_would_be_noticed(monkeypatch: pytest.
     def copies(router: TopKRouter, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
         return RoutedTokens(tokens, tokens * router.top_k, tokens * router.top_k, tokens * router.top_k)
 
+    monkeypatch.setattr(planning, "run_ranks", lambda *_, **options: _of_ranks("qwen3 ep2 of 4"))
+    _check(measure(BY_NAME["qwen3 ep2 of 4"]))
     monkeypatch.setattr(TopKRouter, "routed", copies)
-    with pytest.raises(AssertionError):
-        _check(measure(BY_NAME["qwen3 ep4 of 4"]))
+    with pytest.raises(AssertionError, match="traffic="):
+        _check(measure(BY_NAME["qwen3 ep2 of 4"]))
 
 
 def test_a_gather_over_tp_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
