@@ -18,6 +18,7 @@ from expertmesh.data import BatchLayout, TokenizedDataset
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.loss import EvaluatedCrossEntropy
 from expertmesh.training.evaluation import generate, prompt_of
+from expertmesh.training.reporting.metrics import EvalMetrics
 from expertmesh.training.resume import Best, Counters, read_counters
 from expertmesh.training.run import train
 from expertmesh.training.run_state import Selection
@@ -166,6 +167,18 @@ def _selection(inputs: Path, **keys: Any) -> Selection:
     overrides = [f"train={json.dumps(train)}", f"data.eval=[{{path: {inputs / 'train.jsonl'}}}]"]
     config = run_config(inputs, inputs / "any", *overrides, "checkpoint.keep_best=eval_loss")
     return Selection(config, Counters())
+
+
+def test_rewards_of_sets_together_are_those_of_all_rows_of_a_kind() -> None:
+    """One desirable row of reward 2 in one set, one of 4 beside three undesirable ones of -1 in the other."""
+
+    def of(chosen: float, rejected: float, count: int, loss: float) -> EvalMetrics:
+        figures = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+        return EvalMetrics(loss, 10, {**figures, "kl": 0.5}, count, "rows", desirable=1)
+
+    both = EvalMetrics.together({"a": of(2.0, 0.0, 1, 1.0), "b": of(4.0, -1.0, 4, 2.0)})
+    assert both.figures == {"rewards/chosen": 3.0, "rewards/rejected": -1.0, "rewards/margins": 4.0, "kl": 0.5}
+    assert both.loss == pytest.approx(1.8)
 
 
 def test_what_is_better_and_how_long_to_wait_for_it(inputs: Path) -> None:

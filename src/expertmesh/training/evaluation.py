@@ -50,7 +50,8 @@ def _figures(run: "Prepared", batches: EvaluationBatches) -> EvalMetrics:
     dist.all_reduce(totals)
     loss, *figures = totals.tolist()
     named = dict(zip(objective.figures, figures, strict=True))
-    return EvalMetrics(loss, batches.target_tokens, named, count=int(objective.count), over=objective.over)
+    desirable = batches.desirable if chosen.config.judged else None
+    return EvalMetrics(loss, batches.target_tokens, named, int(objective.count), objective.over, desirable)
 
 
 def _samples(run: "Prepared") -> list[EvalSample]:

@@ -138,6 +138,8 @@ class EvalMetrics:
     """Number of what `over` names."""
     over: str
     """Name of what `count` counts."""
+    desirable: int | None = None
+    """Desirable rows among them; None where rows have no label."""
     sets: dict[str, "EvalMetrics"] = field(default_factory=dict)
     """Figures of each named set."""
     samples: list[EvalSample] = field(default_factory=list)
@@ -152,10 +154,21 @@ class EvalMetrics:
         """Return all sets as if they were one."""
         parts = list(sets.values())
         count = sum(each.count for each in parts)
-        figures = {name: sum(each.figures[name] * each.count for each in parts) / count for name in parts[0].figures}
+        rows = [each.count for each in parts]
+        of_kind: dict[str, list[int]] = {}
+        if parts[0].desirable is not None:  # whose rewards are means over the rows of one kind
+            good = [each.desirable or 0 for each in parts]
+            of_kind = {"rewards/chosen": good, "rewards/rejected": [a - b for a, b in zip(rows, good, strict=True)]}
+        figures = {}
+        for name in parts[0].figures:
+            counts = of_kind.get(name, rows)
+            total = sum(each.figures[name] * of_set for each, of_set in zip(parts, counts, strict=True))
+            figures[name] = total / max(1, sum(counts))
+        if of_kind:
+            figures["rewards/margins"] = figures["rewards/chosen"] - figures["rewards/rejected"]
         loss = sum(each.loss * each.count for each in parts) / count
         named = {name: each for name, each in sets.items() if name}
-        return cls(loss, sum(each.target_tokens for each in parts), figures, count, parts[0].over, named)
+        return cls(loss, sum(each.target_tokens for each in parts), figures, count, parts[0].over, sets=named)
 
     def row(self) -> dict[str, Any]:
         """Return the row of `metrics.jsonl`."""
