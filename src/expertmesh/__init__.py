@@ -37,52 +37,34 @@ _HOME = {
     "update_router_bias": "expertmesh.experts.balance",
 }
 
-__all__ = [
-    "LoraConfig",
-    "MoeConfig",
-    "ParallelConfig",
-    "PrecisionConfig",
-    "__version__",
-    "accumulate_by_layer",
-    "adapters_off",
-    "causal_lm_loss",
-    "clip_grad_norm_",
-    "count_targets",
-    "forward_backward",
-    "init_mesh",
-    "iter_hf_weights",
-    "like_ddp",
-    "load_checkpoint",
-    "load_model",
-    "load_weights",
-    "lora_from_peft",
-    "parallelize",
-    "record_routes",
-    "router_losses",
-    "save_adapter",
-    "save_checkpoint",
-    "save_model",
-    "trainer",
-    "update_router_bias",
-]
+__all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from expertmesh.adapters.peft_config import lora_from_peft
-    from expertmesh.adapters.plan import adapters_off
-    from expertmesh.adapters.save import iter_hf_weights, save_adapter
-    from expertmesh.checkpoint.interface import load_checkpoint, load_weights, save_checkpoint
-    from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
-    from expertmesh.distributed.mesh import init_mesh
-    from expertmesh.experts.balance import update_router_bias
-    from expertmesh.integrations.trainer import trainer
-    from expertmesh.model import load_model, parallelize
-    from expertmesh.parallel.routes import record_routes
-    from expertmesh.state.other_code import like_ddp
-    from expertmesh.step.forward_backward import accumulate_by_layer, forward_backward
-    from expertmesh.step.grad_norm import clip_grad_norm_
-    from expertmesh.step.loss import causal_lm_loss, count_targets
-    from expertmesh.step.router_losses import router_losses
-    from expertmesh.weights.save import save_model
+    from expertmesh.adapters.peft_config import lora_from_peft as lora_from_peft
+    from expertmesh.adapters.plan import adapters_off as adapters_off
+    from expertmesh.adapters.save import iter_hf_weights as iter_hf_weights
+    from expertmesh.adapters.save import save_adapter as save_adapter
+    from expertmesh.checkpoint.interface import load_checkpoint as load_checkpoint
+    from expertmesh.checkpoint.interface import load_weights as load_weights
+    from expertmesh.checkpoint.interface import save_checkpoint as save_checkpoint
+    from expertmesh.config import LoraConfig as LoraConfig
+    from expertmesh.config import MoeConfig as MoeConfig
+    from expertmesh.config import ParallelConfig as ParallelConfig
+    from expertmesh.config import PrecisionConfig as PrecisionConfig
+    from expertmesh.distributed.mesh import init_mesh as init_mesh
+    from expertmesh.experts.balance import update_router_bias as update_router_bias
+    from expertmesh.integrations.trainer import trainer as trainer
+    from expertmesh.model import load_model as load_model
+    from expertmesh.model import parallelize as parallelize
+    from expertmesh.parallel.routes import record_routes as record_routes
+    from expertmesh.state.other_code import like_ddp as like_ddp
+    from expertmesh.step.forward_backward import accumulate_by_layer as accumulate_by_layer
+    from expertmesh.step.forward_backward import forward_backward as forward_backward
+    from expertmesh.step.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from expertmesh.step.loss import causal_lm_loss as causal_lm_loss
+    from expertmesh.step.loss import count_targets as count_targets
+    from expertmesh.step.router_losses import router_losses as router_losses
+    from expertmesh.weights.save import save_model as save_model
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -221,7 +221,8 @@ def launch(
     options = options or RunOptions()
     control = {"deadline": deadline, "launch": uuid.uuid4().hex, **options.for_control()}
     worker = [function, str(os.getpid()), json.dumps(control)]
-    with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
+    requests = StopRequests()
+    with handling(HANDLED_SIGNALS, requests.receive), tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
         config_path = Path(temporary, "config.yaml")
         for restart in itertools.count(1):
             config_path.write_text(dump_config(config if restart == 1 else _continued(config)), encoding="utf-8")
@@ -303,14 +304,6 @@ class StopRequests:
             self.requested, self.requested_at = number, now
         elif number not in STOP_SIGNALS or now - self.requested_at > ONE_REQUEST_SECONDS:
             self.forced = number
-
-
-@contextlib.contextmanager
-def stop_requests() -> Iterator[StopRequests]:
-    """Record the signals that stop a job instead of ending by them. In the main thread only."""
-    requests = StopRequests()
-    with handling(HANDLED_SIGNALS, requests.receive):
-        yield requests
 
 
 @dataclass(slots=True)

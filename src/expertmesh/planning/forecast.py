@@ -15,11 +15,11 @@ import torch
 from expertmesh.config import Config, InputError, ParallelConfig
 from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, explicit, node_crossing
 from expertmesh.io.terminal import bytes_text, plural
-from expertmesh.parallel.checkpointing import checkpointing_mode
+from expertmesh.parallel.checkpointing import CheckpointingMode, checkpointing_mode
 from expertmesh.planning.hardware import Devices, hardware_table, name_of, unknown_device
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan, figures_of_teacher
-from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, nothing_fits, plan, supported_mode
+from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, nothing_fits, plan
 from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
 from expertmesh.training.reporting.record import ChosenLayout, Forecast, Prediction
@@ -181,5 +181,7 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     """Return the candidate with the micro-batch and the checkpointing that the run will have."""
     rows = config.train.micro_batch_size
     accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
-    mode = supported_mode(job.model, checkpointing_mode(config.train.activation_checkpointing))
+    mode: CheckpointingMode = "none"
+    if job.model.checkpointable:
+        mode = checkpointing_mode(config.train.activation_checkpointing)
     return evaluate(job, layout, mode, Batch(rows * config.objective.sequences, accumulation))

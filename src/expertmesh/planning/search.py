@@ -237,11 +237,6 @@ def modes(model: ModelFigures) -> tuple[CheckpointingMode, ...]:
     return get_args(CheckpointingMode) if model.checkpointable else ("none",)
 
 
-def supported_mode(model: ModelFigures, wanted: str) -> CheckpointingMode:
-    """Return `wanted`, or "none" for a model whose blocks cannot be recomputed."""
-    return next((mode for mode in modes(model) if mode == wanted), "none")
-
-
 def checkpoint_bytes(job: Job, layout: Layout) -> float:
     """Return the bytes of masters and moments in a checkpoint of the full job."""
     states = (resident_state(job.model, layout, stage, job.optimizer) for stage in range(layout.pp))
