@@ -149,7 +149,7 @@ class _LayerMemory:
         behind = self.behind
         full = now + (block.reads - block.saved + hidden if mode != "none" else 0.0)
         # As by micro-batch (memory.py), but experts stay gathered while other micro-batches need them.
-        early = now + hidden if mode == "selective" else full
+        early = now + hidden if mode == "selective" and not self.pieces[place][0].figures.behind_experts else full
         rest = full - experts.saved
         if self.pieces[place][0].experts is not None:
             gathering = held + behind
@@ -474,8 +474,9 @@ class _Backward:
         common = self.root + self.head_gradient + flats + block.dense
         now = before + self.saved[index]
         full = now + (block.reads - block.saved + hidden if mode != "none" else 0.0)
-        # Selective: experts run backward first, from what was saved; then the remainder of the block runs again.
-        early = now + hidden if mode == "selective" else full
+        # Selective: experts run backward first, from what was saved; then the remainder of the block runs again. It has
+        # run again before where a block saves something behind its experts, as shared ones do.
+        early = now + hidden if mode == "selective" and not pieces[index][0].figures.behind_experts else full
         if pieces[index][0].experts is not None:
             at_work = common + experts.gathered + behind
             # Gathering, and in forward for a while after, there is their own buffer, and not yet that of the experts

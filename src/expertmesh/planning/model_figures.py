@@ -151,6 +151,10 @@ class BlockFigures:
     behind_shared: int = 0
     """Tensors that shared experts save after the routed experts."""
 
+    @property
+    def behind_experts(self) -> int:
+        return self.behind + self.behind_shared
+
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
