@@ -462,7 +462,9 @@ def _share_one_device() -> None:
     make, device = gloo.__init__, gloo.create_default_device()
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
-    def make_on_device(self: Any, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def make_on_device(
+        self: Any, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **_of_torch_2_15: Any
+    ) -> None:
         options = gloo._Options()
         options._devices, options._timeout = [device], timeout
         make(self, store, rank, size, options)
