@@ -1,10 +1,14 @@
 """What `mkdocs build` changes in the pages: links to files of the repository outside docs/ become links to GitHub.
 
-A link that leads nowhere stops the build.
+A link that leads nowhere stops the build, and so does a page that does not fit a phone, where a browser is installed.
 """
 
+import logging
 import posixpath
 import re
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -14,6 +18,17 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# What is wider than a phone and does not scroll, names in tables that are broken, and the colours that are shown.
+PROBE = """<script>addEventListener("load", () => {
+const root = document.documentElement, article = document.querySelector("article");
+root.style.width = "390px";
+const wide = [...article.querySelectorAll("*")].filter(
+  e => e.getBoundingClientRect().right > 391 && !e.closest("pre, svg, .md-typeset__scrollwrap"));
+const broken = [...article.querySelectorAll("td code")].filter(e => e.getClientRects().length > 1);
+root.dataset.probe = [...wide, ...broken].map(e => e.textContent.trim().slice(0, 40)).join("; ");
+root.dataset.scheme = document.body.dataset.mdColorScheme;
+})</script>"""
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -40,3 +55,24 @@ def _target(target: str, repository: str, files: Files) -> str:
     if not (ROOT / path).exists():
         raise PluginError(f"the link to {target} leads nowhere")
     return f"{repository}/{path}"
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Look at every page at a phone's width, and at the first one in the dark."""
+    if CHROMIUM is None:
+        logging.getLogger("mkdocs.hooks").info("no Chromium: the pages are not looked at")
+        return
+    for number, page in enumerate(sorted(Path(config.site_dir).glob("**/index.html"))):
+        scheme, dark = ("slate", ["--blink-settings=preferredColorScheme=0"]) if number == 0 else ("default", [])
+        probed = page.with_name("probed.html")
+        probed.write_text(page.read_text("utf-8").replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
+        try:
+            with tempfile.TemporaryDirectory() as profile:
+                options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", *dark]
+                command = [CHROMIUM, *options, "--window-size=500,900", "--dump-dom", probed.as_uri()]
+                shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        finally:
+            probed.unlink()
+        found = {key: value for key, value in re.findall(r'data-(probe|scheme)="([^"]*)"', shown)}
+        if found != {"probe": "", "scheme": scheme}:
+            raise PluginError(f"{page.parent.name or 'index'} at 390 pixels, {scheme}: {found}")

@@ -103,7 +103,8 @@ def parallelize(
         model: Every rank must hold the same weights.
         precision: None keeps the dtype of the parameters, and everything runs in it.
         activation_checkpointing: The key of `train` (docs/training.md); True and False stand for "full" and "none".
-        checkpoint_layers, compile: The keys of `train`.
+        checkpoint_layers: The key of `train`.
+        compile: The key of `train`.
         by_layer: Refuse a model that cannot accumulate by layer.
         lora: Freeze the model and add adapters.
         seed: The first values of adapters depend on it alone.
