@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import profiler
+from torch.distributed.tensor import debug
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree
@@ -357,6 +358,11 @@ def fingerprint_of(table: Any) -> str:
 def number_of_groups() -> int:
     """Return how many process groups exist in this process."""
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def forget_shardings() -> None:
+    """Drop what DTensor has cached by mesh and operation: it has offsets of the rank that this process was."""
+    debug._clear_sharding_prop_cache()
 
 
 def group_of(argument: Any) -> bool:

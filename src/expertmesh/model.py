@@ -95,9 +95,8 @@ def parallelize(
     For a PeftModel it returns the model inside, with adapters of expertmesh that start from PEFT's values. Experts that
     are a list of MLPs are fused first. Each rank keeps only its own slices, so that memory falls to one share.
 
-    Parameters are replaced, as by `fully_shard`: make the optimizer from `model.parameters()` afterwards. An optimizer
-    made before raises `InputError` at its first `zero_grad` or `step`, and so does any other code that reads the
-    gradient of a replaced parameter. Hooks of modules stay; docs/python.md covers averages and other hooks.
+    Parameters are replaced, as by `fully_shard`: make the optimizer afterwards. One that was made before raises
+    `InputError` at its first use, and so does other code that reads a replaced gradient. Hooks of modules stay.
 
     Args:
         model: Every rank must hold the same weights.

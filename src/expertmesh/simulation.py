@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, masking_utils
 
-from expertmesh.compat import FakeTensorMode, number_of_groups, without_shape_messages
+from expertmesh.compat import FakeTensorMode, forget_shardings, number_of_groups, without_shape_messages
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, TopKRouter, explicit, rows_per_token
@@ -172,6 +172,7 @@ def simulate(
         )
     finally:
         dist.destroy_process_group()
+        forget_shardings()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from typing import Literal
 
 import pytest
 import torch
+from torch.distributed.tensor import debug
 
 from benchmarks.planning import SIZES
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
@@ -124,6 +125,15 @@ def test_norms_over_all_heads_and_tied_heads_are_sent_as_planned(family: str, ti
         assert {key: each.calls for key, each in planned.items()} == {key: each.calls for key, each in sent.items()}
         for key, each in sent.items():
             assert each.bytes == pytest.approx(planned[key].bytes, rel=0.02), key
+
+
+def test_no_offset_of_a_simulated_rank_is_left_behind() -> None:
+    """A rank that is forked behind it, or simulated after it, has other offsets in an equal mesh."""
+    config = tiny_config("qwen3_moe", num_hidden_layers=1)
+    model = figures_of(config, length=64, precision=PrecisionConfig(), packed=False)
+    simulate(config, Workload(model, Layout(fsdp=2, ep=2), Batch(1, 1), "none"))
+    assert debug._get_python_sharding_prop_cache_info().currsize == 0
+    assert debug._get_fast_path_sharding_prop_cache_stats() == (0, 0)
 
 
 @pytest.mark.slow_cases(r"(?!qwen-parallel0).*", why="one of seven stays")
