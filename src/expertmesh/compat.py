@@ -27,8 +27,8 @@ from transformers import conversion_mapping
 from transformers.integrations import moe as transformers_moe
 
 # Arguments in which a block or its attention takes the cache of keys and states: transformers 5.24 calls all of them
-# `cache`, and 5.17 has two names.
-CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
+# `cache`, 5.17 has two names, and models with code of their own have older ones.
+CACHE_ARGUMENTS = ("cache", "cache_params", "layer_past", "past_key_value", "past_key_values")
 
 # FSDP2's placement of a parameter that was already sharded on the same dim; DTensor has no public name for it.
 StridedShard = _StridedShard
