@@ -252,9 +252,9 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("kind", "own", "given", "naming"),
     [
-        (SFTTrainer, {}, {"accumulate": "by layer"}, "'by layer'"),
-        (SFTTrainer, {}, {"round": 2}, "round 2"),
-        (SFTTrainer, {}, {**BY_LAYER, "keep_inputs": "disk"}, "'disk'"),
+        (SFTTrainer, {}, {"accumulate": "by layer"}, "accumulate is 'by layer'"),
+        (SFTTrainer, {}, {"round": 2}, "round is 2"),
+        (SFTTrainer, {}, {**BY_LAYER, "keep_inputs": "disk"}, "keep_inputs is 'disk'"),
         (DPOTrainer, {}, BY_LAYER, "DPOTrainer"),
         (GRPOTrainer, {}, BY_LAYER, "GRPOTrainer"),
         (SFTTrainer, {"label_smoothing_factor": 0.1}, BY_LAYER, "label_smoothing_factor"),
@@ -274,5 +274,6 @@ def test_orders_are_refused_before_anything_is_loaded(
     ours: Any = em.trainer(kind)
     if kind is GRPOTrainer:
         given = {**given, "reward_funcs": len}
-    with refused("trainer.unsupported-argument", naming=naming):
+    key = "config.wrong-value" if " is " in naming else "trainer.unsupported-argument"
+    with refused(key, naming=naming):
         ours("nowhere/to-be-found", args=args(config, **own), parallel=em.ParallelConfig(ep=2), **given)

@@ -173,20 +173,26 @@ def _by_layer() -> None:
     mesh = em.init_mesh(em.ParallelConfig(ep=2))
 
     def micro_step(model: Any, number: int) -> float:
-        loss = (model(**batches[number]).logits.logsumexp(-1) * batches[number]["input_ids"]).square().mean()
+        # None leaves the router logits to the config, which asks for them.
+        output = model(**batches[number], output_router_logits=None)
+        loss = (output.logits.logsumexp(-1) * batches[number]["input_ids"]).square().mean() + 1e3 * output.aux_loss
         loss.backward()
         return float(loss.detach())
 
     for by_layer in (False, True):
         model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
         step = partial(micro_step, em.like_ddp(em.parallelize(model, mesh)))
-        run = partial(em.accumulate_by_layer, model, batches, step, round=2)
+        model.config.output_router_logits = True
+        calls = [{**batch, "output_router_logits": None} for batch in batches]
+        run = partial(em.accumulate_by_layer, model, calls, step, round=2)
         gradients.append((run() if by_layer else [*map(step, range(3))], whole(_gradients_of(model))))
     (losses, expected), (found, by_layers) = gradients
     assert found == pytest.approx(losses, rel=1e-5)
     assert worst(by_layers, expected)[0] <= 1e-5
     with refused("train.accumulate-unsupported", naming="input_ids"):
         em.accumulate_by_layer(model, [{"inputs_embeds": torch.zeros(1, 2, 32)}], step)
+    with refused("data.no-micro-batch"):
+        em.accumulate_by_layer(model, [], step)
 
 
 def _gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, is_named, pattern_problem, refuse
 from expertmesh.config.data import EarlyStopConfig
+from expertmesh.config.errors import InputError
 
 # Beyond what anybody trains with: what is larger is a slip, and would be noticed late.
 MAX_RANKS, MAX_SECONDS, MAX_RANK, MAX_ALPHA, MAX_FACTOR = 2**20, 366 * 86400, 2**16, 1e6, 1e6
@@ -292,6 +293,20 @@ class TrainConfig(Section):
                 f"train.micro_batch_size ({self.micro_batch_size}); change one of them"
             )
         return self
+
+
+def refuse_wrong_order(accumulate: str, round: int | None, keep_inputs: str) -> None:
+    """Raise `InputError` for an order of micro-batches that the arguments of the Python interface do not have."""
+    by_layer = accumulate == "by_layer"
+    if not by_layer and accumulate != "by_micro_batch":
+        wrong = f"accumulate is {accumulate!r}; set it to by_micro_batch or by_layer"
+    elif round is not None and (not by_layer or round < 1):
+        wrong = f"round is {round} with accumulate {accumulate}; give at least 1 with by_layer, or None"
+    elif keep_inputs != "device" and (not by_layer or keep_inputs != "host"):
+        wrong = f"keep_inputs is {keep_inputs!r} with accumulate {accumulate}; give device, or host with by_layer"
+    else:
+        return
+    raise InputError(wrong, key="config.wrong-value")
 
 
 class ParallelConfig(Section):

@@ -28,6 +28,7 @@ import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig
 from expertmesh.compat import READS_A_VALUE, TorchDispatchMode, logs_the_model, pytree
 from expertmesh.config.errors import InputError
+from expertmesh.config.sections import refuse_wrong_order
 from expertmesh.integrations import routes
 
 TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RewardTrainer")
@@ -210,28 +211,20 @@ def refuse_order(
         given: All its arguments by name.
         of_trl: The name of the TRL class, or None.
     """
-    by_layer, twice = accumulate == "by_layer", "its loss calls the model more than once"
+    refuse_wrong_order(accumulate, round, keep_inputs)
+    if accumulate != "by_layer":
+        return
+    twice = "its loss calls the model more than once"
     smooths = args.label_smoothing_factor and getattr(args, "loss_type", None) == "nll"
     for wrong, what, why in (
-        (not by_layer and accumulate != "by_micro_batch", repr(accumulate), "set it to by_micro_batch or by_layer"),
+        (of_trl in ("DPOTrainer", "GRPOTrainer"), f"by_layer of {of_trl}", f"{twice}; leave it out"),
         (
-            round is not None and not (by_layer and round > 0),
-            f"{accumulate} and round {round}",
-            "give 1 or more by_layer",
-        ),
-        (
-            keep_inputs != "device" and not (by_layer and keep_inputs == "host"),
-            f"{accumulate} and keep_inputs {keep_inputs!r}",
-            "give device, or host with by_layer",
-        ),
-        (by_layer and of_trl in ("DPOTrainer", "GRPOTrainer"), f"by_layer of {of_trl}", f"{twice}; leave it out"),
-        (
-            by_layer and of_trl == "SFTTrainer" and (given.get("compute_loss_func") or smooths),
+            of_trl == "SFTTrainer" and (given.get("compute_loss_func") or smooths),
             "by_layer of SFTTrainer with " + ("label_smoothing_factor" if smooths else "compute_loss_func="),
             f"{twice}; leave one out",
         ),
         (
-            by_layer and (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"),
+            (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"),
             "by_layer and sync_each_batch is True",
             "gradients of a layer are reduced once; leave one out",
         ),

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.config.errors import InputError
+from expertmesh.config.sections import refuse_wrong_order
 from expertmesh.experts.layer import copies_of_step
 from expertmesh.parallel.pipeline import Layers, Pipeline, layers_of, not_by_layer
 from expertmesh.parallel.routes import refuse_routes
@@ -108,7 +109,8 @@ def forward_backward(
     between stages.
     """
     refuse_counts(target_tokens, chunk_tokens)
-    order = _order_of(accumulate, round, keep_inputs)
+    refuse_wrong_order(accumulate, round, keep_inputs)
+    order = Order(accumulate == "by_layer", round, inputs_on_host=keep_inputs == "host")
     refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in micro_batches])
     refuse_labels(model, micro_batches)
     return run_step(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens, order)
@@ -131,8 +133,7 @@ def accumulate_by_layer(
 
     Args:
         batches: What each micro-step calls the model with, by name, on its device; all ranks have equally many.
-        micro_step: Called once with each number, in order. It calls the model once, which runs its last layer then, and
-            runs the backward of its loss.
+        micro_step: Called with each number, in order. Calls the model once, for its last layer, and runs backward.
         round: How many micro-batches go through the blocks together; None for all.
         keep_inputs: Where the inputs of blocks wait for their backward.
 
@@ -140,12 +141,13 @@ def accumulate_by_layer(
         What each micro-step returned.
 
     Raises:
-        InputError: The model cannot be trained by layer, a batch asks for what only one forward of all layers has, or
-            `round` or `keep_inputs` has a wrong value.
+        InputError: The model cannot be trained by layer, a batch asks for outputs of all layers, or a value is wrong.
 
     Collectives: every rank calls it; those of forward and backward, and of the micro-steps.
     """
-    order, layers = _order_of("by_layer", round, keep_inputs), layers_of(model)
+    _refuse_no_batches(batches)
+    refuse_wrong_order("by_layer", round, keep_inputs)
+    order, layers = Order(True, round, inputs_on_host=keep_inputs == "host"), layers_of(model)
     router_logits = any(_asks_for("output_router_logits", model, batch) for batch in batches)
     for batch in batches:
         for name in ("output_hidden_states", "output_attentions"):
@@ -176,9 +178,16 @@ def accumulate_by_layer(
     return results
 
 
+def _refuse_no_batches(batches: Sequence[Batch]) -> None:
+    """Raise `InputError` for a step without a micro-batch: the ranks that have some would wait."""
+    if not batches:
+        raise InputError("a step needs a micro-batch; give each rank as many as the others", key="data.no-micro-batch")
+
+
 def _asks_for(output: str, model: Any, batch: Batch) -> bool:
     """Return whether a call of the model with `batch` has to give an output that its config may ask for, too."""
-    return bool(batch.get(output, getattr(model.config.get_text_config(), output, False)))
+    given = batch.get(output)
+    return bool(getattr(model.config.get_text_config(), output, False) if given is None else given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,20 +211,6 @@ class Order:
         return list(itertools.pairwise(micro_batches * number // count for number in range(count + 1)))
 
 
-def _order_of(accumulate: str, round: int | None, keep_inputs: str) -> Order:
-    """Return the order that the arguments of `forward_backward` mean. Raises `InputError` for a wrong value."""
-    by_layer = accumulate == "by_layer"
-    if not by_layer and accumulate != "by_micro_batch":
-        wrong = f"accumulate is {accumulate!r}; set it to by_micro_batch or by_layer"
-    elif round is not None and (not by_layer or round < 1):
-        wrong = f"round is {round} with accumulate {accumulate}; give at least 1 with by_layer, or None"
-    elif keep_inputs != "device" and (not by_layer or keep_inputs != "host"):
-        wrong = f"keep_inputs is {keep_inputs!r} with accumulate {accumulate}; give device, or host with by_layer"
-    else:
-        return Order(by_layer, round, inputs_on_host=keep_inputs == "host")
-    raise InputError(f"forward_backward: {wrong}", key="config.wrong-value")
-
-
 def run_step(
     model: nn.Module,
     micro_batches: Sequence[Batch],
@@ -232,11 +227,7 @@ def run_step(
 
     Collectives: as `forward_backward`.
     """
-    if not micro_batches:
-        raise InputError(
-            "forward_backward: a step needs a micro-batch; give each rank as many as the others",
-            key="data.no-micro-batch",
-        )
+    _refuse_no_batches(micro_batches)
     with copies_of_step(model):  # 1
         sums = _Sums(micro_batches, objective)
         if order.by_layer and len(micro_batches) > 1:
