@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -298,6 +299,14 @@ def _continue_from(root: Path) -> None:
     for name in ("again", "out"):
         em.load_weights(model, root / name)
     em.save_adapter(model, root / "last")
+    for name in ("again", "out"):
+        scaled = root / f"{name}-scaled"
+        if dist.get_rank() == 0:
+            path = shutil.copytree(root / name, scaled) / "adapter_config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"alpha_pattern": {r".*experts.*": 160}}))
+        dist.barrier()
+        with refused("adapter.differs-from-its-config", IntegrityError, naming="experts.gate_up_proj by"):
+            em.load_weights(model, scaled)
 
 
 def test_keys_for_each_expert_are_continued_and_loaded_under_either_name(tmp_path: Path) -> None:

@@ -22,8 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.adapters.peft_config import as_peft_reads, lora_of, name_in_config, patterns_in
-from expertmesh.adapters.peft_format import BASE_FILE, WEIGHTS_FILE, base_copies, differs, model_tensors_from
+from expertmesh.adapters.peft_config import as_peft_reads, config_selects, lora_of, name_in_config, patterns_in
+from expertmesh.adapters.peft_format import (
+    BASE_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    base_copies,
+    differs,
+    model_tensors_from,
+)
 from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.targets import Replaced, Target, new_values_of, refuse_slow_patterns
 from expertmesh.config import LoraConfig
@@ -259,15 +266,19 @@ def check_scaling(path: Path, content: Mapping[str, Any], model: nn.Module, plan
     Args:
         content: The content of the config.
     """
-    content = as_peft_reads(content, ModelView(model).full, path)
-    said, targets = lora_of(content), [target for target in plan.targets if target.name not in plan.parts]
-    names = [name_in_config(content, target) for target in targets]
-    refuse_slow_patterns(patterns_in(content), names, path)
-    for target, name in zip(targets, names, strict=True):
-        scaling = said.scaling_of(*said.of(name))
-        if not math.isclose(scaling, target.scaling):
-            how = f"scales {target.name} by {scaling:g}, this model by {target.scaling:g}; give the model its settings"
-            raise differs(path, f"{how} (r, lora_alpha, use_rslora, patterns)")
+    read = as_peft_reads(content, ModelView(model).full, path)
+    named: list[tuple[Target, LoraConfig, list[str]]] = []
+    for target in plan.targets:
+        # A config that does not select what training started from by matrices of single experts names those.
+        parts = () if config_selects(content, target) else plan.parts.get(target.name, ())
+        names = [part.key.removeprefix(PREFIX) for part in parts] or [name_in_config(read, target)]
+        named.append((target, lora_of(content if parts else read), names))
+    refuse_slow_patterns(patterns_in(content), [name for _, _, names in named for name in names], path)
+    for target, said, names in named:
+        for scaling in {said.scaling_of(*said.of(name)) for name in names}:
+            if not math.isclose(scaling, target.scaling):
+                how = f"scales {target.name} by {scaling:g}, this model by {target.scaling:g}"
+                raise differs(path, f"{how}; give the model its settings (r, lora_alpha, use_rslora, patterns)")
 
 
 def other_base(path: Path, how: str) -> IntegrityError:

@@ -202,7 +202,7 @@ def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
     Raises:
         InputError, SecurityError: The files cannot be read, or are unsafe.
         IntegrityError: Files do not fill the model exactly once, values are not finite, or the adapter has another
-            base.
+            base or scaling.
 
     Collectives: every rank calls it; one small all-reduce on the default group. Errors are raised on all ranks.
     """
