@@ -136,7 +136,10 @@ def test_a_model_that_cannot_be_run_without_values_is_not_refused_for_it() -> No
     model = tiny_model("qwen3_moe")
     block: Any = model.get_submodule("model.layers.0.mlp")
     block.forward = _raise.__get__(block)
-    plan_compute(meta_copy(model), describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
+    kept, anatomy = kept_in_fp32(model, torch.bfloat16), describe(model)
+    policy = plan_compute(meta_copy(model), anatomy, torch.bfloat16, kept)
+    # Nor are its routers made wider: nothing says that its code runs with them.
+    assert with_wide_routers(meta_copy(model), anatomy, torch.bfloat16, policy) == policy
 
 
 def _raise(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -85,6 +85,10 @@ class _Refused:
     """The innermost module that runs around a parameter read without the call that gathers it; None otherwise."""
 
 
+# A model that cannot run without values: nothing is known about its dtypes.
+_UNKNOWN = _Refused("cannot be run without values", "")
+
+
 def plan_compute(
     meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, kept_in_fp32: Callable[[str], bool]
 ) -> DtypePolicy:
@@ -107,6 +111,8 @@ def plan_compute(
         return policy
     # Each run that fails names one module; widen its group or cast its buffers, and try again.
     while refused := _run(meta_model, anatomy, compute, policy):
+        if refused is _UNKNOWN:
+            break
         reader, module = refused.reader, refused.module
         if reader and reader not in policy.in_fp32 and not _has_group(reader, anatomy):
             for each in _in_equal_blocks(reader, _equal_blocks(meta_model, anatomy, policy)):
@@ -211,7 +217,7 @@ def _run(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, policy: 
     """Run a forward on meta with `policy`; of equal blocks only the first computes.
 
     Returns:
-        The failure; None if it runs, or if it fails in a single dtype too, so that nothing is known.
+        The failure; None if it runs, `_UNKNOWN` if it fails in a single dtype too.
     """
     repeated = [name for group in _equal_blocks(meta_model, anatomy, policy) for name in group[1:]]
     kept = {id(meta_model.get_parameter(leaf)): name for name, leaves in policy.in_fp32.items() for leaf in leaves}
@@ -235,7 +241,7 @@ def _run(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, policy: 
             with cast_on_meta((*meta_model.parameters(), *meta_model.buffers()), torch.float32):
                 run_text(meta_model, anatomy.experts)
         except Exception:
-            return None  # the family's code on tensors without values: nothing is known
+            return _UNKNOWN  # the family's code on tensors without values
         first, dtype = str(cause).partition("\n")[0], str(compute).removeprefix("torch.")
         return _Refused(
             f"does not run with its parameters in {dtype} and its buffers as precision.params has them "
