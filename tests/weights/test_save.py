@@ -275,8 +275,10 @@ def test_more_files_are_written_than_may_be_open(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(safetensors_writer, "MAX_OPEN_FILES", 4)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     reference = random_model(qwen3_moe())
-    with Path(os.devnull).open() as lowest:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + 12, limits[1]))
+    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(12)]  # others may be in use between them
+    for descriptor in free:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, limits[1]))
     try:
         report = save_model(reference, tmp_path / "out", max_shard_bytes=1)
     finally:
