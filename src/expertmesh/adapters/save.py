@@ -13,7 +13,7 @@ tests/adapters/test_serving_readers.py runs; no engine is imported.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 
 import torch
@@ -273,7 +273,7 @@ class _Values:
 
 
 def replace_values(values: Tensor, box: Box, each: Replaced, new: Callable[[Box], Tensor]) -> Tensor:
-    """Return `values` of `box` of a weight with its new values, or with those of some rows, in fp32 or wider.
+    """Return `values` of `box` of a weight with its new values, or with those of some rows, in a dtype that holds both.
 
     Args:
         new: Returns a box of the new values.
@@ -283,10 +283,14 @@ def replace_values(values: Tensor, box: Box, each: Replaced, new: Callable[[Box]
     if each.rows is None:
         return new(box)
     (first, last), *others = box
-    replaced = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
-    for number, row in enumerate(each.rows):
-        if first <= row < last:
-            replaced[row - first] = new(((number, number + 1), *others))[0]
+    rows = {
+        row - first: new(((number, number + 1), *others))[0]
+        for number, row in enumerate(each.rows)
+        if first <= row < last
+    }
+    replaced = values.to(reduce(torch.promote_types, (row.dtype for row in rows.values()), values.dtype), copy=True)
+    for number, row in rows.items():
+        replaced[number] = row
     return replaced
 
 

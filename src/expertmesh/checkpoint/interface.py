@@ -33,7 +33,7 @@ from expertmesh.checkpoint.directory import clean, locate
 from expertmesh.checkpoint.read import OpenCheckpoint, check_fits, check_hashes, open_state
 from expertmesh.checkpoint.small_files import (
     STATE_FILE,
-    check_adapter,
+    check_saved_adapter,
     read_generators,
     read_layout,
     read_state_file,
@@ -163,7 +163,7 @@ def load_directory(
                     key="checkpoint.other-optimizer",
                 )
             layout = read_layout(model, directory, manifest)
-            check_adapter(model, directory, manifest)
+            check_saved_adapter(model, directory, manifest)
         # Each rank hashes a part of the files, and all wait: nothing is changed until every file is known to be intact.
         with raise_on_all_ranks("comparing the checkpoint with its hashes"):
             check_hashes(opened, rank=rank, ranks=ranks)

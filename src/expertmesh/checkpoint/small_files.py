@@ -95,7 +95,7 @@ def read_save_dtype(directory: Path, manifest: Manifest) -> str:
         return str(read_small_json(directory, manifest, LAYOUT_FILE)["save_dtype"])
 
 
-def check_adapter(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:
+def check_saved_adapter(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:
     """Raise unless the checkpoint's adapters belong to the base of `model` and to its scaling, if it has adapters."""
     if (plan := sharded(model).lora_plan) is not None:
         base, config = directory / ADAPTER / BASE_FILE, directory / ADAPTER / CONFIG_FILE

@@ -390,7 +390,7 @@ class FileValues:
     def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
         name, deltas = self._names[id(leaf.tensor)], self._deltas
         if name not in self._load.tensors and deltas is not None:  # a new head, which is the adapter's alone
-            return deltas.replace(name, box, torch.empty(extents(box)))
+            return deltas.replace(name, box, torch.empty(extents(box), dtype=torch.float32))
         lazy = self._load.tensors[name]
         adapted = deltas is not None and name in deltas.targets
         replaced = deltas is not None and name in deltas.replaced

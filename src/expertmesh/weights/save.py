@@ -42,8 +42,8 @@ from expertmesh.weights.quantised.encode import PACKED, RoundingError, plan_pack
 from expertmesh.weights.sidecars import Tokenizer, write_sidecars
 from expertmesh.weights.write import StateReader, live_values, write_directory
 
-# Narrower ones need scales.
-_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Floating-point dtypes that hold a weight without a scale.
+_PLAIN: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 SavedDtype = torch.dtype | str | None
 """The dtype to save in.
 
@@ -104,14 +104,20 @@ def save_model(
         max_shard_bytes: The most bytes of tensors in one file; a single larger tensor gets a file of its own.
 
     Raises:
-        InputError: On all ranks: target not empty, disk full, no shared file system, or tensor names that are not those
-            of the model's class, so that `from_pretrained` would initialise weights at random.
+        InputError: On all ranks: target not empty, disk full, no shared file system, adapters, or tensor names that are
+            not those of the model's class, so that `from_pretrained` would initialise weights at random.
         IntegrityError: On all ranks: values that `dtype` cannot hold.
 
     Collectives: every rank calls it, with the same arguments. A few small collectives on the default group. Weights are
     sent only where a conversion computes across shards or codes are written, one tensor at a time.
     """
     view = ModelView(model)
+    if view.attached.lora_plan is not None:
+        raise InputError(
+            f"save_model: this {view.family.__name__} has adapters, which would be lost: its own weights are frozen; "
+            "call em.save_adapter, and expertmesh merge to have one model of both",
+            key="model.has-adapters",
+        )
     return save_values(view, directory, live_values, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
@@ -185,12 +191,6 @@ def refuse_other_names(view: ModelView) -> None:
     random, with at most a warning.
     """
     kind = view.family
-    if view.attached.lora_plan is not None:
-        raise InputError(
-            f"save_model: this {kind.__name__} has adapters, which would be lost: its own weights are frozen; call "
-            "em.save_adapter, and expertmesh merge to have one model of both",
-            key="model.has-adapters",
-        )
     if not issubclass(kind, PreTrainedModel):
         raise InputError(
             f"save_model takes a model of transformers, not a {kind.__name__}; a PeftModel is saved by its own "
@@ -253,11 +253,10 @@ def dtype_of(dtype: SavedDtype) -> torch.dtype | None:
     """
     if dtype in (None, "auto", *PACKED):
         return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in _PLAIN:
+    found = _PLAIN.get(str(dtype).removeprefix("torch."))
+    if found is None:
         raise InputError(
-            f"dtype {str(dtype)!r}: is none to save in; give auto, bfloat16, float16, float32 or one of "
-            f"{', '.join(PACKED)}",
+            f"dtype {str(dtype)!r}: is none to save in; give one of auto, {', '.join((*_PLAIN, *PACKED))}",
             key="config.wrong-value",
         )
     return found

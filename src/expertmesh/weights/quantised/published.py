@@ -186,8 +186,8 @@ def _compressed_tensors(grouping: _Grouping) -> None:
     """Group packed int4, MXFP4 and NVFP4 (`weight_packed`), and e4m3 (`weight`), each with `weight_scale`."""
     if (grouping.settings.get("transform_config") or {}).get("config_groups"):
         raise InputError(
-            f"{grouping.files.directory}: weights are quantised by compressed-tensors with transforms of activations "
-            "(transform_config), which is not supported; take a bfloat16 copy of the model",
+            f"{grouping.files.directory}: weights are quantised by compressed-tensors with transforms of weights or "
+            "activations (transform_config), which are not supported; take a bfloat16 copy of the model",
             key="model.quantised",
         )
     groups = [group["weights"] for group in (grouping.settings.get("config_groups") or {}).values()]
