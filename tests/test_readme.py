@@ -23,12 +23,18 @@ def test_the_readme_is_read_in_minutes() -> None:
     assert len(README.split()) <= 900
 
 
+def _words_of(svg: str) -> list[str]:
+    """Return a picture's style, and its texts in order."""
+    return re.findall(r"<style>.*?</style>|(?<=>)[^<>]+(?=</text>)", svg, re.DOTALL)
+
+
 def test_pictures_are_what_make_figures_draws() -> None:
     pages = [README, (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")]
     pages += [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
     # matplotlib places the report's figures, by its version.
     drawn = (figures.PICTURES / figures.REPORT).read_text(encoding="utf-8")
     assert figures.demo_hash() in drawn, "make figures"
+    assert _words_of(figures.report()) == _words_of(drawn), "make figures"
     assert f"pictures/{figures.REPORT}" in README
     for name, text in figures.pictures().items():
         assert (figures.PICTURES / name).read_text(encoding="utf-8") == text, "make figures"

@@ -122,12 +122,13 @@ MARKS_APART = """\
 {%- endfor %}"""
 
 
-def test_marks_that_are_not_one_for_each_answer_never_make_targets_of_others() -> None:
+@pytest.mark.parametrize(("thought", "text"), [("Hm.", "One."), ("Explain. Use weather.", "Use weather.")])
+def test_marks_that_are_not_one_for_each_answer_never_make_targets_of_others(thought: str, text: str) -> None:
     """Two marks for the first answer, which is no target, none for the calls of the second: three for three answers."""
     conversation = Conversation(
         (
             {"role": "user", "content": "q"},
-            {"role": "assistant", "reasoning_content": "Hm.", "content": "One."},
+            {"role": "assistant", "reasoning_content": thought, "content": text},
             {"role": "user", "content": "q"},
             {"role": "assistant", "tool_calls": [call("Rome")]},
             {"role": "tool", "content": "22"},
@@ -135,10 +136,20 @@ def test_marks_that_are_not_one_for_each_answer_never_make_targets_of_others() -
         ),
         frozenset({1}),
     )
-    (result,) = Encoder(bpe_tokenizer(MARKS_APART), ChatOptions()).encode([conversation])
-    assert "marks 3 parts of 3 assistant messages, not each of these once" in str(result)
-    one_each = replace(talk("q", "One.", "q", "Two."), untrained=frozenset({1}))
-    assert targets(MARKS_APART, one_each) == [[" Two." + END]]
+    assert targets(MARKS_APART, conversation) == [[" Two." + END]]
+    for text in ("One.", ""):
+        one_each = replace(talk("q", text, "q", "Two."), untrained=frozenset({1}))
+        assert targets(on_the_fly.CHATML_WITH_MARKS, one_each) == [["Two." + END]]
+
+
+def test_a_mark_over_two_answers_of_which_one_is_no_target_is_refused() -> None:
+    together = (
+        "{% generation %}{%- for message in messages %}{{- message.role + '\\n' + message.content + '<|im_end|>' }}"
+        "{%- endfor %}{% endgeneration %}"
+    )
+    conversation = replace(talk("q", "One.", "q", "Two."), untrained=frozenset({1}))
+    (result,) = Encoder(bpe_tokenizer(together), ChatOptions()).encode([conversation])
+    assert "marks 1 parts of 2 assistant messages, not each of one of these" in str(result)
 
 
 THOUGHTS = Conversation(

@@ -34,9 +34,9 @@ from tests.support.models import tiny_model
 from tests.support.ranks import shared_ranks
 
 INSTALLED, INTERPRETED = importlib.util.find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs triton (the extra kernels)")
+needs_triton = pytest.mark.skipif(not INSTALLED, reason="needs triton (the extra kernels)")
 outside = pytest.mark.skipif(INTERPRETED, reason="runs outside of the interpreter")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside of test_values_in_the_interpreter")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="test_values_in_the_interpreter (slow) sets TRITON_INTERPRET")
 
 SILU, GPT_OSS = Gate(), Gate(interleaved=True, alpha=1.702, limit=0.7, offset=1.0)
 GATES = {"silu": SILU, "gpt-oss": GPT_OSS, "clamped": Gate(limit=0.5), "alternating": Gate(interleaved=True)}
@@ -44,6 +44,7 @@ GATES = {"silu": SILU, "gpt-oss": GPT_OSS, "clamped": Gate(limit=0.5), "alternat
 
 @pytest.mark.slow(why="half a minute of Triton's interpreter; needs the extra kernels")
 @needs_triton
+@outside
 def test_values_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -217,6 +218,7 @@ FORMS = {
 
 @pytest.mark.slow(why="compiles and disassembles for three GPUs; needs the extra kernels")
 @needs_triton
+@outside
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_compiled_for_a_gpu_none_spills_and_rows_move_16_bytes_at_once(sm: int, tmp_path: Path) -> None:
     rows = {"pre_ptr": "*bf16", "weight_ptr": "*fp32", "pre_stride": "i32"}

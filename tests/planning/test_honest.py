@@ -1,6 +1,6 @@
 """Predictions against what real gloo ranks hold and send; benchmarks/planning.py has all points."""
 
-import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,14 @@ from tests.support.ranks import run_ranks
 
 BY_NAME = {point.name: point for point in POINTS}
 STATE, SAVED, PEAK, TRAFFIC = 0.05, 0.05, 0.10, 0.02
+_FOUND: dict[str, list[Any]] = {}
 
 
-@functools.cache
-def _of_ranks(name: str) -> list[Any]:
-    return run_ranks(planning._rank, BY_NAME[name].ranks, BY_NAME[name])
+def _of_ranks(fn: Callable[..., Any], ranks: int, point: Point, **options: Any) -> list[Any]:
+    """Return what the ranks of a point have found, who run once for all tests."""
+    if point.name not in _FOUND:
+        _FOUND[point.name] = run_ranks(fn, ranks, point, **options)
+    return _FOUND[point.name]
 
 
 def _check(found: Honesty) -> None:
@@ -46,7 +49,7 @@ def _check(found: Honesty) -> None:
     ],
 )
 def test_predictions_are_what_ranks_hold_and_send(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "run_ranks", lambda *_, **options: _of_ranks(name))
+    monkeypatch.setattr(planning, "run_ranks", _of_ranks)
     _check(measure(BY_NAME[name]))
 
 
@@ -84,7 +87,7 @@ def test_a_copy_of_a_token_for_each_expert_would_be_noticed(monkeypatch: pytest.
     def copies(router: TopKRouter, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
         return RoutedTokens(tokens, tokens * router.top_k, tokens * router.top_k, tokens * router.top_k)
 
-    monkeypatch.setattr(planning, "run_ranks", lambda *_, **options: _of_ranks("qwen3 ep2 of 4"))
+    monkeypatch.setattr(planning, "run_ranks", _of_ranks)
     _check(measure(BY_NAME["qwen3 ep2 of 4"]))
     monkeypatch.setattr(TopKRouter, "routed", copies)
     with pytest.raises(AssertionError, match="traffic="):

@@ -24,6 +24,7 @@ from tests.support.models import tiny_config
 from tests.support.planned import figures_of
 
 LENGTH = 1024
+HalfOrFull = Literal["bfloat16", "float32"]
 
 
 @pytest.mark.slow(why="one of fourteen stays")
@@ -88,16 +89,17 @@ def _check(
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "mode", "params"),
+    ("family", "layout", "mode", "params", "reduce"),
     [
-        ("qwen3_moe", Layout(replicate=2, fsdp=2, ep=2), "full", "bfloat16"),  # what is reduced is wider
-        ("deepseek_v3", Layout(pp=2, fsdp=2, ep=2), "selective", "float32"),  # shared experts run again first
+        ("qwen3_moe", Layout(replicate=2, fsdp=2, ep=2), "full", "bfloat16", "float32"),  # what is reduced is wider
+        ("qwen3_moe", Layout(replicate=2, fsdp=2, ep=2), "full", "float32", "bfloat16"),  # or narrower
+        ("deepseek_v3", Layout(pp=2, fsdp=2, ep=2), "selective", "float32", "float32"),  # shared experts again
     ],
 )
 def test_no_peak_is_above_what_is_planned(
-    family: str, layout: Layout, mode: CheckpointingMode, params: Literal["bfloat16", "float32"]
+    family: str, layout: Layout, mode: CheckpointingMode, params: HalfOrFull, reduce: HalfOrFull
 ) -> None:
-    precision = PrecisionConfig(params=params, compute="bfloat16")
+    precision = PrecisionConfig(params=params, compute="bfloat16", reduce=reduce)
     sizes = {"hidden_size": 128, "vocab_size": 512, "num_hidden_layers": 4, "num_experts_per_tok": 4}
     config = tiny_config(family, max_position_embeddings=256, **sizes, **SIZES[family])
     model = figures_of(config, length=256, precision=precision, packed=False)

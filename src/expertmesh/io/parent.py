@@ -1,7 +1,7 @@
 """End a process when the process that started it ends, for whatever reason.
 
-The launcher and the sandbox of chat templates call it in their children, so that no child is left behind by a crash. It
-never ends another process than the one that calls it.
+Children of the launcher, of `expertmesh prepare` and of the sandbox of chat templates call it, so that none is left
+behind by a crash. It never ends another process than the one that calls it.
 """
 
 import ctypes

@@ -147,9 +147,8 @@ class _LayerMemory:
         mode, experts = self.pieces[place][1], block.experts
         held = self.around + self.dense + self.experts + self.flats + (self.run.head.gradients if self.is_last else 0.0)
         behind = self.behind
-        full = now + (block.reads - block.saved + hidden if mode != "none" else 0.0)
-        # As by micro-batch (memory.py), but experts stay gathered while other micro-batches need them.
-        early = now + hidden if mode == "selective" and not self.pieces[place][0].figures.behind_experts else full
+        # Experts stay gathered while other micro-batches need them.
+        early, full = self.memory.recomputed(self.pieces[place], now)
         rest = full - experts.saved
         if self.pieces[place][0].experts is not None:
             gathering = held + behind
@@ -307,6 +306,18 @@ class RankMemory:
     def block(self, piece: Piece) -> BlockMemory:
         return block_memory(self.model, *piece, self.sharding)
 
+    def recomputed(self, piece: Piece, now: float) -> tuple[float, float]:
+        """Return the activations while a block's routed experts run backward, and while its remainder does.
+
+        Args:
+            now: Those before the block's backward.
+        """
+        block, mode = self.block(piece), piece[1]
+        full = now + (block.reads - block.saved + self.hidden if mode != "none" else 0.0)
+        # Selective: experts run backward first, from what was saved; then the remainder of the block runs again. It has
+        # run again before where a block saves something behind its experts, as shared ones do.
+        return now + self.hidden if mode == "selective" and not piece[0].figures.behind_experts else full, full
+
     def is_last(self, stage: int, chunk: int) -> bool:
         return stage == self.layout.pp - 1 and chunk == self.layout.pp_virtual_stages - 1
 
@@ -371,11 +382,11 @@ class RankMemory:
     def gradients(self, state: ResidentState) -> float:
         """Return the bytes of the shards' gradients, all of them.
 
-        Between replicas FSDP2 holds what it has reduced until the end of backward, beside a narrower gradient. One of
-        the same dtype is a view of it.
+        Between replicas FSDP2 holds what it has reduced until the end of backward, beside a gradient of another dtype.
+        One of the same dtype is a view of it.
         """
         master, reduced = BYTES_OF[self.model.precision.params], self.model.reduce_bytes
-        return state.master * (1 + reduced / master if self.layout.replicate > 1 and reduced > master else 1)
+        return state.master * (1 + reduced / master if self.layout.replicate > 1 and reduced != master else 1)
 
     def peak(self, stage: int) -> tuple[float, Moment]:
         """Return the most bytes of everything that one pp rank holds, and when."""
@@ -473,10 +484,7 @@ class _Backward:
         behind = memory.block(pieces[index + 1]).reducing if index + 1 < len(pieces) else 0.0
         common = self.root + self.head_gradient + flats + block.dense
         now = before + self.saved[index]
-        full = now + (block.reads - block.saved + hidden if mode != "none" else 0.0)
-        # Selective: experts run backward first, from what was saved; then the remainder of the block runs again. It has
-        # run again before where a block saves something behind its experts, as shared ones do.
-        early = now + hidden if mode == "selective" and not pieces[index][0].figures.behind_experts else full
+        early, full = memory.recomputed(pieces[index], now)
         if pieces[index][0].experts is not None:
             at_work = common + experts.gathered + behind
             # Gathering, and in forward for a while after, there is their own buffer, and not yet that of the experts

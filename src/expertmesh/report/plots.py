@@ -198,7 +198,7 @@ def _under_lines(lines: Lines, axes: Axes) -> dict[str, Any]:
 def _under_grid(
     rows: list[str], columns: list[str], extent: tuple[float, float, float, float], values: npt.NDArray[Any], axes: Axes
 ) -> dict[str, Any]:
-    """Return the cells of a heat map. `extent`: left, right, top and bottom in the axis."""
+    """Return the cells of a heat map. `extent`: left, right, bottom and top on the axes."""
     left, right, bottom, top = extent
     (x0, x1), (y0, y1) = _to_svg(axes, np.array([left, right]), np.array([top, bottom]))
     texts = [[_rounded(each) for each in row] for row in values.tolist()]

@@ -123,7 +123,7 @@ class Progress:
         self._fields.stop = number
 
     def status(self) -> RankStatus:
-        """Return the fields as they are now; of a place that is being written they may be mixed (`at`)."""
+        """Return the fields as they are now. Not atomic: they may be of two places while `at` writes."""
         found = self._fields
         phase = found.phase.decode(errors="ignore") or "starting"
         return RankStatus(

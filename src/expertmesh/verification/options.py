@@ -55,8 +55,9 @@ class VerifyOptions:
         return f".expertmesh-verify-{self.token}-"
 
     def remove_scratch(self, config: Config) -> None:
-        """Remove what ranks that were ended have left."""
-        for directory in self.scratch_beside(config).glob(f"{self.scratch_prefix}*"):
+        """Remove what ranks that were ended have left, in whichever parent existed when they made it."""
+        places = [Path.cwd()] if self.random_data else Path(config.output_dir).absolute().parents
+        for directory in (found for place in places for found in place.glob(f"{self.scratch_prefix}*")):
             shutil.rmtree(directory, ignore_errors=True)
 
     def dump(self) -> str:

@@ -121,7 +121,7 @@ def _answer(function: Callable[[Any], Any], item: Any) -> str:
         return json.dumps({"exceeded": str(error)})
     except MemoryError:
         return json.dumps({"exceeded": f"needs more than {MEMORY_LIMIT_BYTES >> 20:,} MiB of memory"})
-    except Exception:
+    except Exception:  # the parent raises it, with this traceback
         return json.dumps({"traceback": traceback.format_exc()})
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

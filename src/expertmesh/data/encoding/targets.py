@@ -90,6 +90,18 @@ class Rendered:
     """Names of parts of the conversation that the template leaves out, thinking aside."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A template's treatment of a kind of conversation."""
+
+    unwritten: frozenset[Part]
+    """Parts that it writes nowhere."""
+    unmarked: frozenset[Part] = frozenset()
+    """Parts that it does not write between its marks."""
+    owners: Sequence[set[int]] = ()
+    """For each span that it marks, the assistant messages whose parts are in it."""
+
+
 class TargetFinder:
     """Executes a tokenizer's template, as often as locating turns takes. Lives in the child process."""
 
@@ -104,7 +116,7 @@ class TargetFinder:
         self._tools: list[dict[str, Any]] = []
         self._has_images = False
         self._limit = 0
-        self._remembered: dict[int, tuple[frozenset[Part], frozenset[Part]]] = {}
+        self._remembered: dict[int, _Probe] = {}
 
     def answer(self, request: Mapping[str, Any]) -> list[Any] | str:
         """Return a conversation's samples, or a pair's prompt and its two responses, each with the prompt before it, as
@@ -209,7 +221,7 @@ class TargetFinder:
 
         Raises `MalformedRow` where nobody can have meant it: calls, results, questions, the text of a target.
         """
-        unwritten, _ = self._probed(messages, parts)
+        unwritten = self._probed(messages, parts).unwritten
         suspects = [part for part in parts if part in unwritten or part.verbatim not in text]
 
         def are_left_out(*some: Part) -> bool:
@@ -230,23 +242,25 @@ class TargetFinder:
                 )
         return [part for part in suspects if part.kind != THINKING or part.message in turns]
 
-    def _probed(self, messages: Messages, parts: Sequence[Part]) -> tuple[frozenset[Part], frozenset[Part]]:
-        """Return which parts the template writes nowhere, and which not between its marks, in a conversation of this
-        kind: one with the same roles, parts and arguments, and a word of its own for each part. Rendered once for
-        each kind.
+    def _probed(self, messages: Messages, parts: Sequence[Part]) -> _Probe:
+        """Return what the template does with a conversation of this kind: one with the same roles, parts and arguments,
+        and a word of its own for each part. Rendered once for each kind.
         """
         kind = hash((*parts, *(message["role"] for message in messages), json.dumps(self._given, default=str)))
         if kind not in self._remembered:
             words = {part: f"p{number:06}word" for number, part in enumerate(parts)}
-            unwritten, unmarked = frozenset(parts), frozenset[Part]()
+            found = _Probe(frozenset(parts))
             with suppress(MalformedRow):  # by words that a template refuses nothing is known: each part is suspect
                 text, spans = self._written(*with_words(messages, self._tools, words))
-                marked = "\n".join(text[start:end] for start, end in spans)
-                unwritten = frozenset(part for part in parts if words[part] not in text)
-                unmarked = frozenset(part for part in parts if words[part] not in marked)
+                marked = [[part for part in parts if words[part] in text[start:end]] for start, end in spans]
+                found = _Probe(
+                    frozenset(part for part in parts if words[part] not in text),
+                    frozenset(parts).difference(*marked),
+                    [{part.message for part in span if part.role == "assistant"} for span in marked],
+                )
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
-            self._remembered[kind] = unwritten, unmarked
+            self._remembered[kind] = found
         return self._remembered[kind]
 
     def _located_turns(self, messages: Messages, turns: Sequence[int], text: str) -> tuple[list[Span], str]:
@@ -267,23 +281,22 @@ class TargetFinder:
     ) -> tuple[list[Span], str]:
         """Return those of the marked spans that are of these turns, and whether each of the turns is in one."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        probe = self._probed(messages, parts)
         if list(turns) != answers:
-            # One span for each answer, in their order: a template may mark thinking by itself, and no calls.
-            found = [text[start:end] for start, end in marked]
-            fits = (
-                visible(messages[answer]) in span if visible(messages[answer]) else _holds(span, messages[answer])
-                for span, answer in zip(found, answers, strict=False)
-            )
-            if len(found) != len(answers) or not all(fits):
+            empty = {*answers}.difference(part.message for part in parts if part.role == "assistant")
+            owners = list(probe.owners)
+            if len(owners) == len(answers):  # one each: those without a word are of answers that have none
+                owners = [owned or empty & {answer} for owned, answer in zip(owners, answers, strict=True)]
+            told = [bool(owned) and (owned.issubset(turns) or owned.isdisjoint(turns)) for owned in owners]
+            if len(owners) != len(marked) or not all(told):
                 raise MalformedRow(
                     f"the chat template marks {len(marked)} parts of {len(answers)} assistant messages, not each of "
-                    "these once, so those that are no targets cannot be found"
+                    "one of these, so those that are no targets cannot be found"
                 )
-            marked = [span for span, answer in zip(marked, answers, strict=True) if answer in turns]
+            marked = [span for span, owned in zip(marked, owners, strict=True) if owned.issubset(turns)]
         spans = [(start, end) for start, end in marked if end > start]
-        _, unmarked = self._probed(messages, parts)
         learned = "\n".join(text[start:end] for start, end in spans)
-        missed = {part.message for part in parts if part.kind in (TEXT, CALLS) and part in unmarked}
+        missed = {part.message for part in parts if part.kind in (TEXT, CALLS) and part in probe.unmarked}
         answering = [turn for turn in turns if visible(messages[turn]) or messages[turn].get("tool_calls")]
         covered = [turn not in missed and _holds(learned, messages[turn]) for turn in answering]
         if covered and not any(covered):

@@ -187,7 +187,7 @@ def _compressed_tensors(grouping: _Grouping) -> None:
     if (grouping.settings.get("transform_config") or {}).get("config_groups"):
         raise InputError(
             f"{grouping.files.directory}: weights are quantised by compressed-tensors with transforms of weights or "
-            "activations (transform_config), which are not supported; take a bfloat16 copy of the model",
+            "activations (transform_config), which expertmesh does not apply; take a bfloat16 copy of the model",
             key="model.quantised",
         )
     groups = [group["weights"] for group in (grouping.settings.get("config_groups") or {}).values()]
