@@ -79,6 +79,15 @@ def pytest_handlecrashitem(crashitem: str) -> None:
     pytest.exit(f"{crashitem}: the process that ran it has died", returncode=1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    """Run a test, and the ranks that it forks, without a system call for every call at some depth."""
+    from expertmesh.compat import frames_in_one_chunk
+
+    runner = item.config.pluginmanager.get_plugin("runner")
+    return frames_in_one_chunk(runner.pytest_runtest_protocol)(item, nextitem)
+
+
 @pytest.fixture(autouse=True)
 def _log_as_it_was() -> Iterator[None]:
     """What prints the log is chosen for the life of a process, which here goes on with the next test."""

@@ -507,6 +507,7 @@ def _leave_groups() -> list[Any]:
     then gone. Returns the groups, to be kept for as long as this process lives.
     """
     gc.collect()
+    gc.freeze()  # what is left is caches: the next time need not look at them
     # Alive, not torn down: gloo's teardown crashes at random on a thread of its own, which would end the next function.
     groups = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()

@@ -80,7 +80,7 @@ def packing_refusal(model: nn.Module) -> str | None:
             )
     found = Separation.of(model, anatomy)
     # A decoder that takes `[4, B, S]` builds masks from the first.
-    if found.has_axes and _TEXT_POSITIONS.search(_source(type(found.decoder))) is None:
+    if found.has_axes and _TEXT_POSITIONS.search(_source(own_class(type(found.decoder)))) is None:
         return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
     refusal = mask_refusal(found.decoder)
     in_blocks = ((name, part) for name, part in model.named_modules() if is_within(name, *decoder_blocks(anatomy)))
@@ -280,7 +280,7 @@ def counts_heads(kind: Any) -> str | None:
 @by_class
 def mask_refusal(kind: Any) -> str | None:
     """Return the reason why the masks that a decoder builds may not separate packed samples, or None."""
-    source = _source(kind)
+    source = _source(own_class(kind))
     if not _CAUSAL_MASK.search(source):
         return "builds attention masks by code of its own, which may not separate packed samples"
     if not _masks_see_positions(source):
@@ -291,11 +291,25 @@ def mask_refusal(kind: Any) -> str | None:
 @by_class
 def takes_masks(kind: Any) -> bool:
     """Return whether a decoder accepts masks as a dict with one for each kind of layer."""
-    return _TAKES_MASKS.search(_source(kind)) is not None
+    return _TAKES_MASKS.search(_source(own_class(kind))) is not None
 
 
-def _source(kind: Any) -> str:
-    return inspect.getsource(own_class(kind))
+def _source(owner: Any) -> str:
+    """Return the source of a class or a function. Raises `OSError` or `TypeError` for one made at run time."""
+    classes = _classes_of(owner.__module__) if inspect.isclass(owner) else {}
+    return classes.get(owner.__qualname__) or textwrap.dedent(inspect.getsource(owner))
+
+
+@functools.cache
+def _classes_of(module: str) -> dict[str, str]:
+    """Return the source of each class of a module. Before Python 3.13 inspect parses the whole module for each one."""
+    source = inspect.getsource(sys.modules[module])
+    lines = source.split("\n")
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    firsts = [min(node.lineno, *(each.lineno for each in node.decorator_list), node.lineno) for node in classes]
+    return {
+        node.name: "\n".join(lines[first - 1 : node.end_lineno]) for node, first in zip(classes, firsts, strict=True)
+    }
 
 
 def _masks_see_positions(source: str) -> bool:
@@ -330,7 +344,7 @@ def _owners(kind: type) -> Iterator[type]:
 @functools.cache
 def _tree(owner: Any) -> ast.AST:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(owner)))
+        return ast.parse(_source(owner))
     except (OSError, TypeError):
         return ast.Module([], [])  # a class made at run time has no source
 

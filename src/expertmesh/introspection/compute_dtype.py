@@ -23,7 +23,7 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, group_by_kind, is_inside
 from expertmesh.compat import buffer_slots, tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.meta_run import WithoutValues, run_text
-from expertmesh.introspection.proofs import proof_key, refusal_by_proof
+from expertmesh.introspection.proofs import look_up, proof_key
 from expertmesh.state.model_view import is_adapter
 from expertmesh.state.patching import exchanged, replace_forward
 
@@ -107,12 +107,9 @@ def plan_compute(
     Collectives: none.
     """
     policy = DtypePolicy(uncast_modules(meta_model, anatomy, kept_in_fp32))
-    if _is_proven(meta_model, anatomy, compute, policy):
-        return policy
+    refused = _refusal(meta_model, anatomy, compute, policy)
     # Each run that fails names one module; widen its group or cast its buffers, and try again.
-    while refused := _run(meta_model, anatomy, compute, policy):
-        if refused is _UNKNOWN:
-            break
+    while refused is not None and refused is not _UNKNOWN:
         reader, module = refused.reader, refused.module
         if reader and reader not in policy.in_fp32 and not _has_group(reader, anatomy):
             for each in _in_equal_blocks(reader, _equal_blocks(meta_model, anatomy, policy)):
@@ -136,6 +133,7 @@ def plan_compute(
                 f"precision.compute {dtype}: {meta_model.config.model_type} {refused.reason}",  # type: ignore[union-attr]
                 key="precision.compute-unsupported",
             )
+        refused = _run(meta_model, anatomy, compute, policy)
     return policy
 
 
@@ -178,7 +176,7 @@ def with_wide_routers(
         name: tuple(leaf for leaf, _ in meta_model.get_submodule(name).named_parameters(prefix=name)) for name in free
     }
     wide = replace(policy, in_fp32={**policy.in_fp32, **own}, routers=tuple(free))
-    return wide if free and _is_proven(meta_model, anatomy, compute, wide) else policy
+    return wide if free and _refusal(meta_model, anatomy, compute, wide) is None else policy
 
 
 def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -186,20 +184,18 @@ def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, kwargs))
 
 
-def _is_proven(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, policy: DtypePolicy) -> bool:
-    """Return whether a model runs with `policy`, by a run on meta, once for equal models."""
+def _refusal(meta_model: nn.Module, anatomy: Anatomy, compute: torch.dtype, policy: DtypePolicy) -> _Refused | None:
+    """Return why a model does not run with `policy`, or None; by a run on meta, once for equal models that do."""
     tensors = [*meta_model.named_parameters(), *meta_model.named_buffers()]
     dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
     kinds = {re.sub(r"\.\d+", "", name) for name in policy.in_fp32}
     adapted = any(is_adapter(name) for name, _ in tensors)
     others = ["routers in fp32"] * bool(policy.routers)
     key = proof_key(meta_model, compute, sorted(dtypes), sorted(kinds), adapted, *others)
-
-    def prove() -> str | None:
-        refused = _run(meta_model, anatomy, compute, policy)
-        return None if refused is None else refused.reason
-
-    return refusal_by_proof("compute", key, prove) is None
+    refused: _Refused | None = look_up(
+        "compute", key, lambda: _run(meta_model, anatomy, compute, policy), keep=lambda refused: refused is None
+    )
+    return refused
 
 
 def _has_group(name: str, anatomy: Anatomy) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from expertmesh.anatomy import ExpertsSpec
-from expertmesh.compat import READS_A_VALUE, TorchDispatchMode
+from expertmesh.compat import READS_A_VALUE, TorchDispatchMode, frames_in_one_chunk
 from expertmesh.experts.layer import sorted_forward
 from expertmesh.state.patching import forwards_replaced, replaced
 
@@ -41,6 +41,7 @@ def _all_places(mask: torch.Tensor) -> torch.Tensor:
     return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
 
 
+@frames_in_one_chunk
 def run_text(
     meta_model: nn.Module,
     experts: Sequence[ExpertsSpec],
