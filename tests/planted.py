@@ -78,7 +78,7 @@ dropout of adapters equal for all experts of a token
     experts/expert_mlp.py: mixed(number_P) + expert_L[pairs.expert_P()] -> mixed(number_P)
     experts/test_lora.py::test_each_expert_of_a_token_drops_for_itself_wherever_it_is
 mask of dropout sent to another token's row
-    experts/layer.py: replace(dropout, token_number_P=numbers_R) -> replace(dropout, token_number_P=numbers_R.roll(1))
+    experts/layer.py: replace(dropout, token_numbers=numbers_R) -> replace(dropout, token_numbers=numbers_R.roll(1))
     adapters/test_dropout.py::test_every_layout_and_batch_drops_the_same
 tied weights drift apart between stages
     step/forward_backward.py: local.add_(received) -> local.add_(0 * received)

@@ -160,7 +160,7 @@ def test_each_expert_of_a_token_drops_for_itself_wherever_it_is() -> None:
     assert torch.equal(first, second.flip(0))
     assert abs(float((first[0] == first[1]).float().mean()) - 0.5) < 0.05
     # A Trainer's rows of the 16th step: 20 bits of rows and 24 of positions are below those of steps.
-    later = replace(dropout, token_number_P=torch.tensor([16 << 44]))
+    later = replace(dropout, token_numbers=torch.tensor([16 << 44]))
     other = _dropped(torch.ones(2, 4096), later, pairs, torch.tensor([4, 7]))
     assert abs(float((first == other).float().mean()) - 0.5) < 0.05
 

@@ -34,6 +34,24 @@ def test_the_norm_equals_the_unsharded_one_and_clipping_reaches_the_limit(norm_t
         assert after == pytest.approx(expected / 3, rel=1e-5)
 
 
+def _clip_half_precision(max_norm: float) -> float:
+    """Return the norm after clipping gradients in bfloat16, of which the first factor is a third."""
+    model = copy.deepcopy(MODEL).bfloat16()
+    precision = em.PrecisionConfig(params="bfloat16", compute="bfloat16")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2), num_experts=8), precision=precision)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    norm = float(em.clip_grad_norm_(model, None))
+    em.clip_grad_norm_(model, norm * max_norm)
+    return float(em.clip_grad_norm_(model, None)) / norm
+
+
+def test_the_factor_of_clipping_is_not_rounded_to_the_dtype_of_gradients() -> None:
+    """In bfloat16 a third is 0.33398."""
+    for ratio in shared_ranks(_clip_half_precision, 2, 1 / 3):
+        assert ratio == pytest.approx(1 / 3, rel=5e-4)
+
+
 def _norm_of_a_large_gradient(gradient: torch.Tensor) -> float:
     model = copy.deepcopy(MODEL)
     em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1), num_experts=8))

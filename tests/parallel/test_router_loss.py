@@ -21,12 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.experts.balance import chosen_pairs
 from expertmesh.experts.layer import layer_of
 from expertmesh.step import router_losses
+from tests.families.tiny import tiny_config as family_config
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
@@ -207,6 +209,55 @@ def test_by_layer_the_fractions_are_those_of_the_whole_step(launched: Launched, 
     _prove(launched, expected("qwen3_moe"))
 
 
+ORDERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "by_micro_batch": ({"ep": 2}, {}),
+    "by_layer": ({"ep": 2}, {"accumulate": "by_layer", "round": 4}),
+    "in_rounds": ({"ep": 2}, {"accumulate": "by_layer", "round": 2}),
+    "stages": ({"pp": 2}, {}),
+}
+
+
+def _deepseek_v4() -> nn.Module:
+    """Its first layers choose experts by a hash, and have no router logits."""
+    torch.manual_seed(5)
+    model: nn.Module = AutoModelForCausalLM.from_config(family_config("DeepseekV4ForCausalLM", "deepseek_v4"))
+    return model.float()
+
+
+def _figures_of_two_steps(family: str, moe: em.MoeConfig, order: str) -> list[list[float]]:
+    """Of each step: auxiliary loss, z-loss, norm."""
+    parallel, options = ORDERS[order]
+    model = _deepseek_v4() if family == "deepseek_v4" else tiny_model(family)
+    mesh = em.init_mesh(em.ParallelConfig(**parallel))
+    em.parallelize(model, mesh, moe=moe)
+    rows = _rows(16)
+    mine, of_one = rows[mesh.data_rank :: mesh.layout.data_ranks], 4 // mesh.layout.data_ranks
+    batches = [padded(mine[start : start + of_one]) for start in range(0, len(mine), of_one)]
+    found = []
+    for _ in range(2):
+        losses = em.forward_backward(model, batches, target_tokens=100, chunk_tokens=16, **options)
+        values = torch.stack([losses.aux_loss.double(), losses.z_loss.double()])
+        dist.all_reduce(values)
+        found.append([*values.tolist(), float(em.clip_grad_norm_(model, None))])
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.slow_cases(r"jetmoe-moe0-.*", why="the z-loss alone is all that stages do not count before")
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "by_micro_batch"])
+@pytest.mark.parametrize(
+    ("family", "moe"),
+    [("jetmoe", MOE), ("jetmoe", em.MoeConfig(z_loss_coef=Z)), ("deepseek_v4", em.MoeConfig(z_loss_coef=Z))],
+)
+def test_routers_of_attention_and_layers_without_logits_count_alike_in_every_order(
+    family: str, moe: em.MoeConfig, order: str
+) -> None:
+    wanted = shared_ranks(_figures_of_two_steps, 2, family, moe, "by_micro_batch")
+    assert shared_ranks(_figures_of_two_steps, 2, family, moe, order)[0] == [
+        pytest.approx(each, rel=TOLERANCE) for each in wanted[0]
+    ]
+
+
 def packed_rows(rows: list[Row]) -> dict[str, torch.Tensor]:
     """All rows in one, each with positions of its own, and a tail of padding."""
     lengths = [len(ids) for ids, _ in rows] + [3]
@@ -292,8 +343,8 @@ def test_a_step_costs_one_small_all_reduce_and_nothing_where_the_losses_are_off(
     want, settings = expected("mixtral"), (em.MoeConfig(), em.MoeConfig(z_loss_coef=Z), MOE)
     off, z_only, both = shared_ranks(lambda: [_communicate(want, moe, micro_batches) for moe in settings], 2)[0]
     assert off[1] == []
-    assert z_only == (off[0] + 1, [(8 + 1) * 8])  # E + 1 integers
-    assert both[1] == [(8 + 1) * 8]
+    assert z_only == (off[0] + 1, [(8 + 2) * 8])  # E + 2 integers
+    assert both[1] == [(8 + 2) * 8]
     assert both[0] == off[0] + 1 if micro_batches == 1 else both[0] > off[0] + 1  # the counting forwards communicate
 
 

@@ -409,11 +409,11 @@ def test_the_best_interval_follows_from_what_saves_cost_and_how_often_ranks_fail
     mesh = SimpleNamespace(rank=0, layout=Layout(fsdp=4))
     run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=settings), mesh=mesh)
     none: Any = None
-    kept = RunCheckpoints(run, none, none, {}, none, 0, none, none, saved_at=time.monotonic() - 200)
+    kept = RunCheckpoints(run, none, none, {}, none, none, none, saved_at=time.monotonic() - 200)
     assert not kept.overdue()  # the first is after 5 minutes
     with caplog.at_level("INFO"):
-        kept._print_saved(saved(2, 60))
-        kept._print_saved(saved(2.1, 60))
+        kept._note_saved(saved(2, 60))
+        kept._note_saved(saved(2.1, 60))
     assert kept.overdue()
     said = "saved every 2 minutes from here on: a save pauses training for 2.00 s, and 4 ranks fail every 1 h"
     assert caplog.text.count("saved every") == caplog.text.count(said) == 1

@@ -1,4 +1,6 @@
-"""Issue the collectives of the expert layer. `to_host` is the only place where the layer waits for the device."""
+"""Issue the collectives of the expert layer. A dispatch waits for the device in `to_host`; behind it only experts that
+run one after the other do, and a dense mixture for its rows.
+"""
 
 from typing import Any
 

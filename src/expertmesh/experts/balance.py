@@ -29,7 +29,7 @@ from expertmesh.anatomy import Anatomy
 from expertmesh.compat import declared
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
-from expertmesh.experts.layer import layer_of
+from expertmesh.experts.layer import TokensPerExpert, layer_of
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.pairs import count_pairs
 from expertmesh.state.model_view import is_adapter, mesh_of, sharded, stage_names
@@ -101,6 +101,12 @@ def attached_balance(model: nn.Module) -> Balance:
     return Balance() if plan is None else plan.balance
 
 
+def count_for_biases(model: nn.Module, balance: Balance) -> None:
+    """Let the layers here whose biases move count the tokens of a step."""
+    for experts in stage_names(model, [experts for experts, _ in balance.biases]):
+        layer_of(model.get_submodule(experts)).step_tokens_per_expert = TokensPerExpert()
+
+
 def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     """Move the correction biases by `moe.bias_update_rate` towards balance. Call it once after each optimizer step.
 
@@ -116,10 +122,11 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     if not balance.biases:
         return
     here = set(stage_names(model, [experts for experts, _ in balance.biases]))
-    counts = [
-        layer_of(model.get_submodule(experts)).step_tokens_per_expert.pop() if experts in here else None
+    counters = [
+        layer_of(model.get_submodule(experts)).step_tokens_per_expert if experts in here else None
         for experts, _ in balance.biases
     ]
+    counts = [None if counter is None else counter.pop() for counter in counters]
     if skipped:
         return
     nothing_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=mesh_of(model).device)

@@ -7,7 +7,8 @@ elements against about P*(2H + 6I) in the plain form (arXiv 2512.14080 derives t
 
 An adapted projection W computes `x W^T + scaling · (x A^T) B^T` (LoRA: arXiv 2106.09685). The product B A, E x out x
 in, is never formed (huggingface/peft issue 3577 shows its cost), and frozen weights get no gradient. `moe.compute:
-loop` multiplies one expert after the other (`PerExpertMlp`): the plain reference, and the only way in fp64.
+loop` multiplies one expert after the other, the plain reference and the only way in fp64: `PerExpertMlp`, which holds
+one expert's rows at a time, and with adapters `looped_mm` in place of `grouped_mm`.
 
     R rows, P pairs, H hidden, I intermediate, L experts on this rank, r rank of the adapters; up weights are
     `[L, 2I, H]`, or `[L, H, 2I]` in transposed families (2I is I when the experts are not gated), down weights
@@ -178,7 +179,7 @@ class _ExpertMlp(torch.autograd.Function):
 
         # Behind the boundary, so that a checkpointed block's second run can end before the down projection.
         deferred.compute = compute
-        token_number_R = None if dropout is None else dropout.token_number_P
+        token_number_R = None if dropout is None else dropout.token_numbers
         low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, token_number_R)
         # Save index tensors too: attributes of ctx would outlive a checkpointed block's first run.
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
@@ -267,7 +268,7 @@ def normed_expert_mlp(
         place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
         one_per_row = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
         rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs, mlp.triton)
-        drop = dropout and replace(dropout, token_number_P=dropout.token_number_P.index_select(0, pairs.row_P))
+        drop = dropout and replace(dropout, token_numbers=dropout.token_numbers.index_select(0, pairs.row_P))
         out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), one_per_row, weights, mlp, adapters, drop)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
         # Compute in the wider dtype of the two, since the weights may be fp32, then cast back.
@@ -420,7 +421,7 @@ def _dropped(
     """Return `values` of pairs with their dropout; with `expert_L` each expert of a token has a mask of its own."""
     if dropout is None:
         return values
-    number_P, salt = dropout.token_number_P.index_select(0, pairs.row_P), dropout.salt
+    number_P, salt = dropout.token_numbers.index_select(0, pairs.row_P), dropout.salt
     if expert_L is not None:
         # Mixed before the expert is added, which would else make the number of another token.
         number_P, salt = mixed(number_P) + expert_L[pairs.expert_P()], salt + 1

@@ -103,8 +103,8 @@ class ExpertLayer:
     tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
     """Real tokens that this rank's router sent to each expert since the last `pop`, in training only; recomputation
     does not count again."""
-    step_tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
-    """The same; popped once per optimizer step."""
+    step_tokens_per_expert: TokensPerExpert | None = None
+    """The same since the last `update_router_bias`; None where no bias moves."""
     together_EE: torch.Tensor | None = None
     """Real tokens that chose both of two experts, int64, counted where it is given; its diagonal is tokens of one."""
 
@@ -128,7 +128,8 @@ class ExpertLayer:
         if trains:
             tokens_E = count_pairs(index_TK, self.spec.num_experts, real_T)
             self.tokens_per_expert.add(tokens_E)
-            self.step_tokens_per_expert.add(tokens_E)
+            if self.step_tokens_per_expert is not None:
+                self.step_tokens_per_expert.add(tokens_E)
         # Selective checkpointing keeps the result: a second dispatch would repeat its collectives.
         out_TH = computed_once(partial(self.forward, experts, hidden, index_TK, weight_TK))
         # Return no view: FSDP2 hooks this output, and a model may add to it in place.
@@ -169,8 +170,8 @@ class ExpertLayer:
                 dropout = None if state is None else state.dropout_of(self.spec.name, len(hidden_TH))
                 if dropout is not None:
                     # One more exchange: a mask follows its token to whichever rank computes it.
-                    numbers_R = self.dispatcher.send_token_numbers(dropout.token_number_P, metadata)
-                    dropout = replace(dropout, token_number_P=numbers_R)
+                    numbers_R = self.dispatcher.send_token_numbers(dropout.token_numbers, metadata)
+                    dropout = replace(dropout, token_numbers=numbers_R)
             with span("experts"):  # 2b
                 weights, adapters = self._weights(experts), self._adapters(experts)
                 if self.spec.post_norm:

@@ -30,7 +30,7 @@ class Dropout:
     """The probability that an element is dropped."""
     salt: int
     """A number for the seed and the adapted module."""
-    token_number_P: torch.Tensor
+    token_numbers: torch.Tensor
     """The token of the optimizer step of each row, int64, equal in every layout."""
 
 
@@ -117,7 +117,7 @@ def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: in
 
     The columns are those from `first_column` on.
     """
-    token_number_P = dropout.token_number_P
+    token_number_P = dropout.token_numbers
     column_W = torch.arange(first_column, first_column + width, device=token_number_P.device)
     keep_PW = torch.empty(token_number_P.shape[0], width, dtype=dtype, device=token_number_P.device)
     # Of the 2**53 values that the upper bits take, as many are dropped as the probability says.

@@ -33,6 +33,7 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside, is_within
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import gather_objects, raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.balance import count_for_biases
 from expertmesh.experts.install import install
 from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.checkpointing import recompute_blocks
@@ -137,6 +138,7 @@ def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
     # 3.
     install(model, anatomy, mesh, plan.experts, compute)
+    count_for_biases(model, plan.balance)
     _replace_parameters(model, plan, mesh, local)
     # 4. Packed samples come before split_parts, whose mixins go in front of BySamples and check for it.
     separate_samples(model, plan.anatomy, mesh.device, compute)

@@ -102,6 +102,8 @@ class ShardedModel:
     """Its adapters."""
     lora_base: "Base | None" = None
     """Hash of the frozen weights."""
+    router_logits: int | None = None
+    """Number of router logits that a forward of the stages here records; None without stages or before the first."""
     frozen_formats: Mapping[str, PackedFormat] | None = None
     """Formats of the weights that stay packed, by parameter, or None: `parallel.shard_plan.plan_frozen`."""
     follows_routes: bool = False

@@ -86,7 +86,7 @@ def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def real_tokens_here(batch: Mapping[str, torch.Tensor], share: SequenceShare) -> torch.Tensor | None:
-    """Return a mask of this rank's positions that are not padding, `[B, S]` bool, or None if no position is."""
+    """Return a mask of this rank's positions that are not padding, `[B, S]` bool; None if all are real."""
     real_BS = real_tokens_of(batch)
     return None if real_BS is None else share.local(real_BS, 1)
 

@@ -47,7 +47,7 @@ from expertmesh.step.loss import (
     refuse_labels,
 )
 from expertmesh.step.pipeline_schedule import StageOutput, StageTerm, run_pipeline, same_shape
-from expertmesh.step.router_losses import RouterLosses, active_router_losses, router_losses
+from expertmesh.step.router_losses import RouterLosses, router_losses
 
 _T = TypeVar("_T")
 # Arguments of a model's forward that are of its loss, or that are set for its blocks.
@@ -314,7 +314,7 @@ def _through_stages(
     for parameter in tied:
         parameter.grad = None
     with router_losses(model, batches) as router_loss:
-        has_losses = active_router_losses(model) is not None
+        has_losses = router_loss.balance.has_losses
         term = _term_of_stage(model, batches, objective, sums, router_loss if has_losses else None, chunk_tokens)
         run_pipeline(model, pipeline, batches, term, router_logits=has_losses)
     for parameter, earlier in zip(tied, before, strict=True):
@@ -340,14 +340,14 @@ def _by_layer(
     if router_loss.balance.aux_loss_coef and len(rounds) > 1:
         router_loss.run_ahead(micro_batches)
     with router_loss.collecting():
-        has_losses = active_router_losses(model) is not None
+        has_losses = router_loss.balance.has_losses
         for batches in rounds:
             run = Round(model, layers, batches, router_logits=has_losses, inputs_on_host=order.inputs_on_host)
             losses = router_loss if has_losses else None
             term = _term_of_stage(model, run.batches, objective, sums, losses, chunk_tokens)
             with layers_held(model, layers):
                 run.forward()
-                if has_losses and len(rounds) == 1:
+                if has_losses:
                     router_loss.set_fractions([run.router_logits(number) for number in range(len(batches))])
                 run.backward(term, all_reduce=batches is rounds[-1])
     return sums.with_router_losses(router_loss)

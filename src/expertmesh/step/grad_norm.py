@@ -45,7 +45,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
         # The rule of torch.nn.utils.clip_grad_norm_, decided on the device: an `if` would wait for it.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         scale = torch.where(total.isfinite(), scale, torch.ones_like(scale))
-        scale_all_(gradients, scale.to(gradients[0].dtype))
+        scale_all_(gradients, scale)
     return total
 
 

@@ -26,7 +26,7 @@ from expertmesh.experts.balance import (
     squared_logsumexp,
 )
 from expertmesh.parallel.sequence import Batch, padded, sequence_share
-from expertmesh.state.model_view import mesh_of, shard_plan_of, sharded
+from expertmesh.state.model_view import attach, mesh_of, sharded
 from expertmesh.step.base_model import real_tokens_here, run_base
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline
 
@@ -46,13 +46,13 @@ def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator[
     Args:
         micro_batches: This rank's, on its device, in the order in which they are trained; all ranks have equally many.
 
-    Collectives: every rank calls it; one all-reduce of E + 1 numbers over all ranks, and those of the extra forwards.
+    Collectives: every rank calls it; one all-reduce of E + 2 numbers over all ranks, and those of the extra forwards.
     """
     losses = RouterLosses(model, micro_batches)
     if losses.balance.aux_loss_coef and (len(micro_batches) > 1 or sharded(model).pipeline is not None):
         losses.run_ahead(micro_batches)
     elif losses.balance.has_losses and sharded(model).pipeline is not None:
-        losses.run_ahead([])
+        losses.run_ahead([] if sharded(model).router_logits is not None else micro_batches)
     with losses.collecting():
         yield losses
 
@@ -106,7 +106,7 @@ class RouterLosses:
         Collectives: those of the forwards, and one all-reduce.
         """
         device = mesh_of(self.model).device
-        pairs_E = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=device)
+        pairs_E, recorded = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=device), 0
         devices = [] if device.type == "cpu" else [device]
         # Dropout draws here too; the forwards with gradients must draw what they would have without this.
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
@@ -114,24 +114,33 @@ class RouterLosses:
                 for batch, real_T in zip(micro_batches, self._real, strict=True):
                     _, _, logits = run_base(self.model, padded(batch, self._share_of_rows), router_logits=True)
                     pairs_E += self._pairs(logits, real_T)
+                    recorded = len(logits)
             elif micro_batches:
 
                 def add(output: StageOutput) -> None:
+                    nonlocal recorded
                     pairs_E.add_(self._pairs(output.router_logits, self._real[output.number]))
+                    recorded += len(output.router_logits) if output.number == 0 else 0
 
                 run_pipeline(self.model, self._pipeline, micro_batches, add, router_logits=True)
-        self._step = self._join(pairs_E)
+                attach(self.model, router_logits=recorded)
+            else:
+                recorded = sharded(self.model).router_logits or 0
+        self._step = self._join(pairs_E, recorded)
 
     def set_fractions(self, logits: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Set the step's fractions of tokens per expert.
+        """Set the step's fractions of tokens per expert, unless they are known.
 
         Args:
-            logits: Router logits `[T, E]` of all layers, for each micro-batch of the step.
+            logits: Router logits `[T, E]` of all layers, for each micro-batch of the step; for some of them without the
+                auxiliary loss.
 
-        Collectives: one all-reduce.
+        Collectives: one all-reduce, or none.
         """
-        pairs = [self._pairs(of_batch, real_T) for of_batch, real_T in zip(logits, self._real, strict=True)]
-        self._step = self._join(torch.stack(pairs).sum(dim=0))
+        if self._step is not None:
+            return
+        pairs = [self._pairs(*each) for each in zip(logits, self._real, strict=self.balance.aux_loss_coef != 0)]
+        self._step = self._join(torch.stack(pairs).sum(dim=0), len(logits[0]))
 
     def add(self, logits: Sequence[torch.Tensor], batch: Batch) -> None:
         """Take the router logits `[T, E]` of a micro-batch's layers; `causal_lm_loss` calls it.
@@ -149,9 +158,8 @@ class RouterLosses:
         self._left -= 1
         real_T = self._real_here(batch)
         if self._step is None:
-            self._step = self._join(self._pairs(logits, real_T))
-        layers = len(logits) if self._at_once else len(shard_plan_of(self.model).anatomy.experts)
-        rows, share = self._step.tokens * layers, torch.zeros((), device=real_T.device)
+            self._step = self._join(self._pairs(logits, real_T), len(logits))
+        rows, share = self._step.rows, torch.zeros((), device=real_T.device)
         if not logits:  # a stage or layer without MoE layers
             self._share = share
             return
@@ -199,14 +207,20 @@ class RouterLosses:
             return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
         return torch.stack([chosen_pairs(logits_TE, self.balance.top_k, real_T) for logits_TE in logits]).sum(dim=0)
 
-    def _join(self, pairs_E: torch.Tensor) -> "_Step":
-        """Sum over all ranks. Collectives: one all-reduce of E + 1 integers."""
+    def _join(self, pairs_E: torch.Tensor, recorded: int) -> "_Step":
+        """Sum over all ranks. Collectives: one all-reduce of E + 2 integers.
+
+        Args:
+            recorded: Router logits that a forward of the layers here gives.
+        """
         # Integers: the sum is the same in any order, so every rank divides by the same bits.
         tokens = torch.stack([real_T.sum() for real_T in self._real]).sum()
-        sums_E1 = torch.cat([pairs_E, tokens.to(pairs_E)[None]])
-        dist.all_reduce(sums_E1)
+        sums_E2 = torch.cat([pairs_E, tokens.to(pairs_E)[None], torch.full_like(pairs_E[:1], recorded)])
+        dist.all_reduce(sums_E2)
         # Each stage counted its own layers, and the same tokens.
-        return _Step(sums_E1[:-1].double(), sums_E1[-1].double() / mesh_of(self.model).layout.pp)
+        layout = mesh_of(self.model).layout
+        tokens, layers = sums_E2[-2].double() / layout.pp, sums_E2[-1].double() / layout.ranks_per_stage
+        return _Step(sums_E2[:-2].double(), tokens * layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +229,8 @@ class _Step:
 
     pairs_E: torch.Tensor
     """Pairs of token and expert, all layers together."""
-    tokens: torch.Tensor
-    """Real tokens."""
+    rows: torch.Tensor
+    """Rows of router logits of real tokens, all layers together: families record routers of attention, or not all."""
 
 
 _active: ContextVar[RouterLosses | None] = ContextVar("expertmesh_router_losses", default=None)

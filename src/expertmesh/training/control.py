@@ -132,7 +132,7 @@ class Progress:
 
 
 class StopReason(IntEnum):
-    """The reason why a run has to stop: an integer, which an all-gather can carry; the largest of all ranks decides."""
+    """The reason why a run has to stop. The largest that any rank has decides: one all-reduce counts each."""
 
     NONE = 0
     MAX_TIME = 1

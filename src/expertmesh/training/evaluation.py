@@ -44,8 +44,8 @@ def _figures(run: "Prepared", batches: EvaluationBatches) -> EvalMetrics:
     objective = chosen.with_kl_of_step(model, objective, mismatched, batches.desirable, mesh)
     with evaluating(model):
         for group in in_groups(batches, mesh, "evaluating"):
-            compared, rows = chosen.with_comparison(model, group, objective)
-            for term in evaluate_terms(model, rows, compared):
+            compared, micro_batches = chosen.with_comparison(model, group, objective)
+            for term in evaluate_terms(model, micro_batches, compared):
                 totals += torch.cat([term.loss.double().view(1), term.figures_F])
     dist.all_reduce(totals)
     loss, *figures = totals.tolist()

@@ -37,7 +37,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The facts of a step, the same on every rank except `grad_norm`."""
+    """The facts of a step, the same on every rank."""
 
     loss: float
     """Loss of the whole step."""
@@ -46,7 +46,7 @@ class StepFacts:
     z_loss: float
     """Router z-loss of the whole step, without its factor."""
     grad_norm: float
-    """This rank's."""
+    """Norm over the full model."""
     not_finite: int
     """Ranks that have a loss or a gradient norm that is not finite."""
     stop: StopReason

@@ -10,8 +10,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from expertmesh.distributed.mesh import set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.experts.placement import LOAD_FILE
 from expertmesh.io.terminal import plural
+from expertmesh.parallel.sequence import Batch
 from expertmesh.step.forward_backward import run_step
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.control import Control, Stopped
@@ -163,12 +164,11 @@ class TrainingLoop:
         if facts.stop or wanted or self.checkpoints.is_due(number, facts.overdue):
             self.control.progress.at(number, "saving a checkpoint")
             paused = time.monotonic()
-            if self.checkpoints.saved_step != number:
-                self.state.counters.elapsed_seconds, self.state.counters.seconds = clock.read()
-                self.state.counters.expert_load = self.expert_load.pending() if self.state.counters.tokens else None
-                self.reporter.sync()
-                self._write_load()
-                self.checkpoints.save()
+            self.state.counters.elapsed_seconds, self.state.counters.seconds = clock.read()
+            self.state.counters.expert_load = self.expert_load.pending() if self.state.counters.tokens else None
+            self.reporter.sync()
+            self._write_load()
+            self.checkpoints.save()
             clock.skip(time.monotonic() - paused)
         if facts.stop:
             self.checkpoints.finish()
@@ -187,22 +187,22 @@ class TrainingLoop:
 
         A skipped step uses up its place in the schedule.
         """
-        model, mesh, minimised = self.run.model, self.run.mesh, self.run.checked.objective
+        model, mesh, chosen = self.run.model, self.run.mesh, self.run.checked.objective
         self.control.progress.at(number, "forward and backward")
         # 1. The objective. It divides by numbers of the whole step, which every rank knows without a collective.
-        batches = [on_device(batch, mesh.device) for batch in step.micro_batches]
-        objective = minimised.of_step(rows=step.rows, target_tokens=step.target_tokens)
+        batches: Sequence[Batch] = [on_device(batch, mesh.device) for batch in step.micro_batches]
+        objective = chosen.of_step(rows=step.rows, target_tokens=step.target_tokens)
         # For kto: forwards of the mismatched rows without gradients, and one all-reduce of a number.
         mismatched = [on_device(batch, mesh.device) for batch in step.mismatched]
-        objective = minimised.with_kl_of_step(model, objective, [mismatched], step.desirable, mesh)
+        objective = chosen.with_kl_of_step(model, objective, [mismatched], step.desirable, mesh)
         # With a reference or a teacher: one more forward of each micro-batch, without gradients.
-        objective, rows = minimised.with_comparison(model, batches, objective)
+        objective, batches = chosen.with_comparison(model, batches, objective)
         # 2. Forward and backward of all micro-batches; gradients are reduced over the ranks.
-        losses = run_step(model, rows, objective, order=self.run.checked.order)
+        losses = run_step(model, batches, objective, order=self.run.checked.order)
         self.control.progress.at(number, "update")
-        # 3. One norm over all shards; gradients are clipped even in a step that is skipped below.
+        # 3. One norm over all shards, and clipping by it; a norm that is not finite scales nothing.
         grad_norm = clip_grad_norm_(model, self.run.config.optim.max_grad_norm)
-        # 4. One decision for all ranks, with the only wait for the device.
+        # 4. One decision for all ranks, with the only wait for the device after backward.
         own = RankFacts(self.control.stop_requested(), self.checkpoints.overdue(), self.checkpoints.writer.status())
         facts = exchange(losses, grad_norm, own, objective.figures, mesh.device)
         learning_rate = float(self.state.optimizer.param_groups[0]["lr"])
@@ -213,7 +213,10 @@ class TrainingLoop:
         # After a skipped step too, whose counts of tokens must not move the biases in the next one.
         update_router_bias(model, skipped=skipped is not None)
         self.state.optimizer.zero_grad(set_to_none=True)
-        self.state.schedule.step()
+        with warnings.catch_warnings() if skipped else nullcontext():
+            # Where it is the first step, torch would blame the order of the calls.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.state.schedule.step()
         return _StepResult(facts, learning_rate, skipped)
 
 
@@ -291,6 +294,8 @@ def profiling(steps: tuple[int, int] | None, directory: Path, rank: int) -> Iter
     with warnings.catch_warnings():  # of a first step, before which there is none to warm up in
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")
         when = schedule(wait=first - 1 - warm_up, warmup=warm_up, active=last - first + 1, repeat=1)
+    if first == 1 and torch.cuda.is_available():
+        record_memory(_MEMORY_EVENTS)
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=kinds, schedule=when, on_trace_ready=write) as profiler:
         yield end_step

@@ -3,7 +3,7 @@ the first step, or a teacher.
 
 With new adapters the reference is the base with adapters off, run beside each step. Otherwise its log-probabilities
 are computed once, of all rows, before the first step, and every checkpoint has them: the weights to compute them again
-may be absent or changed when the run goes on, and a run that goes on has to run_step the same as before. A teacher is
+may be absent or changed when the run goes on, and a run that goes on has to take the same steps as before. A teacher is
 a second model, frozen, in the layout of the first, which runs beside each step too. So does the model itself for kto,
 on mismatched rows. Nothing here takes an optimizer step.
 """

@@ -207,45 +207,43 @@ class RunCheckpoints:
     """Content of small files that every checkpoint holds, by name."""
     beside_weights: CopiedFiles
     """The files that rank 0 writes with the result in place of the tokenizer: the base may be deleted by then."""
-    saved_step: int
-    """The step of the last checkpoint."""
     selection: Selection
     uploads: RunUploads | None
     saved_at: float = field(default_factory=time.monotonic)
     """`time.monotonic()` of the last checkpoint."""
-    best_seconds: float = FIRST_SECONDS
+    auto_seconds: float = FIRST_SECONDS
     """Seconds between saves for `every_minutes: auto`, by the cost of the last save."""
 
     def overdue(self) -> bool:
         """Return whether `every_minutes` have passed by this rank's clock; only rank 0's answer counts."""
         minutes = self.run.config.checkpoint.every_minutes
-        seconds = self.best_seconds if minutes == "auto" else None if minutes is None else 60 * minutes
+        seconds = self.auto_seconds if minutes == "auto" else None if minutes is None else 60 * minutes
         return seconds is not None and time.monotonic() - self.saved_at >= seconds
 
     def is_due(self, step: int, overdue: bool) -> bool:
         """Return whether to save after `step` by the rules; `overdue` is rank 0's."""
         every = self.run.config.checkpoint.every_steps
-        return (overdue or (every is not None and step % every == 0)) and step != self.saved_step
+        return overdue or (every is not None and step % every == 0)
 
     def settle(self, ranks: Sequence[int]) -> None:
         """Publish what all ranks have written by now; `ranks` as in `CheckpointWriter.settle`."""
-        self._print_saved(self.writer.settle(ranks))
+        self._note_saved(self.writer.settle(ranks))
 
     def save(self) -> None:
         """Save the state after `counters.step`, first waiting for an earlier checkpoint. Every rank calls it."""
-        self._print_saved(self.writer.finish())
+        self._note_saved(self.writer.finish())
         counters, optimizer = self.state.counters, self.state.optimizer
         state: dict[str, Any] = {"identity": asdict(self.run.identity), "counters": asdict(counters)}
         state["total_steps"] = self.run.total_steps
         self.writer.keep_step = counters.best.step if counters.best is not None else None
         files = {**self.files, STATE_FILE: state_bytes(counters.step, state, optimizer)}
         saved = self.writer.save(self.run.model, optimizer, counters.step, files)
-        self.saved_step, self.saved_at = counters.step, time.monotonic()
-        self._print_saved(saved)
+        self.saved_at = time.monotonic()
+        self._note_saved(saved)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk. Every rank calls it."""
-        self._print_saved(self.writer.close())
+        self._note_saved(self.writer.close())
 
     def upload_before_stopping(self) -> None:
         """Upload the last checkpoint to object storage: a machine that stops may not come back.
@@ -262,21 +260,21 @@ class RunCheckpoints:
                 except ExpertmeshError as error:
                     log.warning(f"warning: {error}")
 
-    def _print_saved(self, saved: SavedCheckpoint | None) -> None:
+    def _note_saved(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:
             return
         config, ranks = self.run.config.checkpoint, self.run.mesh.layout.world_size
-        before = self.best_seconds
-        self.best_seconds = best_interval(saved, 3600 * config.device_hours_per_failure / ranks)
+        before = self.auto_seconds
+        self.auto_seconds = best_interval(saved, 3600 * config.device_hours_per_failure / ranks)
         if self.run.mesh.rank == 0:
             log.info(
                 f"checkpoint {saved.directory.name}: {saved.files} files, {bytes_text(saved.total_bytes)}, "
                 f"written in {saved.seconds:.1f} s, training paused {saved.paused_seconds:.2f} s"
             )
-            unchanged = abs(self.best_seconds / before - 1) < _WORTH_A_LINE
+            unchanged = abs(self.auto_seconds / before - 1) < _WORTH_A_LINE
             if config.every_minutes == "auto" and not unchanged:
                 log.info(
-                    f"           saved every {self.best_seconds / 60:.3g} minutes from here on: a save pauses training "
+                    f"           saved every {self.auto_seconds / 60:.3g} minutes from here on: a save pauses training "
                     f"for {saved.paused_seconds:.2f} s, and {ranks} ranks fail every "
                     f"{config.device_hours_per_failure / ranks:,.3g} h (checkpoint.device_hours_per_failure)"
                 )
@@ -316,8 +314,8 @@ def open_checkpoints(run: Prepared, state: RunState) -> RunCheckpoints:
     queue = None if uploads is None else uploads.queue
     writer = CheckpointWriter(directory, keep_last=keep_last, asynchronous=asynchronous, uploads=queue)
     selection = Selection(config, state.counters)
-    step, copied = state.counters.step, CopiedFiles(beside)
-    return RunCheckpoints(run, state, writer, files, copied, step, selection, uploads)
+    copied = CopiedFiles(beside)
+    return RunCheckpoints(run, state, writer, files, copied, selection, uploads)
 
 
 def check_hub(config: Config) -> None:
