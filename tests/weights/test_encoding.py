@@ -22,15 +22,17 @@ from expertmesh.cli.options import MergedDtype, WrittenDtype
 from expertmesh.export.checkpoint import export
 from expertmesh.export.merge import convert, merge
 from expertmesh.io.boxes import full_box, slices
-from expertmesh.io.safetensors_reader import FileTensor
+from expertmesh.io.safetensors_reader import FileTensor, open_weight_files
 from expertmesh.state.codes import codes_of
 from expertmesh.state.model_view import ModelView
 from expertmesh.state.shards import local_tensor, stored_box
 from expertmesh.weights import write
 from expertmesh.weights.load import fill
+from expertmesh.weights.mapping import plan_save
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from expertmesh.weights.quantised import encode as encoding
-from expertmesh.weights.quantised.encode import PACKED, Rounding, encode, settings_of, stored_matrix
+from expertmesh.weights.quantised.encode import PACKED, Rounding, encode, plan_packing, settings_of, stored_matrix
+from expertmesh.weights.quantised.published import published_tensors, quantisation
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.save import save_model
 from tests.adapters.reference import random_adapter
@@ -197,6 +199,21 @@ def test_stages_and_split_matrices_are_put_together_again(axis: str, tmp_path: P
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["nvfp4"](), is_linear)
     shared_ranks(_load_and_save, 4, target, em.ParallelConfig(ep=2, **{axis: 2}))
     _assert_as_before(target)
+
+
+def test_ranks_plan_the_codes_in_the_order_of_the_headers(tmp_path: Path) -> None:
+    """Each tensor is one reduction, so that ranks in another order would mix the bytes of two."""
+    target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["int4"](), is_linear)
+    config, directory = read_model_config(str(target / "quantised"))
+    with open_weight_files(directory) as files:
+        published = published_tensors(quantisation(config), files)
+        headers = [name.removesuffix("_packed") for name in files.tensors if name.endswith("_packed")]
+    assert len(headers) > 8
+    assert list(published.quantised) == headers
+    model = build_meta_model(config, torch.float32)
+    fill(model, directory, "cpu")
+    view = ModelView(model)
+    assert list(plan_packing(view, plan_save(view), "as_loaded").packed) == headers
 
 
 def test_gpt_oss_is_written_in_its_own_order(tmp_path: Path) -> None:

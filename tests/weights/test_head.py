@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 
 import expertmesh as em
+from expertmesh.weights.first_values import first_head
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import shared_ranks
@@ -43,6 +44,15 @@ def test_weights_and_a_new_head_are_those_of_from_pretrained(
         assert parameters.keys() == dict(expected.named_parameters()).keys()
         assert all(torch.equal(parameters[name], value) for name, value in expected.named_parameters())
         torch.testing.assert_close(logits_BL, expected(input_ids=IDS_BS).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_drawing_a_new_head_leaves_the_random_state_as_it_is() -> None:
+    model = AutoModelForSequenceClassification.from_config(tiny_model("qwen3_moe").config)
+    before = torch.get_rng_state()
+    first = first_head(model, ["score.weight"], seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert torch.equal(first_head(model, ["score.weight"], seed=5)["score.weight"], first["score.weight"])
 
 
 def test_what_a_classifier_cannot_do_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ does not protect against an adversary.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def start_adapters(model: nn.Module, seed: int) -> None:
     frozen = (p for p in ModelView(model).full.parameters() if not p.requires_grad)
     dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
     kinds = {kind.name for kind in (sharded(model).frozen_formats or {}).values() if not kind.published}
-    base = Base(content_hash(model), max(set(dtypes), key=dtypes.count), next(iter(kinds), None))
+    base = Base(content_hash(model), Counter(dtypes).most_common(1)[0][0], min(kinds, default=None))
     attach(model, lora_base=base)
     fetch_copies(model)
     if plan.in_memory:

@@ -194,10 +194,11 @@ def first_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> dict[
     for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
         head = view.full.get_submodule(module)
         assert isinstance(head, nn.Linear), f"{module} is no linear layer"
-        new = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
-        # The caller's random state must not change, nor influence the values: all ranks draw equal ones.
+        # The caller's random state must not change, nor influence the values: all ranks draw equal ones. Making the
+        # layer draws too; `torch.manual_seed` would also seed accelerators, which `fork_rng` does not restore here.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            new = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+            torch.default_generator.manual_seed(seed)
             init_weights(model, new)
         values |= {f"{module}.{leaf}": parameter.detach() for leaf, parameter in new.named_parameters()}
     return values

@@ -37,8 +37,8 @@ class PublishedTensors:
     """By name: plain tensors unchanged, quantised ones as tensors of values."""
     stored: Mapping[str, tuple[str, ...]]
     """The names of the file tensors behind each tensor."""
-    quantised: frozenset[str] = frozenset()
-    """The names of the quantised tensors."""
+    quantised: tuple[str, ...] = ()
+    """The names of the quantised tensors, in an order that all ranks share: they write them by collectives."""
     settings: Mapping[str, Any] | None = None
     """The files' `quantization_config`."""
 
@@ -76,7 +76,7 @@ def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) ->
             tensors.pop(name, None)
             stored.pop(name, None)
     found = tensors | grouping.found, stored | grouping.taken
-    return PublishedTensors(*found, frozenset(grouping.found), settings)
+    return PublishedTensors(*found, tuple(grouping.found), settings)
 
 
 def quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
