@@ -1,5 +1,6 @@
 """What files hold beside the model (MTP layers) is named at load, and saved byte for byte or reported as dropped."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from expertmesh.io.safetensors_reader import FileTensor, open_weight_files
 from expertmesh.weights.load import LoadReport, UnmappedTensors, fill, summarize_unmapped
-from expertmesh.weights.meta_model import build_meta_model, materialize
+from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from expertmesh.weights.save import SaveReport, save_model
 from tests.support.ranks import shared_ranks
+from tests.weights.published import FORMATS, is_linear, quantise
 from tests.weights.tiny import deepseek_v3, random_model, shard_for_test
 
 State = dict[str, torch.Tensor]
@@ -112,6 +114,53 @@ def test_a_dtype_that_is_asked_for_holds_for_them_too(tmp_path: Path) -> None:
         expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
         assert saved[name].dtype == expected.dtype
         assert torch.equal(saved[name], expected)
+
+
+def _quantised_source(tmp_path: Path) -> tuple[PreTrainedConfig, Path]:
+    """Blocks of fp8 in the model and in the MTP layer; `values` beside it holds what the codes stand for."""
+    source_with_mtp(tmp_path / "source")
+    target = quantise(tmp_path / "source", tmp_path, FORMATS["fp8 partial blocks"](), is_linear)
+    return read_model_config(str(target / "quantised"))[0], target / "quantised"
+
+
+@pytest.mark.parametrize(("ep", "dtype"), [(1, "auto"), (2, "auto"), (1, "float32"), (1, "fp8")])
+def test_codes_of_an_mtp_layer_are_saved_as_values_where_the_format_is_another(
+    ep: int, dtype: str, tmp_path: Path
+) -> None:
+    config, source = _quantised_source(tmp_path)
+    ranks = _run(config, source, tmp_path / "out", ep, dtype=dtype)
+    saved, values = _saved(tmp_path / "out"), _saved(tmp_path / "values")
+    own = {name: tensor for name, tensor in saved.items() if ".61." in name}
+    assert own.keys() == {name for name in _mtp_layer() if ".61." in name}
+    codes = "model.layers.61.mlp.experts.0.up_proj.weight"
+    wide = dtype == "float32"
+    assert own[codes].dtype == (torch.float32 if wide else torch.bfloat16)
+    assert torch.equal(own[codes], values[codes].to(own[codes].dtype))
+    for name in own.keys() - {codes}:
+        plain = _mtp_layer()[name]
+        assert torch.equal(own[name], plain.float() if wide and plain.is_floating_point() else plain)
+    settings = json.loads((tmp_path / "out/config.json").read_text()).get("quantization_config")
+    if dtype == "fp8":
+        assert codes.removesuffix(".weight") in settings["modules_to_not_convert"]
+    else:
+        assert settings is None
+        assert not any(name.endswith("_scale_inv") for name in saved)
+    for _, report in ranks:
+        assert sum(each.tensors for each in report.kept) == len(_mtp_layer()) + 1  # the scale
+        assert report.dropped == ()
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_codes_of_an_mtp_layer_are_saved_byte_for_byte_as_loaded(ep: int, tmp_path: Path) -> None:
+    config, source = _quantised_source(tmp_path)
+    _run(config, source, tmp_path / "out", ep, dtype="as_loaded")
+    saved, before = _saved(tmp_path / "out"), _saved(source)
+    assert saved.keys() == before.keys()
+    for name in (name for name in before if ".61." in name):
+        assert saved[name].dtype == before[name].dtype
+        assert torch.equal(saved[name].reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8))
+    configs = [json.loads((path / "config.json").read_text()) for path in (source, tmp_path / "out")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
 def test_files_lost_since_loading_are_reported_as_dropped_by_every_rank_and_the_model_is_saved(tmp_path: Path) -> None:

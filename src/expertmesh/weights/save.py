@@ -4,8 +4,8 @@ A tensor from shard to file, as `save_model` takes it; load.py tells the way in:
 
 1. `plan_save` (mapping.py) runs transformers' rules backwards on tensors without values. Its result says which boxes
    of which model tensors make each tensor of the files, in the layout of the files that were read.
-2. `plan_packing` (quantised/encode.py) says which of them are written as codes and scales. `still_readable` says
-   whether unmapped tensors can be copied from the old files.
+2. `plan_packing` (quantised/encode.py) says which of them are written as codes and scales, and `tensors_beside` what is
+   copied of unmapped tensors. `still_readable` says whether the old files still hold them.
 3. `saved_specs` gives each tensor of the files its dtype and shape, and `lay_out` (io/safetensors_writer.py) its file
    and offset: every rank computes the same layout, so nothing is sent.
 4. `write_directory` (write.py) lets rank 0 create the files at full size in a temporary directory. Each rank crops
@@ -18,7 +18,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +31,15 @@ from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.directory import check_target
-from expertmesh.io.safetensors_reader import FileTensor, read_header
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
 from expertmesh.io.safetensors_writer import OpenFiles, lay_out
-from expertmesh.state.model_view import ModelView
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.state.model_view import ModelView, Source
+from expertmesh.weights.lazy import LazyTensor, lazy_tensors
 from expertmesh.weights.load import UnmappedTensors, summarize_unmapped
 from expertmesh.weights.mapping import plan_save
 from expertmesh.weights.meta_model import kept_in_fp32
-from expertmesh.weights.quantised.encode import PACKED, RoundingError, plan_packing, write_packed
+from expertmesh.weights.quantised.encode import AS_LOADED, PACKED, RoundingError, plan_packing, write_packed
+from expertmesh.weights.quantised.published import published_tensors
 from expertmesh.weights.sidecars import Tokenizer, write_sidecars
 from expertmesh.weights.write import StateReader, live_values, write_directory
 
@@ -72,7 +73,8 @@ class SaveReport:
     seconds: float
     """Wall-clock time in seconds."""
     kept: tuple[UnmappedTensors, ...]
-    """Tensors that the model does not have, copied from the files that it was loaded from."""
+    """Tensors that the model does not have, copied from the files that it was loaded from; codes as their values,
+    except "as_loaded"."""
     dropped: tuple[UnmappedTensors, ...]
     """Tensors that could not be copied, because those files are absent or have changed."""
     rounded: tuple[RoundingError, ...] = ()
@@ -92,7 +94,8 @@ def save_model(
     """Write weights, index, config, generation config and tokenizer to `directory`.
 
     The layout on disk is the one of the files that the weights were read from, or else the family's published one.
-    Tensors of those files that the model does not have (MTP layers) are copied from them. Where the model and the
+    Tensors of those files that the model does not have (MTP layers) are copied from them; their codes become values
+    unless they are saved "as_loaded", because no other config describes them. Where the model and the
     tokenizer have a base, the other files are the base's own, with the changed values.
 
     Args:
@@ -140,16 +143,16 @@ def save_values(
         check_target(directory)
         refuse_other_names(view)
         lazies = plan_save(view)
-        packing = plan_packing(view, lazies, dtype)
+        beside = tensors_beside(view.attached.source, lazies, dtype)
+        packing = plan_packing(view, lazies, dtype, beside)
         unmapped = [tensor for tensor in view.attached.source.unmapped if tensor.name not in lazies]
     # All ranks must decide the same: a file that one rank cannot read would give that rank another layout.
     readable = not sum_over_ranks(torch.tensor([not still_readable([*unmapped, *packing.sources])]).long()).any()
-    copied = [*unmapped, *packing.copied]  # lost, and reported, if the old files are absent
-    summary = summarize_unmapped(unmapped if readable else copied, lazies)
+    summary = summarize_unmapped(unmapped if readable else [*unmapped, *packing.copied], lazies)  # kept, or lost
+    copies = {**beside, **lazy_tensors({part.name: part for part in packing.copied})} if readable else {}
     plain = {name: lazy for name, lazy in lazies.items() if name not in packing.packed}
     with raise_on_all_ranks("planning what to save"):
-        copies = {tensor.name: LazyTensor.of(tensor) for tensor in copied if readable}
-        specs = saved_specs(view, {**plain, **copies}, "auto" if packing.packed else dtype)
+        specs = saved_specs(view, {**plain, **copies}, "auto" if dtype in PACKED else dtype)
     elements: Counter[torch.dtype] = Counter()
     for cast, shape in (specs[name] for name in plain):
         elements[cast] += math.prod(shape) if cast.is_floating_point else 0
@@ -167,7 +170,7 @@ def save_values(
         layout,
         lambda temporary: write_sidecars(view, temporary, layout, tokenizer, main_dtype, packing.settings),
         values,
-        copied if readable else (),
+        copies,
         write_codes if packing.packed else None,
     )
     return SaveReport(
@@ -215,6 +218,18 @@ def refuse_other_names(view: ModelView) -> None:
         )
 
 
+def tensors_beside(source: Source, saved: Collection[str], dtype: SavedDtype) -> dict[str, LazyTensor]:
+    """Return the unmapped tensors by the names that they are written under, without those in `saved`.
+
+    Codes and scales stay as they are only "as_loaded": the config of any other format, or of none, would let an engine
+    read codes as values.
+    """
+    files = WeightFiles(Path(), {tensor.name: tensor for tensor in source.unmapped})
+    settings = None if dtype == AS_LOADED else source.quantisation
+    tensors = published_tensors(settings, files).tensors
+    return {name: lazy for name, lazy in tensors.items() if name not in saved}
+
+
 def still_readable(tensors: Sequence[FileTensor]) -> bool:
     """Return whether the files still hold `tensors` where they were when the model was loaded."""
     try:
@@ -230,16 +245,14 @@ def saved_specs(
     """Return the dtype and shape of every tensor of the files."""
     source, cast = view.attached.source, dtype_of(dtype)
     kept = kept_in_fp32(view.module, cast) if cast is not None else None
-    # Unmapped tensors of quantised files are codes and scales; a cast would destroy their meaning.
-    fixed = {tensor.name for tensor in source.unmapped} if source.quantisation is not None else set()
     specs = {}
     for name, lazy in lazies.items():
-        target = lazy.dtype
-        if dtype == "auto" and lazy.is_floating_point():
+        target = lazy.plain_dtype
+        if dtype == "auto" and lazy.is_floating_point() and not lazy.holds_codes:
             # A tensor of the model that was not loaded from files counts with its current dtype.
             dtypes = [source.dtypes.get(leaf.name, leaf.dtype) for leaf in lazy.leaves()]
             target = functools.reduce(torch.promote_types, [each for each in dtypes if each.is_floating_point])
-        elif cast is not None and kept is not None and lazy.is_floating_point() and name not in fixed:
+        elif cast is not None and kept is not None and lazy.is_floating_point():
             target = torch.float32 if all(kept(leaf.name) for leaf in lazy.leaves()) else cast
         specs[name] = (target, tuple(lazy.shape))
     return specs

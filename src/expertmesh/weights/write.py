@@ -7,7 +7,7 @@ these tensors are gathered one at a time and written by rank 0.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,9 +22,9 @@ from expertmesh.distributed.all_ranks import (
     rank_and_ranks,
     sum_over_ranks,
 )
-from expertmesh.io.boxes import Box, Piece, blocks, extents, full_box, intersect, slices, volume
+from expertmesh.io.boxes import Box, Piece, blocks, full_box, intersect, slices, volume
 from expertmesh.io.directory import check_target, io_errors, rename_synced, temporary_directory, wait_until_seen
-from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.io.safetensors_reader import WeightFiles
 from expertmesh.io.safetensors_writer import FilesLayout, OpenFiles, create_files
 from expertmesh.io.terminal import tracked
 from expertmesh.state.shards import full_tensors, held_boxes, local_values, owns_copy
@@ -43,7 +43,7 @@ def write_directory(
     layout: FilesLayout,
     write_small_files: Callable[[Path], None],
     values: StateReader,
-    copied: Sequence[FileTensor] = (),
+    copied: Mapping[str, LazyTensor] | None = None,
     write_codes: Callable[[OpenFiles], None] | None = None,
 ) -> int:
     """Write tensors, and the files of `write_small_files`, into a directory that appears when it is complete.
@@ -51,7 +51,7 @@ def write_directory(
     Args:
         layout: The files in `directory`.
         write_small_files: Called on rank 0 only, after the weights, with the temporary directory.
-        copied: Tensors to copy from their files.
+        copied: Further tensors of the layout, by name: file tensors to copy, or codes to write as their values.
         write_codes: Called on every rank; writes the remaining tensors of the layout.
 
     Returns:
@@ -65,7 +65,8 @@ def write_directory(
     check_ownership(lazies)
     # A rename cannot put a directory in the place of a symbolic link, so the link's target is written.
     directory = directory.resolve() if directory.is_symlink() else directory
-    temporary = directory.with_name(f"{directory.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
+    stamp = from_rank_0(f"{time.time_ns():x}")  # one name on all ranks
+    temporary = directory.with_name(f"{directory.name}.tmp-{stamp}")
     layout, is_first = layout.moved_to(temporary), rank_and_ranks()[0] == 0
     with temporary_directory(temporary, remove=is_first):
         with raise_on_all_ranks("creating the files"):
@@ -79,7 +80,7 @@ def write_directory(
             for name, lazy in tracked(lazies.items(), len(lazies), "writing weights", "tensors"):
                 for box, part in owned_values(lazy, values, _BLOCK_ELEMENTS) if not is_computed(lazy) else ():
                     files.write(name, box, part)
-            _copy_own(copied, files)
+            _copy_own(copied or {}, files)
         _write_gathered(lazies, files, values)
         if write_codes is not None:
             write_codes(files)
@@ -146,15 +147,13 @@ def live_values(leaf: StateTensor, box: Box) -> Tensor:
     return local_values(leaf.tensor, box)
 
 
-def _copy_own(copied: Sequence[FileTensor], files: OpenFiles) -> None:
+def _copy_own(copied: Mapping[str, LazyTensor], files: OpenFiles) -> None:
     """Copy this rank's share of the tensors that the model does not have; ranks take turns by tensor. No collective."""
     rank, ranks = rank_and_ranks()
-    for source in copied[rank::ranks]:
-        with WeightFiles(source.path.parent, {source.name: source}) as sources:
-            for part in blocks(full_box(source.shape), _COPIED_ELEMENTS):
-                values = torch.empty(extents(part), dtype=source.dtype)
-                sources.read(source, part, values)
-                files.write(source.name, part, values)
+    for name, lazy in list(copied.items())[rank::ranks]:
+        with WeightFiles(Path(), {}) as sources:
+            for part in blocks(full_box(lazy.shape), _COPIED_ELEMENTS):
+                files.write(name, part, read_values(lazy, sources.read, part))
 
 
 def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: StateReader) -> None:

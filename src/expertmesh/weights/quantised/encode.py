@@ -121,17 +121,20 @@ class Packing:
         return [part for packed in self.packed.values() for part in packed.leaf.parts]
 
 
-def plan_packing(view: ModelView, lazies: Mapping[str, LazyTensor], form: object) -> Packing:
+def plan_packing(
+    view: ModelView, lazies: Mapping[str, LazyTensor], form: object, beside: Mapping[str, LazyTensor] | None = None
+) -> Packing:
     """Plan the tensors of `lazies`, which saving `model` writes, that are written as codes.
 
     Args:
         form: One of `PACKED`; anything else packs no tensor.
+        beside: Tensors that are written as values too; the settings name them among those that are not quantised.
 
     Raises:
         InputError: A tensor cannot be written in this format.
     """
     if form in FORMATS:
-        return _in_format(view.module, lazies, str(form))
+        return _in_format(view.module, lazies, str(form), beside or {})
     return _as_loaded(view.attached.source, lazies) if form == AS_LOADED else Packing()
 
 
@@ -162,7 +165,9 @@ def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
     return Packing(packed, source.quantisation, source.packed, copied)
 
 
-def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: str) -> Packing:
+def _in_format(
+    model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: str, beside: Mapping[str, LazyTensor]
+) -> Packing:
     """Plan a format of `FORMATS`.
 
     4-bit formats are for routed experts, fp8 for all linear layers of the blocks except routers.
@@ -184,7 +189,7 @@ def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: s
             why = f"has {oriented.shape[-1]} columns, no multiple of {multiple_of(form)}"
             raise unsuited(form, f"{name} {why}; give fp8")
         packed[name] = Packed(oriented, stored_matrix(form, name, tuple(oriented.shape)))
-    plain = [name for name, lazy in lazies.items() if name not in packed and lazy.dim() == 2]
+    plain = [name for name, lazy in {**lazies, **beside}.items() if name not in packed and lazy.dim() == 2]
     skipped = sorted(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))
     return Packing(packed, settings_of(form, skipped, stacks=stacks))
 
