@@ -186,6 +186,20 @@ def test_files_that_are_gone_or_changed_are_not_read(how: str, tmp_path: Path) -
     assert set(save_model(model, tmp_path / "out").dropped) == {MTP, BUFFER}
 
 
+def test_files_of_a_relative_path_are_found_after_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, source = _quantised_source(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    model = build_meta_model(config, torch.float32)
+    fill(model, source.name, "cpu")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    report = save_model(model, tmp_path / "out", dtype="as_loaded")
+    assert report.dropped == ()
+    assert [rounded.kept for rounded in report.rounded] == [1.0] * len(report.rounded)
+
+
 def test_names_are_shortened_to_what_no_other_tensor_shares() -> None:
     def tensor(name: str) -> FileTensor:
         return FileTensor(name, torch.bfloat16, (2, 3), Path("x"), 0)

@@ -286,12 +286,18 @@ def remember_files(view: ModelView, plan: LoadPlan, files: WeightFiles) -> None:
     dtypes = {name: plan.tensors[names[0]].plain_dtype for names in tied for name in names}
     unmapped, published = set(plan.ignored), plan.published
     packed = [part for name in published.quantised for part in published.stored[name] if part not in unmapped]
+    # Before `plan_save`, which runs them backwards.
     set_weight_conversions(view.module, list(plan.conversions))
     bare = not any(name.startswith(f"{view.module.base_model_prefix}.") for name in published.tensors)
     # Without the prefix, all names that are saved have to be the files': a rename of the family may take it off, too.
     bare = bare and plan_save(view, bare=True).keys() <= published.tensors.keys()
-    copied, codes = (tuple(files.tensors[name] for name in names) for names in (plan.ignored, packed))
+    copied, codes = (tuple(_with_full_path(files.tensors[name]) for name in names) for names in (plan.ignored, packed))
     attach(view.module, source=Source(dtypes, copied, published.settings, codes, bare))
+
+
+def _with_full_path(tensor: FileTensor) -> FileTensor:
+    """Return `tensor` as it is found from any working directory, so also after a change of it."""
+    return tensor if tensor.path.is_absolute() else replace(tensor, path=tensor.path.absolute())
 
 
 def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: Source) -> None:
