@@ -17,7 +17,7 @@ from expertmesh.adapters.start import start_adapters
 from expertmesh.anatomy import describe, head_of
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.config.root import random_base
+from expertmesh.config.root import problems_of_frozen, problems_of_random_base
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.introspection.attention import decoder_of
 from expertmesh.parallel.apply import shard_model
@@ -187,13 +187,15 @@ def load_model(
 
     Collectives: every rank calls it.
     """
+    name, precision = str(name_or_path), precision or PrecisionConfig()
     with raise_on_all_ranks("reading the model's config"):
-        for problem in random_base(from_config, lora):
+        for problem in (*problems_of_random_base(from_config, lora), *problems_of_frozen(precision, lora)):
             raise InputError(problem, key="config.combination")
-        config, directory = read_model_config(str(name_or_path), revision, trust_remote_code, from_config=from_config)
+        config, directory = read_model_config(name, revision, trust_remote_code, from_config=from_config)
         labels = _labels(task, num_labels, config)
-    precision = precision or PrecisionConfig()
-    options = ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, labels, True)
+    options = ModelOptions(
+        precision, lora, attention, trust_remote_code, name, revision, num_labels=labels, trains_vision=True
+    )
     shards = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile, by_layer)
     model, _ = prepare_model(config, directory, mesh, options, shards)
     fill_and_audit(model, directory, mesh, audit, seed, from_config=from_config)

@@ -29,7 +29,6 @@ from expertmesh.weights.meta_model import build_meta_model, materialize, read_mo
 from expertmesh.weights.quantised import tensor
 from expertmesh.weights.quantised.published import published_tensors, quantisation
 from expertmesh.weights.quantised.tensor import QuantisedTensor
-from expertmesh.weights.save import save_model
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import shared_ranks
 from tests.weights.published import FORMATS, SIZES, gpt_oss, gpt_oss_config, is_expert_matrix, is_linear, quantise
@@ -220,6 +219,7 @@ def test_a_planted_bug_turns_the_comparison_red(bug: str, tmp_path: Path) -> Non
 
 
 Tensors = dict[str, Tensor]
+_QUERY = "model.layers.1.self_attn.q_proj"
 _DOWN = "model.layers.1.mlp.experts.5.down_proj"
 
 
@@ -300,19 +300,28 @@ def test_settings_that_are_not_understood_are_refused(name: str, place: str, val
         fill(build_meta_model(config, torch.float32), directory, "cpu")
 
 
-@pytest.mark.parametrize("frozen", [None, "as_published"])
-def test_a_code_that_is_no_number_is_found_in_values_and_in_codes(frozen: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "weight", "named"),
+    [
+        (None, _DOWN, f"tensor {_DOWN}.weight"),
+        ("as_published", _DOWN, f"tensor {_DOWN}.weight: expert 5 of"),
+        ("as_published", _QUERY, f"tensor {_QUERY}.weight: row 3 of"),
+    ],
+)
+def test_a_code_that_is_no_number_is_found_in_values_and_in_codes(
+    frozen: Any, weight: str, named: str, tmp_path: Path
+) -> None:
     source = published_source(qwen3_moe(**SIZES), tmp_path / "source")
     target = quantise(source, tmp_path, FORMATS["fp8 blocks"](), is_linear) / "quantised"
     tensors = load_file(target / "model.safetensors")
-    tensors[f"{_DOWN}.weight"].view(torch.uint8)[3, 2] = 0xFF
+    tensors[f"{weight}.weight"].view(torch.uint8)[3, 2] = 0xFF
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     precision = em.PrecisionConfig(params="float32", compute="float32", reduce="float32", frozen=frozen)
 
     def load() -> None:
         em.load_model(target, em.init_mesh(em.ParallelConfig(ep=2)), precision=precision, lora=em.LoraConfig(r=2))
 
-    with refused_on_ranks("weights.not-finite", IntegrityError, naming=f"tensor {_DOWN}.weight"):
+    with refused_on_ranks("weights.not-finite", IntegrityError, naming=named):
         shared_ranks(load, 2)
 
 
@@ -333,23 +342,3 @@ def test_what_is_converted_loads_in_plain_transformers_and_is_the_values(name: s
     assert all(torch.equal(tensor, values[key].to(torch.bfloat16)) for key, tensor in converted.items())
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
     assert not any(info.values())
-
-
-def test_layers_that_the_model_does_not_have_are_kept_as_they_are(tmp_path: Path) -> None:
-    """Next-token-prediction layers of a quantised file: their codes and scales, byte for byte."""
-    form = FORMATS["fp8 blocks"]()
-    target = quantise(published_source(deepseek_v3(), tmp_path / "source"), tmp_path, form, is_linear)
-    path = target / "quantised/model.safetensors"
-    extra, _ = form.write("model.layers.61.mlp.experts.0.up_proj.weight", torch.randn(24, 32))
-    save_file({**load_file(path), **extra}, path, {"format": "pt"})
-    config, directory = read_model_config(str(target / "quantised"))
-    model = build_meta_model(config, torch.float32)
-    fill(model, directory, "cpu")
-    for dtype in ("auto", torch.float32):
-        target = tmp_path / str(dtype)
-        save_model(model, target, dtype=dtype)
-        saved = load_file(target / "model.safetensors")
-        assert all(torch.equal(saved[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in extra.items())
-        wanted = torch.bfloat16 if dtype == "auto" else dtype
-        assert {tensor.dtype for key, tensor in saved.items() if is_linear(key) and key not in extra} == {wanted}
-        assert "quantization_config" not in (target / "config.json").read_text()

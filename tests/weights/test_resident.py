@@ -128,11 +128,11 @@ def _bytes_of_first_layer(directory: Path) -> list[bytes]:
     return [each.numpy().tobytes() for each in local.packed_LB]
 
 
-def _refusal(directory: Path, frozen: str) -> tuple[str, str]:
+def _refusal(directory: Path, frozen: str, lora: em.LoraConfig | None = LORA) -> tuple[str, str]:
     mesh = em.init_mesh(em.ParallelConfig(ep=1))
     with mock.patch.object(WeightFiles, "read", side_effect=AssertionError("a weight was read")):
         try:
-            em.load_model(directory, mesh, precision=_precision(frozen), lora=LORA)
+            em.load_model(directory, mesh, precision=_precision(frozen), lora=lora)
         except ExpertmeshError as error:
             return str(error.key), str(error)
     raise AssertionError("not refused")
@@ -148,6 +148,9 @@ def test_files_whose_codes_cannot_stay_are_refused_before_weights_are_read(tmp_p
     key, problem = shared_ranks(_refusal, 1, target / "quantised", "as_published")[0]
     assert key == "precision.frozen-unsupported"
     assert "model.layers.0.mlp.experts.gate_up_proj cannot stay" in problem
+    for frozen in ("as_published", "nf4"):
+        key, problem = shared_ranks(_refusal, 1, target / "quantised", frozen, None)[0]
+        assert (key, "without lora nothing is frozen" in problem) == ("config.combination", True)
 
 
 def _all_but_one(name: str) -> bool:

@@ -28,12 +28,21 @@ from expertmesh.config.sections import (
 _RATE_OF_ADAPTERS = 1e-4
 
 
-def random_base(from_config: bool, lora: LoraConfig | None) -> Iterator[str]:
+def problems_of_random_base(from_config: bool, lora: LoraConfig | None) -> Iterator[str]:
     """Yield a sentence if adapters are to train beside a base with random weights."""
     if from_config and lora is not None:
         yield (
             "model.from_config is true, but lora trains adapters alone, beside weights that would stay random; "
             "remove one of the two"
+        )
+
+
+def problems_of_frozen(precision: PrecisionConfig, lora: LoraConfig | None) -> Iterator[str]:
+    """Yield a sentence if weights are to stay packed in a model that trains all of them."""
+    if precision.frozen is not None and lora is None:
+        yield (
+            f"precision.frozen is {precision.frozen}, but without lora nothing is frozen; add lora or set "
+            "precision.frozen to null"
         )
 
 
@@ -90,11 +99,8 @@ class Config(Section):
         problems += self._model_problems()
         problems += self._stream_problems()
         problems += self._figure_problems()
-        if self.precision.frozen is not None and self.lora is None and self.objective.teacher is None:
-            problems.append(
-                f"precision.frozen is {self.precision.frozen}, but without lora nothing is frozen; add lora or set "
-                "precision.frozen to null"
-            )
+        if self.objective.teacher is None:
+            problems += problems_of_frozen(self.precision, self.lora)
         if self.train.deterministic and self.moe.dispatch == "deepep":
             problems.append(
                 "train.deterministic is true, but moe.dispatch is deepep, which does not run under torch's "
@@ -129,7 +135,7 @@ class Config(Section):
         return self.train.seed if self.model.from_config else None
 
     def _model_problems(self) -> Iterator[str]:
-        yield from random_base(self.model.from_config, self.lora)
+        yield from problems_of_random_base(self.model.from_config, self.lora)
         if self.model.vision == "train" and self.lora is not None:
             yield ("model.vision is train, but lora trains adapters, whose files have no tower; remove one of the two")
         if self.model.attention == "flash_attention_2" and self.precision.compute != "bfloat16":

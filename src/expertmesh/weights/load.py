@@ -214,10 +214,11 @@ def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> N
     if not local.is_floating_point() or local.numel() == 0:
         return
     if isinstance(local, PackedTensor):
-        if (expert := local.not_finite()) is None:
+        if (unit := local.not_finite()) is None:
             return
-        index = [box[0][0] + expert, *(start for start, _ in box[1:])]
-        raise not_finite(f"{named_source(lazy, index)}: expert {index[0]} of {name}", "; the checkpoint is damaged")
+        index = [box[0][0] + unit, *(start for start, _ in box[1:])]
+        what = f"{'row' if local.kind.by_rows else 'expert'} {index[0]} of {name}"
+        raise not_finite(f"{named_source(lazy, index)}: {what}", "; the checkpoint is damaged")
     if (first := first_not_finite(local)) is not None:
         offsets = torch.unravel_index(torch.tensor(first), local.shape)
         index = [int(offset) + start for offset, (start, _) in zip(offsets, box, strict=True)]
