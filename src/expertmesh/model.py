@@ -225,7 +225,8 @@ def prepare_model(
 
     An error on one rank is raised on all.
 
-    Collectives: every rank calls it. One small all-reduce on the default group, one more if parts are compiled.
+    Collectives: every rank calls it. One small all-reduce on the default group, one more if parts are compiled, and
+    those of `install` if the dispatcher is a library's.
     """
     with raise_on_all_ranks("planning the shards"):
         model = build_model(config, directory, options)

@@ -21,6 +21,7 @@ from expertmesh.weights.load import bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import materialize, read_model_config
 from tests.support.ranks import shared_ranks
+from tests.weights.published import FORMATS, SIZES, is_linear, quantise
 from tests.weights.tiny import qwen3_moe, random_model, write_fused
 
 WORLD, EXPERTS = 8, 64
@@ -121,3 +122,11 @@ def test_a_node_reads_the_checkpoint_once_file_by_file_and_the_system_is_told_be
     both = sorted(span for _, asked in ranks for span in asked)
     assert sum(end - start for _, start, end in both) == total
     assert all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(both))
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on what will be read")
+def test_the_system_is_told_of_codes_and_scales_before_they_are_read(tmp_path: Path) -> None:
+    random_model(qwen3_moe(num_hidden_layers=1, **SIZES)).save_pretrained(tmp_path / "model")
+    target = quantise(tmp_path / "model", tmp_path, FORMATS["fp8 blocks"](), is_linear) / "quantised"
+    for told, asked in shared_ranks(_spans, 2, target):
+        assert set(told) == set(asked)

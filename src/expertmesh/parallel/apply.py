@@ -76,8 +76,8 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     Raises:
         IntegrityError: a model in memory differs between ranks.
 
-    Collectives: every rank calls it; a model in memory issues one all-gather of a checksum per tensor of its state. No
-    weights are sent.
+    Collectives: every rank calls it; a model in memory issues one all-gather of a checksum per tensor of its state, and
+    a library's dispatcher those that open its buffers (`install`). No weights are sent.
     """
     assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
     # 1. A model on meta has no values to compare.
@@ -127,8 +127,8 @@ def _check_equal_on_every_rank(model: nn.Module) -> None:
 def _shard(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _Local) -> None:
     """Do steps 2 to 6 of this module's docstring."""
     anatomy, compute = plan.anatomy, plan.dtypes.compute
-    # 2. Routers are frozen on the meta copy too, which with pp stands for the stages of other ranks. It is made at its
-    # first use: here, since modules of FSDP2 cannot be copied.
+    # 2. Routers are frozen on the meta copy too, which with pp stands for the stages of other ranks. The copy was made
+    # while planning; modules of FSDP2 cannot be copied.
     meta_model = plan.view.meta
     for each in (model,) if plan.cut is None else (model, meta_model):
         for name in plan.frozen:
@@ -171,11 +171,11 @@ def _replace_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh, local: _L
             full = model.get_parameter(name).detach()
             codes = PackedTensor.of(full, kind, full.dtype)
             set_at(model, name, frozen(codes if codes.is_meta else codes.to(mesh.device)))
-    axes = {"ep": mesh.expert, "tp": mesh.dense_tp_mesh}
+    views = {"ep": mesh.expert, "tp": mesh.dense_tp_mesh}
     for name, split in plan.splits.items():
         if not local.has(name):
             continue
-        axis, full = axes[split.axis][split.axis], model.get_parameter(name)
+        axis, full = views[split.axis][split.axis], model.get_parameter(name)
         if (order := plan.expert_orders.get(name)) is None:
             # A copy, so that the full tensor can be freed.
             part = full.detach().chunk(axis.size(), split.dim)[axis.get_local_rank()].clone()

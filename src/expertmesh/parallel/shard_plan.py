@@ -176,7 +176,7 @@ class ShardPlan:
     adapters: AdapterState | None = field(repr=False)
     """The state that its adapters share."""
     view: ModelView = field(repr=False)
-    """The meta copy of the full model."""
+    """The view that planning used. Only its `meta` may be read: `tensors` would keep what sharding replaces alive."""
 
     @cached_property
     def decoder(self) -> Decoder:

@@ -94,7 +94,8 @@ class HashedExperts:
     """The hashes of the experts of one module.
 
     They cover the values as the files hold them, in the module's shapes (gate and up fused where the module fuses
-    them). So they are the same for every parallel layout, every training dtype and every layout of the files.
+    them). So they are the same for every parallel layout, every training dtype and every layout of the files. Weights
+    that `precision.frozen` quantises are hashed as the quantised values, in float32.
     """
 
     module: str

@@ -12,7 +12,8 @@ A tensor from file to shard, as `fill` takes it; save.py tells the way back:
 4. `held_parts` (state/shards.py) says which boxes of a tensor this rank holds, and gives the memory of each.
 5. `read_box` (lazy.py) crops the plan to each box, reads exactly those bytes and casts them into the shard. Tensors go
    in the order of the files, while the system already reads the next ones: so the ranks of a node read the same part
-   of a file at about the same time. Beside the shards a rank holds at most one block of one tensor in host memory.
+   of a file at about the same time. Beside the shards a rank holds at most one block of one tensor in host memory,
+   except where a conversion computes, tied copies are compared, or values are drawn.
 6. A value that is not finite, and two different copies of a tied tensor, are errors.
 7. The model remembers its files (`Source`), so that saving restores their layout and dtypes. That includes unmapped
    tensors, which the files hold and the model does not, such as next-token-prediction (MTP) layers: transformers
@@ -122,7 +123,7 @@ def fill(
         plan = plan_load(view, files)
         if allocate_on is not None:
             materialize(model, allocate_on)
-        # A new view: allocating has replaced the parameters.
+        # A new view: allocating has replaced the parameters. It also marks the new ones with their experts.
         report = fill_planned(ModelView(model), files, plan)
     return replace(report, new=tuple(name for name in new_head(view) if name not in plan.tensors))
 
@@ -192,7 +193,7 @@ def _announced(
 
     def first_bytes(item: tuple[str, LazyTensor]) -> tuple[str, int]:
         leaves = (leaf for leaf in item[1].leaves() if isinstance(leaf, FILE_LEAVES))
-        return min(((leaf.path.name, getattr(leaf, "offset", 0)) for leaf in leaves), default=("", 0))
+        return min(((leaf.path.name, leaf.offset) for leaf in leaves), default=("", 0))
 
     items = sorted(plan.tensors.items(), key=first_bytes)
     sizes = [sum(bytes_needed(lazy, box) for box in boxes[name]) for name, lazy in items]
@@ -201,8 +202,10 @@ def _announced(
         while following < len(items) and (following <= number or ahead_bytes < _AHEAD_BYTES):
             name, lazy = items[following]
             for piece in (piece for box in boxes[name] for piece in lazy.pieces_in(box)):
-                if isinstance(files, WeightFiles) and isinstance(piece.leaf, FileTensor):
-                    files.announce(piece.leaf, piece.source)
+                if isinstance(files, WeightFiles) and isinstance(leaf := piece.leaf, FILE_LEAVES):
+                    parts = [(leaf, piece.source)] if isinstance(leaf, FileTensor) else leaf.needed(piece.source)
+                    for part, needed in parts:
+                        files.announce(part, needed)
             ahead_bytes += sizes[following]
             following += 1
         yield item

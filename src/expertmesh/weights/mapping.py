@@ -323,7 +323,7 @@ def plan_save(view: ModelView, bare: bool | None = None) -> dict[str, LazyTensor
     omitted. The leaves are `StateTensor`s. Works on parallelised models; issues no collective.
 
     Args:
-        bare: Leave out the base model's prefix; None if the files that were read did.
+        bare: Leave out the base model's prefix; None: as in the files that were read.
 
     Raises:
         InputError: transformers' rules for saving change the number of values.

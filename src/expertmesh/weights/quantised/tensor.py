@@ -69,6 +69,11 @@ class QuantisedTensor:
         return self.codes.path
 
     @property
+    def offset(self) -> int:
+        """The first byte of the codes, counted from the start of their file."""
+        return self.codes.offset
+
+    @property
     def parts(self) -> list[FileTensor]:
         """The file tensors behind it."""
         others = (self.global_scale, self.zero_point, self.stored_shape)
