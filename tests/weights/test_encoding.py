@@ -175,7 +175,7 @@ def test_what_training_has_not_changed_is_written_byte_for_byte(
         assert (rounded.error, rounded.kept) == (0.0, 1.0)
 
 
-def test_files_whose_config_alone_is_quantised_are_saved_in_their_dtypes_as_loaded(tmp_path: Path) -> None:
+def test_plain_files_with_a_quantised_config_keep_their_dtypes_as_loaded(tmp_path: Path) -> None:
     form = PUBLISHED["fp8 blocks"]()
     target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, form, lambda _: False)
     _saved_again(target, torch.float32, 1, 1)

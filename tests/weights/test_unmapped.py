@@ -124,9 +124,7 @@ def _quantised_source(tmp_path: Path) -> tuple[PreTrainedConfig, Path]:
 
 
 @pytest.mark.parametrize(("ep", "dtype"), [(1, "auto"), (2, "auto"), (1, "float32"), (1, "fp8")])
-def test_codes_of_an_mtp_layer_are_saved_as_values_where_the_format_is_another(
-    ep: int, dtype: str, tmp_path: Path
-) -> None:
+def test_codes_of_an_mtp_layer_become_values_where_the_format_is_another(ep: int, dtype: str, tmp_path: Path) -> None:
     config, source = _quantised_source(tmp_path)
     ranks = _run(config, source, tmp_path / "out", ep, dtype=dtype)
     saved, values = _saved(tmp_path / "out"), _saved(tmp_path / "values")

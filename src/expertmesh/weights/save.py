@@ -4,8 +4,8 @@ A tensor from shard to file, as `save_model` takes it; load.py tells the way in:
 
 1. `plan_save` (mapping.py) runs transformers' rules backwards on tensors without values. Its result says which boxes
    of which model tensors make each tensor of the files, in the layout of the files that were read.
-2. `plan_packing` (quantised/encode.py) says which of them are written as codes and scales, and `tensors_beside` what is
-   copied of unmapped tensors. `still_readable` says whether the old files still hold them.
+2. `plan_packing` (quantised/encode.py) says which of them are written as codes and scales. `tensors_beside` says which
+   unmapped tensors are copied, and whether as values; `still_readable`, whether the old files still hold them.
 3. `saved_specs` gives each tensor of the files its dtype and shape, and `lay_out` (io/safetensors_writer.py) its file
    and offset: every rank computes the same layout, so nothing is sent.
 4. `write_directory` (write.py) lets rank 0 create the files at full size in a temporary directory. Each rank crops
