@@ -103,6 +103,33 @@ def test_moments_are_never_given_to_an_optimizer_of_another_kind(tmp_path: Path)
     shared_ranks(_load_into_another_optimizer, 2, tmp_path)
 
 
+def _load_moments_that_are_not_there(directory: Path) -> None:
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
+    job.train([1])
+    em.save_checkpoint(job.model, None, directory, step=1)
+    with refused("checkpoint.other-optimizer", naming="no optimizer"):
+        em.load_checkpoint(job.model, job.optimizer, directory)
+    assert len(job.optimizer.state) == len(list(job.model.parameters()))
+
+
+def test_moments_are_not_lost_to_a_checkpoint_without_any(tmp_path: Path) -> None:
+    shared_ranks(_load_moments_that_are_not_there, 2, tmp_path)
+
+
+def _save_a_nan(directory: Path) -> None:
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
+    em.save_checkpoint(job.model, job.optimizer, directory, step=1, keep_last=1)
+    if dist.get_rank() == 1:
+        job.model.get_parameter("model.layers.1.mlp.experts.down_proj").detach().to_local()[0, 0, 0] = torch.nan
+    with refused("weights.not-finite", IntegrityError, naming="model.layers.1.mlp.experts.down_proj"):
+        em.save_checkpoint(job.model, job.optimizer, directory, step=2, keep_last=1)
+
+
+def test_a_state_from_which_nothing_goes_on_takes_no_checkpoints_place(tmp_path: Path) -> None:
+    shared_ranks(_save_a_nan, 2, tmp_path)
+    assert _names(tmp_path) == ["step-00000001"]
+
+
 def _load_what_is_scaled_otherwise(directory: Path) -> None:
     def adapted(**lora: Any) -> Any:
         model: Any = tiny_model("qwen3_moe")

@@ -16,8 +16,9 @@ from expertmesh.checkpoint.remote import RemoteCheckpoints, Shares, Uploads, div
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.distributed.job_store import JobStore
 from expertmesh.io import storage as storage_module
+from expertmesh.io.directory import make_synced
 from expertmesh.io.hub import local_model
-from expertmesh.io.storage import refuse_url
+from expertmesh.io.storage import Storage, refuse_url
 from tests.checkpoint.object_store import Killed, ObjectStore
 from tests.support.errors import refused
 
@@ -97,6 +98,26 @@ def test_what_fails_is_tried_again_and_then_named(tmp_path: Path) -> None:
     assert remote.newest() is None
     with refused("storage.failed", naming="bucket does not exist"):
         remote.run.write("probe", b"")
+
+
+def test_entries_of_what_a_mounted_storage_holds_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rng").mkdir()
+    (tmp_path / "rng" / "rank-0").write_text("numbers")
+    root, synced = tmp_path / "mounted" / "step-00000001", list[str]()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    Storage(f"file://{root}").put(tmp_path, ["rng/rank-0"])
+    assert synced == [str(root / "rng" / "rank-0"), str(root / "rng"), str(root), str(root.parent)]
+    synced.clear()
+    make_synced(tmp_path / "a" / "b")
+    assert set(synced) == {str(tmp_path), str(tmp_path / "a")}
 
 
 def test_another_runs_checkpoints_are_not_written_over(tmp_path: Path) -> None:

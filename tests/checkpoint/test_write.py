@@ -2,9 +2,11 @@
 
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import expertmesh as em
+from expertmesh.checkpoint import write
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.write import IDLE, PUBLISHED, STATUSES, WRITING, WRITTEN, CheckpointWriter, publish
 from expertmesh.io.directory import rename_synced
@@ -55,6 +58,30 @@ def _publish_slowly(directory: Path) -> None:
 
 def test_no_step_waits_for_rank_0_to_join_what_all_ranks_have_written(tmp_path: Path) -> None:
     shared_ranks(_publish_slowly, 2, tmp_path)
+
+
+def _save_while_an_old_one_is_removed(directory: Path) -> list[list[str]]:
+    job, there = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2)), []
+    writer, prune, space = CheckpointWriter(directory, keep_last=1), write.prune, write.require_space
+
+    def slowly(*arguments: Any) -> list[str]:
+        time.sleep(0.3)
+        return prune(*arguments)
+
+    def seen(*arguments: Any) -> None:
+        there.append(sorted(path.name for path in directory.iterdir()))
+        space(*arguments)
+
+    with mock.patch.object(write, "prune", slowly), mock.patch.object(write, "require_space", seen):
+        for step in (1, 2, 3):
+            writer.save(job.model, job.optimizer, step, {})
+        writer.close()
+    return there
+
+
+def test_space_is_asked_for_when_old_checkpoints_are_gone(tmp_path: Path) -> None:
+    there = shared_ranks(_save_while_an_old_one_is_removed, 2, tmp_path)[0]
+    assert there == [[], ["step-00000001"], ["step-00000002"]]
 
 
 @contextmanager

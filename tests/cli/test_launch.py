@@ -194,12 +194,12 @@ def test_a_launcher_that_is_stopped_before_its_ranks_says_so(capsys: pytest.Capt
 
 
 def test_what_a_start_after_a_stop_continues_from(tmp_path: Path) -> None:
-    for step in ("step-00000002", "step-00000010", "step-00000012.tmp"):
+    for step in ("step-99999999", "step-100000000", "step-100000012.tmp-12"):
         (tmp_path / "checkpoints" / step).mkdir(parents=True)
     sentence = "stopped by Ctrl-C before ranks were started: nothing was saved"
     assert (
         stopped_sentence(signal.SIGINT, None, str(tmp_path))
-        == f"{sentence}; the same command continues from step-00000010"
+        == f"{sentence}; the same command continues from step-100000000"
     )
     assert stopped_sentence(signal.SIGINT, None, None) == sentence
 
@@ -234,7 +234,7 @@ def test_failed_ranks_are_started_again_as_often_as_allowed(temporary: Path) -> 
 def test_a_restart_goes_on_from_the_run_s_own_checkpoint_whatever_it_began_with(tmp_path: Path) -> None:
     checkpoint = CONFIG.checkpoint.model_copy(update={"resume": "never"})
     config = CONFIG.model_copy(update={"checkpoint": checkpoint, "output_dir": str(tmp_path)})
-    (tmp_path / "checkpoints" / "step-00000003.tmp-1a").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000003.tmp-12").mkdir(parents=True)
     assert _continued(config).checkpoint.resume == "never"
     (tmp_path / "checkpoints" / "step-00000003").mkdir()
     assert _continued(config).checkpoint.resume == "auto"

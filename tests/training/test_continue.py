@@ -25,9 +25,11 @@ from expertmesh.config.sections import OptimConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.training import resume, run_state
 from expertmesh.training.loop import TrainingLoop
+from expertmesh.training.resume import Best, Counters
 from expertmesh.training.run import train
 from expertmesh.training.run_state import RunCheckpoints
 from expertmesh.training.startup import prepare
+from expertmesh.training.startup.output_dir import set_result_aside
 from expertmesh.training.startup.preflight import preflight
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.support.errors import refused
@@ -283,6 +285,29 @@ def test_a_finished_run_goes_on_with_more_steps_and_keeps_its_result(
     for name, tensor in load_file(tmp_path / "run" / "model-step-00000006" / "model.safetensors").items():
         assert torch.equal(tensor, finished[name])
     assert not torch.equal(weights(tmp_path / "run")["lm_head.weight"], finished["lm_head.weight"])
+
+
+def test_a_result_that_was_set_aside_before_stays(inputs: Path, tmp_path: Path) -> None:
+    config = run_config(inputs, tmp_path, *RUN)
+    for content in ("first", "second"):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text(content)
+        set_result_aside(config, tmp_path / "checkpoints" / "step-00000006")
+    there = {path.parent.name: path.read_text() for path in tmp_path.glob("model*/config.json")}
+    assert there == {"model-step-00000006": "first", "model-step-00000006-2": "second"}
+
+
+def _best_after(config: Config, best: Best) -> Best | None:
+    counters = Counters(best=best)
+    run_state._forget_best_elsewhere(config, counters)
+    return counters.best
+
+
+def test_a_best_checkpoint_that_another_run_keeps_is_not_this_runs(inputs: Path, tmp_path: Path) -> None:
+    best, config = Best("eval_loss", 1.0, 4), run_config(inputs, tmp_path, *RUN)
+    assert shared_ranks(_best_after, 1, config, best) == [None]
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert shared_ranks(_best_after, 1, config, best) == [best]
 
 
 def test_what_more_steps_make_of_the_learning_rate_is_said(inputs: Path, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def load_checkpoint(
         InputError, SecurityError, IntegrityError: The checkpoint is missing, unsafe, damaged, or does not fit.
 
     Collectives: every rank calls it; a few small ones on the default group, no weights. Errors are raised on all ranks,
-    before anything is changed.
+    those of damaged files and of a model that does not fit before anything is changed.
     """
     with raise_on_all_ranks("looking for the checkpoint"):
         found, _ = locate(Path(path))
@@ -156,10 +156,11 @@ def load_directory(
                 check_fits(opened, model_state(model))
             saved = read_state_file(directory, manifest)
             name = type(optimizer).__name__
-            if optimizer is not None and saved.optimizer not in (None, name):  # it would start without moments
+            if optimizer is not None and saved.optimizer != name:  # it would start without moments
+                use = "" if saved.optimizer is None else f"use {saved.optimizer}, or "
                 raise InputError(
-                    f"{directory}: holds the state of {saved.optimizer}, but the optimizer to load into is {name}; use "
-                    f"{saved.optimizer}, or give None for the optimizer and let it start anew",
+                    f"{directory}: holds the state of {saved.optimizer or 'no optimizer'}, but the optimizer to load "
+                    f"into is {name}; {use}give None for the optimizer and let it start anew",
                     key="checkpoint.other-optimizer",
                 )
             layout = read_layout(model, directory, manifest)

@@ -38,6 +38,7 @@ from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks, ra
 from expertmesh.distributed.job_store import JobStore
 from expertmesh.io.directory import (
     io_errors,
+    make_synced,
     rename_synced,
     require_space,
     sync,
@@ -203,8 +204,7 @@ def download(remote: RemoteCheckpoints, step: int, directory: Path) -> Path:
                 manifest = remote.manifest(step)
                 assert manifest is not None
                 with io_errors(temporary, len(manifest)):
-                    temporary.mkdir(parents=True)
-                    sync(temporary.parent.parent)
+                    make_synced(temporary)
                     write_synced(temporary / MANIFEST, manifest)
                 require_space(temporary, parse_manifest(temporary).total_bytes)
         with raise_on_all_ranks("downloading a checkpoint"):

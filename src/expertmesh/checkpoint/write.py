@@ -47,6 +47,7 @@ from expertmesh.distributed.all_ranks import from_rank_0, gather_objects, raise_
 from expertmesh.io.boxes import Box, volume
 from expertmesh.io.directory import (
     io_errors,
+    make_synced,
     rename_synced,
     require_space,
     sync,
@@ -197,6 +198,8 @@ class CheckpointWriter:
         with temporary_directory(temporary, remove=self._rank == 0):
             with raise_on_all_ranks("creating the checkpoint's directory"):
                 if self._rank == 0:
+                    if self._pruning is not None:
+                        self._pruning.result()  # what it removes counts as free
                     _create(step, target, temporary, needed, files)
             # A network file system may show the new directory to other nodes only later.
             with raise_on_all_ranks("looking for the checkpoint's directory"):
@@ -356,8 +359,7 @@ def _create(step: int, target: Path, temporary: Path, needed: int, files: Mappin
         mend = "choose another directory, or remove what is later"
         raise later_exists(f"step {step} is to be saved", target.parent, latest[1].name, mend)
     with io_errors(temporary, needed):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        sync(target.parent.parent)  # the entry of the new directory has to survive a power loss as well
+        make_synced(target.parent)
         require_space(target.parent, needed + sum(map(len, files.values())))
         temporary.mkdir()
         for name, content in files.items():

@@ -114,6 +114,14 @@ def wait_until_seen(path: Path, size: int | None = None) -> None:
         time.sleep(0.05)
 
 
+def make_synced(directory: Path) -> None:
+    """Create a directory, and its parents where they are missing, all of whose entries survive a power loss."""
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync(each.parent)
+
+
 def write_synced(path: Path, content: bytes, size: int | None = None) -> None:
     """Create a new file with `content`, followed by a hole if `size` is larger, and sync it to disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
 from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
-from expertmesh.io.directory import replace_synced, sync
+from expertmesh.io.directory import make_synced, replace_synced, sync
 from expertmesh.io.reading import MAX_MANIFEST_BYTES, open_file, shortened, too_large
 from expertmesh.io.terminal import first_line
 
@@ -136,7 +136,7 @@ class Storage:
 
         def write() -> None:
             if self.is_mounted:
-                Path(self._path(name)).parent.mkdir(parents=True, exist_ok=True)
+                make_synced(Path(self._path(name)).parent)
                 replace_synced(Path(self._path(name)), content)
             else:
                 self._filesystem.pipe_file(self._path(name), content)
@@ -151,7 +151,13 @@ class Storage:
             if self.is_mounted:
                 sync(Path(self._path(name)))
 
+        names = list(names)
         self._all("uploaded", put, names)
+        if self.is_mounted:  # the entries of its files and directories, as far as the root's own
+            around = {parent for name in names for parent in Path(name).parents}
+            for directory in sorted(around, reverse=True):
+                sync(Path(self._root, directory))
+            sync(Path(self._root).parent)
 
     def get(self, directory: Path, sizes: Mapping[str, int]) -> dict[str, str]:
         """Download objects of exactly these sizes into new files of `directory`, synced to disk.

@@ -250,14 +250,17 @@ def launch(
 
 
 def _run_of(config: Config, options: RunOptions) -> str | None:
-    """Return the directory of a run; a verb that passes its ranks more than a configuration has none."""
-    return None if options.arguments else config.output_dir
+    """Return the directory of a run that the same command continues, or None.
+
+    A verb that passes its ranks more than a configuration has no run, and a named checkpoint is where a run starts.
+    """
+    return None if options.arguments or config.checkpoint.resume != "auto" else config.output_dir
 
 
 def _with_next_start(failure: DistributedFailure, config: Config, options: RunOptions) -> DistributedFailure:
     """Return `failure` with the sentence that the same command continues the run, if it does."""
     run = _run_of(config, options)
-    newest = None if run is None or config.checkpoint.resume != "auto" else newest_checkpoint(run)
+    newest = None if run is None else newest_checkpoint(run)
     if newest is None:
         return failure
     return DistributedFailure(f"{failure}\nthe same command continues from {newest}", key=failure.key)

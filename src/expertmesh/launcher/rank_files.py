@@ -11,6 +11,7 @@ user sees. hangs.py looks for a rank that hung first.
 import faulthandler
 import json
 import os
+import re
 import signal
 import time
 import traceback
@@ -132,7 +133,10 @@ def stopped_sentence(number: int, at: RankStatus | None, output_dir: str | None)
 
 def newest_checkpoint(output_dir: str) -> str | None:
     """Return the name of a run's newest checkpoint on this machine, or None if it has none."""
-    return max((path.name for path in Path(output_dir, "checkpoints").glob("step-*[0-9]")), default=None)
+    names = (path.name for path in Path(output_dir, "checkpoints").glob("step-*"))
+    # Not what is being written, whose name goes on. checkpoint/directory.py knows the rule too, but imports torch.
+    found = {int(matched[1]): matched[0] for name in names if (matched := re.fullmatch(r"step-(\d{8,15})", name))}
+    return found[max(found)] if found else None
 
 
 def _reported(

@@ -173,7 +173,8 @@ class TrainingLoop:
         if facts.stop:
             self.checkpoints.finish()
             if self.run.mesh.rank == 0:
-                log.info(f"stopped by {facts.stop} after step {number}; the same command continues from there")
+                also = "" if self.run.config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+                log.info(f"stopped by {facts.stop} after step {number}; the same command{also} continues from there")
             self.checkpoints.upload_before_stopping()
             raise Stopped(facts.stop)
 

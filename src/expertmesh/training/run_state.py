@@ -29,7 +29,7 @@ from expertmesh.checkpoint.small_files import STATE_FILE, sidecar_files, state_b
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import ExpertmeshError, InputError
-from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.directory import replace_synced
 from expertmesh.io.terminal import bytes_text, first_line, plural
 from expertmesh.model import fill_and_audit
@@ -121,6 +121,7 @@ def load_state(run: Prepared, control: "Control") -> RunState:
         say(control, "loading the checkpoint")
         saved = load_directory(run.model, optimizer, run.start)
         counters = read_counters(run.start, saved.state["counters"], saved.step)
+        _forget_best_elsewhere(config, counters)
         if is_main:
             log.info(f"resume     {run.start.name}, after step {saved.step}; {'; '.join(run.changes)}")
             if control.audit == "full" and config.lora is None:
@@ -184,6 +185,21 @@ class Selection:
             best = counters.best
             lines.append(f"best {best.figure} {best.value:.4f}: checkpoint {step_name(best.step)}")
         return lines
+
+
+def _forget_best_elsewhere(config: Config, counters: Counters) -> None:
+    """Begin the best of `checkpoint.keep_best` anew where the run that this one goes on from has kept its checkpoint.
+
+    Collectives: every rank calls it; broadcasts of one number.
+    """
+    best = counters.best
+    if best is None or config.checkpoint.remote is not None:  # storage keeps it
+        return
+    directory = Path(config.output_dir) / CHECKPOINTS / step_name(best.step)
+    if not from_rank_0(directory.is_dir()):
+        if dist.get_rank() == 0:
+            log.info(f"           best {best.figure} {best.value:.4f}: {directory.name} is not in {directory.parent}")
+        counters.best = None
 
 
 def _better(before: Best | None, figure: str, value: float, step: int, min_change: float = 0.0) -> Best | None:

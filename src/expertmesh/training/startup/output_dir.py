@@ -5,6 +5,7 @@ A run in object storage is downloaded first to a machine whose `output_dir` is e
 checkpoint, the records as they were then, and in the end the result. No weight is read here.
 """
 
+import itertools
 import logging
 import os
 import re
@@ -108,7 +109,10 @@ def set_result_aside(config: Config, start: Path) -> None:
     """Rename the result of a finished run after its last step, when the run goes on. Call it on one rank."""
     result, _ = result_of(config)
     if result.exists():
-        kept = result.with_name(f"{result.name}-{start.name}")
+        # One of the same step may be there: of a start that had nothing left to do but to upload its result.
+        ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        free = (result.with_name(f"{result.name}-{start.name}{end}") for end in ends)
+        kept = next(path for path in free if not path.exists())
         with io_errors(kept, 0):
             rename_synced(result, kept)
         log.info(f"finished   before, after {start.name}; its result is now {kept}")
