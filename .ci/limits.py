@@ -70,7 +70,7 @@ def over() -> Iterator[str]:
 
 
 def _private_imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
             for alias in node.names:
                 if alias.name.startswith("_"):
@@ -99,7 +99,7 @@ def _prose(path: Path) -> Iterator[tuple[int, str]]:
         for token in tokenize.tokenize(file.readline):
             if token.type == tokenize.COMMENT:
                 yield token.start[0], token.string
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
 

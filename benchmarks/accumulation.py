@@ -73,11 +73,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def add_rows(path: Path, case: Case, rows: Sequence[dict[str, Any]]) -> None:
     """Write the rows of a case into a file, in the place of those of the same system and M; all of M must agree."""
-    found = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     merged = {(row["micro_batches"], row["system"]): row for row in (*found, *rows)}
     check_steps(case, {name: row for (number, name), row in merged.items() if number == case.micro_batches})
     lines = ",\n".join(f"  {json.dumps(merged[key])}" for key in sorted(merged))
-    path.write_text(f'{{\n "machine": {json.dumps(machine())},\n "rows": [\n{lines}\n ]\n}}\n')
+    path.write_text(f'{{\n "machine": {json.dumps(machine())},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def main() -> None:
         theirs = json.loads(done.stdout.splitlines()[-1])
     if arguments.json:
         report = {"case": dataclasses.asdict(case), "machine": machine(), "ranks": ours, "trainer": theirs}
-        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(table(case, ours, theirs))
 
 

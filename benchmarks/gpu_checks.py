@@ -320,7 +320,7 @@ def of_ranks(run: Run) -> Iterator[Row]:
         ranks = [start(env=environment({**shared, "RANK": str(rank)})) for rank in range(RANKS)]
         said = [process.communicate()[1] for process in ranks]
         rows = Path(scratch, "rows")
-        yield from map(json.loads, rows.read_text().splitlines() if rows.exists() else ())
+        yield from map(json.loads, rows.read_text(encoding="utf-8").splitlines() if rows.exists() else ())
         for rank, (process, stderr) in enumerate(zip(ranks, said, strict=True)):
             if process.returncode:
                 yield {"case": f"rank {rank}", "ended": process.returncode, "said": stderr[-1500:], "ok": False}

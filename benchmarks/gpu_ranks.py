@@ -37,7 +37,7 @@ def main() -> None:
             found = train_sharded(reference(name.partition(",")[0]), em.ParallelConfig(**sizes), device=device)
             row = checked(f"{name}, {sizes}", STEPS_FP32, **distances(found))
             if rank == 0:
-                with Path(rows).open("a") as file:
+                with Path(rows).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row | {"ok": row["ok"] and found.replicas_equal}) + "\n")
     dist.barrier()
     os._exit(0)  # gloo's teardown aborts at random

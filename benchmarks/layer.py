@@ -215,7 +215,8 @@ def main() -> None:
     reports = [measure(case, names, device, arguments.repeats) for case in cases]
     print(*map(table, reports), sep="\n\n")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"reports": reports, "torch": torch.__version__}, indent=1) + "\n")
+        found = json.dumps({"reports": reports, "torch": torch.__version__}, indent=1)
+        Path(arguments.json).write_text(f"{found}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

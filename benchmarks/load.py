@@ -42,7 +42,7 @@ def main() -> None:
     systems = ("transformers_ep", "expertmesh_ep")
     report = measure_load(case, systems, sizes, arguments.repeats, arguments.directory)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report | {"machine": machine()}, indent=1) + "\n")
+        Path(arguments.json).write_text(json.dumps(report | {"machine": machine()}, indent=1) + "\n", encoding="utf-8")
     print(load_table(case, report))
     check_loads(report["runs"])
 

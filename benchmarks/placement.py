@@ -189,7 +189,7 @@ def recorded_choices(directory: str, rows: Path) -> list[torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(directory, output_router_logits=True)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     chosen = list[list[torch.Tensor]]()
-    with rows.open() as lines, torch.no_grad():
+    with rows.open(encoding="utf-8") as lines, torch.no_grad():
         for line in itertools.islice(lines, ROUTED_ROWS):
             text = " ".join(map(str, json.loads(line).values()))
             ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=ROUTED_POSITIONS)

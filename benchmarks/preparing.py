@@ -105,12 +105,12 @@ def _start(directory: Path, rows: Path) -> list[tuple[str, str]]:
 
 def _memory() -> dict[str, int]:
     """Bytes of this process (Linux)."""
-    text = Path("/proc/self/smaps_rollup").read_text()
+    text = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
     return {name: int(size) * 1024 for name, size in re.findall(r"(\w+): +(\d+) kB", text)}
 
 
 def _write(path: Path, rows: int, row: Any) -> Path:
-    with path.open("w") as stream:
+    with path.open("w", encoding="utf-8") as stream:
         for i in range(rows):
             stream.write(json.dumps(row(i)) + "\n")
     return path

@@ -120,7 +120,7 @@ RESIDENT, PEAK_RESIDENT, ANONYMOUS, FILE_PAGES = "VmRSS", "VmHWM", "RssAnon", "R
 
 def status_bytes(field: str) -> int:
     """Return one of the fields above of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}")
@@ -128,12 +128,12 @@ def status_bytes(field: str) -> int:
 
 def reset_peak() -> None:
     """Forget the highest resident memory so far (Linux; the number 5 is the kernel's name for that)."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def read_bytes() -> int:
     """Bytes that read calls of this process have returned so far; its own looks at /proc count (Linux)."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines())
     return int(fields["rchar"])
 
 

@@ -50,7 +50,7 @@ def _kill(root: Path, output: Path, chance: random.Random) -> Recovery:
     run_config(root, output)
     options = ["parallel.ep=2", "train.max_steps=100000", "train.num_epochs=100000", "checkpoint.every_steps=2"]
     command = [sys.executable, "-m", "expertmesh", "train", f"{output}.yaml", *options, "--nproc", "2"]
-    with Path(f"{output}.txt").open("w") as said:
+    with Path(f"{output}.txt").open("w", encoding="utf-8") as said:
         job = subprocess.Popen([*command, "--max-restarts", "1"], stdout=said, stderr=subprocess.STDOUT)
     try:
         _seconds_until(Path(f"{output}.txt"), r" step 3/\d+ ", time.monotonic())
@@ -59,7 +59,7 @@ def _kill(root: Path, output: Path, chance: random.Random) -> Recovery:
         killed = time.monotonic()
         started = _seconds_until(Path(f"{output}.txt"), r"restart 1 of 1", killed)
         step = _seconds_until(Path(f"{output}.txt"), r"(?s)restart 1 of 1.* step \d+/\d+ ", killed)
-        text = Path(f"{output}.txt").read_text()
+        text = Path(f"{output}.txt").read_text(encoding="utf-8")
         lost = int(re.findall(r"at step (\d+), ", text)[0]) - int(re.findall(r"resume +step-(\d+)", text)[0]) - 1
     finally:
         job.send_signal(signal.SIGTERM)
@@ -77,8 +77,8 @@ def _children(launcher: int) -> list[int]:
 
 
 def _seconds_until(file: Path, pattern: str, since: float) -> float:
-    while not re.search(pattern, file.read_text()):
-        assert time.monotonic() < since + 120, file.read_text()
+    while not re.search(pattern, file.read_text(encoding="utf-8")):
+        assert time.monotonic() < since + 120, file.read_text(encoding="utf-8")
         time.sleep(0.005)
     return time.monotonic() - since
 

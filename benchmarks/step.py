@@ -46,7 +46,7 @@ def main() -> None:
     names = arguments.systems.split(",")
     report = measure_step(case, names, arguments.repeats, with_memory=not arguments.no_memory)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report | {"machine": machine()}, indent=1) + "\n")
+        Path(arguments.json).write_text(json.dumps(report | {"machine": machine()}, indent=1) + "\n", encoding="utf-8")
     print(step_table(case, report))
     check_steps(case, report["time"], keys=["loss"])
     if whole := {name: row for name, row in report["time"].items() if not name.startswith(TRAIN_LESS)}:

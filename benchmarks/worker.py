@@ -164,7 +164,7 @@ def main(modes: Mapping[str, Mode] | None = None) -> None:
     )
     result = (modes or MODES)[job["mode"]](Case(**job["case"]), job["names"], job["repeats"])
     if rank == 0:
-        Path(job["out"]).write_text(json.dumps(result))
+        Path(job["out"]).write_text(json.dumps(result), encoding="utf-8")
     meet()
     os._exit(0)
 

@@ -21,7 +21,7 @@ precision = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="flo
 model = em.load_model(name, mesh, precision=precision)  # each rank reads only its own bytes
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 tokenizer = AutoTokenizer.from_pretrained(name)
-with open(data) as file:
+with open(data, encoding="utf-8") as file:
     texts = [json.loads(line)["text"] for line in file]
 
 for step in range(STEPS):

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # FSDP2 imports it; forked ranks inherit it, which saves each of them seconds
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -6,7 +6,6 @@ Runs their code where `vllm` or `sglang` can be found, also as an unpacked wheel
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

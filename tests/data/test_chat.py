@@ -1,5 +1,6 @@
 """Targets are exactly what the assistant writes, with its end token, whatever the template's habits."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -200,8 +201,8 @@ def test_marks_on_some_turns_only_are_told() -> None:
 def test_prompt_is_no_target_and_the_completion_ends_with_eos() -> None:
     tokenizer = bpe_tokenizer(adds_bos=True)
     record = PromptCompletion("Question: why?\nAnswer:", " because\n")
-    for loss_on in ("assistant", "completion"):
-        encoded = encode(tokenizer, record, loss_on)
+    for loss_on, begin in (("assistant", ""), ("completion", ""), ("completion", "<|bos|>")):
+        encoded = encode(tokenizer, replace(record, prompt=begin + record.prompt), loss_on)
         assert target_texts(tokenizer, encoded) == [" because\n<|eos|>"]
         assert tokenizer.decode(encoded.input_ids.tolist()).startswith("<|bos|>Question")
     assert encode(tokenizer, record, "all").targets.all()
@@ -209,7 +210,7 @@ def test_prompt_is_no_target_and_the_completion_ends_with_eos() -> None:
 
 def test_text_is_all_target_and_gets_bos_and_eos_once() -> None:
     tokenizer = bpe_tokenizer(adds_bos=True)
-    for text in ("A document.", "A document.<|eos|>"):
+    for text in ("A document.", "A document.<|eos|>", "<|bos|>A document.<|eos|>"):
         encoded = encode(tokenizer, PlainText(text))
         assert tokenizer.decode(encoded.input_ids.tolist()) == "<|bos|>A document.<|eos|>"
         assert encoded.targets.all()

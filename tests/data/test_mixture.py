@@ -12,6 +12,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, Mixture, Recipe, TrainingBatches, build_dataset
 from tests.data.test_build import VOCABULARY, write
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
+from tests.support.errors import refused
 
 A, B = 600, 100
 
@@ -94,3 +95,9 @@ def test_keys_that_would_do_nothing_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=said):
         sources(tmp_path, first, second, **options)
+
+
+def test_a_source_of_which_no_epoch_has_a_row_is_refused(tmp_path: Path) -> None:
+    config = sources(tmp_path, {"weight": 0.9996}, {"weight": 0.0004})
+    with refused("data.empty", naming="data.train.1.weight: 0.0004"):
+        epochs(config)

@@ -130,6 +130,19 @@ def test_changed_rows_are_prepared_anew_and_touched_files_are_not(tmp_path: Path
     assert second.dataset.sha256() != first.dataset.sha256()
 
 
+def test_a_file_of_another_name_is_read_anew(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    path = write(tmp_path / "rows" / "a.jsonl", [chat("yes")])
+    first = make(preparation(tmp_path, path.parent))
+    path.rename(path.with_name("b.jsonl"))
+    renamed = preparation(tmp_path, path.parent)
+    assert renamed.find() is None
+    assert renamed.is_stale()
+    second = make(renamed)
+    assert second.directory != first.directory
+    assert second.dataset.position(0).endswith("b.jsonl:1")
+
+
 def test_first_bad_row_in_the_order_of_the_data_is_the_one_that_is_named(tmp_path: Path) -> None:
     rows: list[Any] = [chat("a") for _ in range(2600)]
     rows[1600] = rows[2100] = "{"  # in the second blocks of processes 0 and 1 of 3
@@ -185,12 +198,17 @@ def test_damaged_tokens_are_named_before_they_are_trained_on(tmp_path: Path) -> 
         preparing.find()
 
 
-def test_a_template_that_writes_the_date_has_tokens_for_each_date(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [chat("yes")])
+_FOR_TOOLS: Any = {"default": on_the_fly.CHATML, "tool_use": on_the_fly.WRITES_DATE}
+
+
+@pytest.mark.parametrize("template", [on_the_fly.WRITES_DATE, _FOR_TOOLS], ids=["every row", "rows with tools"])
+def test_a_template_that_writes_the_date_has_tokens_for_each_date(template: Any, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}]
+    path = write(tmp_path / "a.jsonl", [{**chat("yes"), "tools": tools}])
     day = datetime.date(2026, 1, 2)
 
     def of(date: datetime.date | None) -> Preparation:
-        return preparation(tmp_path, path, template=on_the_fly.WRITES_DATE, date=date)
+        return preparation(tmp_path, path, template=template, date=date)
 
     assert make(of(day)).date == day
     kept = of(None).find()  # a run that starts anew takes the date of the preparation

@@ -1,5 +1,6 @@
 """Every row arrives with its position, in file order; damage is named by file and line or row."""
 
+import io
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import fsspec
 import pyarrow
 import pytest
 from fsspec.registry import known_implementations
+from PIL import Image
 from pyarrow import parquet
 
 from expertmesh.config.errors import SecurityError
@@ -228,6 +230,19 @@ def test_saved_data_sets_are_read_by_split(tmp_path: Path) -> None:
     assert [row.value for row in read(tmp_path / "saved" / "train")] == ROWS
     with refused("data.no-files", naming="the splits train, test"):
         read(tmp_path / "saved")
+
+
+def test_saved_data_sets_are_read_as_they_are_stored(tmp_path: Path) -> None:
+    """Images as bytes, not decoded, and columns that the table's own format leaves out."""
+    content = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(content, "png")
+    features = datasets.Features({"images": [datasets.Image()], "text": datasets.Value("string")})
+    rows = [{"images": [{"bytes": content.getvalue(), "path": None}], "text": "a"}]
+    table = datasets.Dataset.from_list(rows, features=features)
+    table.set_format(columns=["text"])
+    table.save_to_disk(str(tmp_path / "saved"))
+    (row,) = read(tmp_path / "saved")
+    assert row.value == {"images": [{"bytes": content.getvalue()}], "text": "a"}
 
 
 def test_urls_are_read_through_fsspec() -> None:

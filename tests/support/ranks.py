@@ -33,7 +33,6 @@ from unittest import mock
 import dill
 import numpy as np
 import torch
-import torch._dynamo  # imported lazily by DTensor; here once, instead of two seconds in every forked rank
 import torch.distributed as dist
 import torch.distributed.tensor.debug
 import tqdm

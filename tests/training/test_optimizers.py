@@ -1,5 +1,6 @@
 """Optimizers that store less: the same result on every layout, bit for bit, and what stochastic rounding promises."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config import LoraConfig, OptimConfig
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.optimizers import build, muon
-from expertmesh.training.optimizers.adamw import Blocks, Codebook, Noise
+from expertmesh.training.optimizers.adamw import AdamW8bit, Blocks, Codebook, Noise
 from expertmesh.training.optimizers.build import build_optimizer, moment_bytes
 from expertmesh.training.optimizers.muon import matrices_of
 from expertmesh.training.run import train
@@ -371,6 +372,40 @@ def test_elements_steps_and_names_are_rounded_independently() -> None:
     assert alike(first[1:], first[:-1]) < 4
     assert alike(first[:, 1:], first[:, :-1]) < 4
     assert alike(first[1:, 1:] * first[:-1, :-1], first[1:, :-1] * first[:-1, 1:]) < 4
+
+
+def _updates_in_8_bits(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the last update, in units of the learning rate."""
+    weight, before = torch.nn.Parameter(torch.zeros(64, 256)), torch.zeros(64, 256)
+    settings: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    optimizer = AdamW8bit([("w", weight)], lr=1.0, stochastic_rounding=False, seed=0, **settings)
+    for gradient in gradients:
+        before = weight.detach().clone()
+        weight.grad = gradient
+        optimizer.step()
+    return weight.detach() - before
+
+
+@pytest.mark.parametrize("without", [0, 2], ids=["with tokens", "at last without tokens"])
+def test_small_gradients_beside_a_large_one_move_a_weight_by_no_more_than_the_learning_rate(without: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def gradients() -> Iterator[torch.Tensor]:
+        for _ in range(60):
+            gradient = 1e-5 * torch.randn(64, 256, generator=generator)
+            gradient[:, 0] = 3e-2
+            yield gradient
+        yield from [torch.zeros(64, 256)] * without
+
+    assert _updates_in_8_bits(gradients())[:, 1:].abs().max() < 1.5
+
+
+def test_steps_are_as_long_in_both_directions() -> None:
+    gradient = torch.full((64, 256), 1e-2)
+    gradient[:, 0] = 1.0
+    up, down = (_updates_in_8_bits([sign * gradient] * 100)[:, 0] for sign in (-1, 1))
+    assert torch.allclose(up, torch.ones(64), atol=1e-3)
+    assert torch.equal(up, -down)
 
 
 @pytest.mark.parametrize("signed", [True, False])

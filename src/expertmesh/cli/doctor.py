@@ -260,7 +260,7 @@ def _lock(scratch: Path) -> str | None:
 def _file_system(directory: Path) -> str:
     """Return the kind of a path's file system: that of the mount point that is its longest prefix."""
     try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:
         return "unknown file system"
     path = directory.resolve()

@@ -112,7 +112,13 @@ class Mixture:
         shares = exact.astype(np.int64).tolist()
         for at in np.argsort(shares - exact, kind="stable")[: sum(rows) - sum(shares)].tolist():
             shares[at] += 1
-        for source, share in zip(report.sources, shares, strict=True):
+        for at, (source, share) in enumerate(zip(report.sources, shares, strict=True)):
+            if rows[at] and not share:
+                raise InputError(
+                    f"data.train.{at}.weight: {sources[at].weight:g} is less than one row of {sum(rows):,}, so "
+                    f"{sources[at].path} would never be trained; raise it or remove the source",
+                    key="data.empty",
+                )
             source.epoch_rows = share
         return cls(rows, repeats, tuple(shares))
 
@@ -244,7 +250,8 @@ class BatchLayout:
     def mismatched(
         self, dataset: TokenizedDataset, steps: Sequence[Row], reference: npt.NDArray[np.float64] | None = None
     ) -> TokenizedDataset:
-        """Return the rows of some steps, each with the completion of the next row of its step.
+        """Return the rows of some steps, each with the completion of the next row of its step, as TRL; a row that is
+        alone in its step keeps its own.
 
         Args:
             steps: The samples of each step, one a row.

@@ -269,7 +269,7 @@ class Preparation:
             index: Any = {field: np.concatenate([getattr(each, field) for each in parts]) for field in _FIELDS}
             np.savez(building / f"index-{share.index:05d}.npz", **index)
             written = _Written(stamps=stamps, sources=reader.sources, blocks=facts)
-            (building / f"facts-{share.index:05d}.json").write_text(written.model_dump_json())
+            (building / f"facts-{share.index:05d}.json").write_bytes(written.model_dump_json().encode())
 
     def finish(self, building: Path, processes: int) -> None:
         """Publish what the processes 0 … `processes`-1 have written into `building`; one of them calls it.
@@ -335,7 +335,7 @@ class Preparation:
 
 
 def _content_sha256(origins: list[Origin]) -> str:
-    return sha256_of(json.dumps([origin.content for origin in origins]))[:16]
+    return sha256_of(json.dumps([[origin.name, origin.content] for origin in origins]))[:16]
 
 
 def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:

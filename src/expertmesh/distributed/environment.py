@@ -374,7 +374,7 @@ def _interfaces() -> Iterator[tuple[str, Address]]:
         name = label.partition(":")[0]  # of a second address, `eth0:1`
         yield name, ipaddress.IPv4Address(buffer[start + 20 : start + 24].tobytes())
     if (table := Path("/proc/net/if_inet6")).exists():
-        for line in table.read_text().splitlines():
+        for line in table.read_text(encoding="utf-8").splitlines():
             digits, *_, name = line.split()
             yield name, ipaddress.IPv6Address(bytes.fromhex(digits))
 

@@ -413,7 +413,7 @@ def _adapts_head(lora: LoraConfig) -> bool:
         targets: Any = "|".join(fnmatch.translate(name) for name in lora.targets)
     else:
         try:
-            content = json.loads(Path(lora.from_adapter, "adapter_config.json").read_text())
+            content = json.loads(Path(lora.from_adapter, "adapter_config.json").read_text(encoding="utf-8"))
             targets, whole = content["target_modules"], content.get("modules_to_save") or ()
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False  # em.load_model says what is wrong with it

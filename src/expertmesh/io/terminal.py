@@ -185,9 +185,9 @@ def prepare_output() -> None:
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         if descriptor == 1:
-            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+            sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         elif descriptor == 2:
-            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     os.close(descriptor)
     if logging.getLogRecordFactory() is _Record:
         return

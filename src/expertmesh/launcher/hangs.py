@@ -153,7 +153,7 @@ def _behind(snapshot: RankSnapshot, other: RankStatus) -> bool:
 def is_stopped(process: int, states: str = "Tt") -> bool:
     """Return whether a signal has stopped the process (states T and t; D: it waits for a disk). Only Linux shows it."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in states
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in states
     except OSError:
         return False
 
@@ -170,7 +170,7 @@ def read_stack(file: Path, main_thread: int, seconds: float) -> tuple[str, ...]:
 
 def _stack_of(file: Path, main_thread: int) -> tuple[str, ...]:
     """Return the stack, empty until it is complete: the rank may be in the middle of writing."""
-    text = file.read_text(errors="replace") if file.exists() else ""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     stack: list[str] = []
     inside = False
     for line in text.splitlines(keepends=True):

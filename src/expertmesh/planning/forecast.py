@@ -156,7 +156,7 @@ def host_memory() -> float:
     """Return the bytes of memory of this machine, or of the control group that this process is confined to."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
     except OSError:
         return memory
     return min(memory, float(limit)) if limit.isdigit() else memory

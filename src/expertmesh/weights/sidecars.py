@@ -253,7 +253,7 @@ def _config_in_base(
     config, whole = view.module.config, json.loads(base)
     own = own_part(whole, config)
     assert own is not None
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
         json.dump(own, file)
         file.flush()
         before = type(config).from_json_file(file.name)  # unlike `from_dict`, it reads numbers that JSON lacks

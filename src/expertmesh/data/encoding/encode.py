@@ -78,7 +78,8 @@ class ChatRenderer:
                 "text.",
                 key="tokenizer.no-chat-template",
             ) from error
-        self.writes_date = "strftime_now" in template
+        # Rows with tools may have a template of their own.
+        self.writes_date = any("strftime_now" in each for each in (template, tokenizer.get_chat_template(tools=[{}])))
         self._child = Sandbox(TargetFinder(tokenizer, options).answer)
 
     def render(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | MalformedRow]:
@@ -235,7 +236,10 @@ class Encoder:
         return [found]
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[tuple[list[int], Any]]:
-        """Return ids and character offsets of each text; offsets are None from a tokenizer that has none."""
+        """Return ids and character offsets of each text; offsets are None from a tokenizer that has none.
+
+        A text that begins with the bos token gets no second one.
+        """
         if not texts:
             return []
         # verbose=False: `build_dataset` reports samples that are too long.
@@ -247,7 +251,11 @@ class Encoder:
             verbose=False,
         )
         offsets = encoding["offset_mapping"] if self._tokenizer.is_fast else [None] * len(texts)
-        return list(zip(encoding["input_ids"], offsets, strict=True))
+        twice = [self._tokenizer.bos_token_id] * 2
+        return [
+            (ids[1:], own and own[1:]) if add_special_tokens and ids[:2] == twice else (ids, own)
+            for ids, own in zip(encoding["input_ids"], offsets, strict=True)
+        ]
 
     def _mask(self, rendered: Rendered, ids: list[int], offsets: Any, *, plain: bool) -> Encoded | MalformedRow:
         input_ids = np.array(ids, dtype=np.int32)

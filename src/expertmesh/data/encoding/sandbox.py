@@ -132,7 +132,7 @@ def _limited_memory() -> Iterator[None]:
     """Let the process grow by `MEMORY_LIMIT_BYTES`; what it has already (a device's address range too) is free."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         limit = pages * resource.getpagesize() + MEMORY_LIMIT_BYTES
         if soft == resource.RLIM_INFINITY or limit < soft:
             resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -338,10 +338,10 @@ def read_table(table: Any, source: SourceFile, takes: Takes) -> Iterator[RawRow 
         if not any(map(takes, numbers)):
             yield from (None for _ in numbers)
             continue
-        columns = table[start : start + BLOCK_ROWS]
+        # As they are stored, all columns: its own format decodes images, and may leave columns out.
+        block = table.with_format("arrow")[start : start + BLOCK_ROWS]
         for place, number in enumerate(numbers):
-            value = {name: cells[place] for name, cells in columns.items()}
-            yield RawRow(source, number, _without_nulls(value)) if takes(number) else None
+            yield _of_slice(source, number, block.slice(place, 1)) if takes(number) else None
 
 
 def read_examples(examples: Any, source: SourceFile, takes: Takes) -> Iterator[RawRow | None]:

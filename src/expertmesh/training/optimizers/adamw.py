@@ -164,13 +164,16 @@ class Codebook:
         """Build the codebook on a device.
 
         Decade i of 7, from 1e-7 to 1, holds 2^i values with a sign and 2^(i+1) without one, in the middle of equal
-        intervals of its upper nine tenths; zero and 1 are added.
+        intervals of its upper nine tenths; zero and 1 are added. With a sign -1 takes the place of the negative value
+        that is nearest to zero: blocks whose largest value is negative would shrink with every step.
         """
         values = [0.0, 1.0]
         for decade in range(7):
             count, size = 2 ** (decade + (not signed)), 10.0 ** (decade - 6)
             middles = [size * (0.1 + 0.9 * (place + 0.5) / count) for place in range(count)]
             values += [*middles, *(-middle for middle in middles)] if signed else middles
+        if signed:
+            values[values.index(max(value for value in values if value < 0))] = -1.0
         assert len(values) == 256
         table = torch.tensor(sorted(values))
         borders = torch.cat([(table[1:] + table[:-1]) / 2, torch.full((1,), torch.inf)])
@@ -192,7 +195,7 @@ class Blocks:
         self.codes_RC, self.scale_RB = shard.view(codes), ShardRows.of(scale).view(scale)
         self.start, self.stop = shard.box[-1]
         self.block_C = torch.arange(self.start, self.stop, device=shard.device) // BLOCK
-        self.codebook, self.wide = Codebook.on(shard.device, signed), wide
+        self.codebook, self.wide, self.signed = Codebook.on(shard.device, signed), wide, signed
         self.groups = _groups_of_last_dim(codes)
 
     def read(self, rows: slice) -> Tensor:
@@ -210,7 +213,9 @@ class Blocks:
             dist.all_reduce(scale_RB, dist.ReduceOp.MAX, group=group)
         self.scale_RB[rows] = scale_RB
         divisor_RC = scale_RB.clamp_min(torch.finfo(scale_RB.dtype).tiny).index_select(1, self.block_C)
-        self.codes_RC[rows] = self.codebook.nearest((value_RC / divisor_RC).float())
+        codes = self.codebook.nearest((value_RC / divisor_RC).float())
+        # A second moment that is stored as zero would be divided by: the least code is that of a positive value.
+        self.codes_RC[rows] = codes if self.signed else torch.maximum(codes, value_RC > 0)
 
 
 Stored = Plain | Blocks

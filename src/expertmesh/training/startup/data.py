@@ -231,7 +231,7 @@ def held_by_another(stack: ExitStack, preparation: Preparation) -> str:
 
 
 def _made(name: str, preparation: Preparation, say: Callable[[str], None]) -> PreparedData:
-    boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+    boot_id = _BOOT_ID.read_text(encoding="utf-8") if _BOOT_ID.exists() else ""
     hosts = gather_objects(f"{socket.gethostname()} {boot_id}")
     here = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
     share = RowShare(here.index(dist.get_rank()), len(here))
