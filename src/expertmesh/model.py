@@ -4,14 +4,14 @@
 plans and shards a model that is already in memory. Neither ever gathers a full model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertmesh.adapters.peft_model import peft_adapters
+from expertmesh.adapters.peft_model import PeftAdapters, peft_adapters
 from expertmesh.adapters.plan import adapt, remember_formats
 from expertmesh.adapters.start import start_adapters
 from expertmesh.anatomy import describe, head_of
@@ -23,6 +23,7 @@ from expertmesh.introspection.attention import decoder_of
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.pipeline import refuse_by_layer
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
+from expertmesh.state.model_view import meta_copy
 from expertmesh.state.other_code import BeforeSharding, refuse_sharded
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
 from expertmesh.weights.first_values import start_head
@@ -125,18 +126,40 @@ def parallelize(
             dtype = _name(next(p for p in model.parameters() if peft is None or not p.requires_grad).dtype)
             master = dtype if peft is None else _name(peft.dtype)
             precision = PrecisionConfig(params=master, compute=dtype, reduce=master)  # type: ignore[arg-type]
-        if peft is not None:
-            model = peft.become_ours(getattr(torch, precision.params))
-        fuse_lists_of_experts(model)
-        before.refuse_lost_hooks(model)
-        if lora is not None:
-            adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
         options = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile, by_layer)
-        plan = plan_model(model, mesh.layout, options)
+        if peft is not None:
+            # First a copy on meta, so that a refusal leaves the PeftModel with its adapters.
+            copy = meta_copy(model)
+            _plan_in_memory(copy, BeforeSharding.of(copy), replace(peft, model=copy), None, options, mesh)
+    with raise_on_all_ranks("planning the shards"):
+        model, plan = _plan_in_memory(model, before, peft, lora, options, mesh)
     shard_model(model, plan, mesh)
     start_adapters(model, seed)
     before.retire_parameters(model)
     return model
+
+
+def _plan_in_memory(
+    model: PreTrainedModel,
+    before: BeforeSharding,
+    peft: PeftAdapters | None,
+    lora: LoraConfig | None,
+    options: ShardOptions,
+    mesh: "Mesh",
+) -> tuple[PreTrainedModel, ShardPlan]:
+    """Make a model in memory, in place, one that can be sharded, and plan how; for a PeftModel the model inside.
+
+    Raises:
+        InputError: It cannot be trained exactly. No communication.
+    """
+    masters = getattr(torch, options.precision.params)
+    if peft is not None:
+        model = peft.become_ours(masters)
+    fuse_lists_of_experts(model)
+    before.refuse_lost_hooks(model)
+    if lora is not None:
+        adapt(model, lora, masters, model.config.name_or_path or None)
+    return model, plan_model(model, mesh.layout, options)
 
 
 def _name(dtype: torch.dtype) -> str:

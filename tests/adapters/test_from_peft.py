@@ -110,6 +110,29 @@ def test_a_module_of_a_groups_name_is_not_the_group() -> None:
     assert em.lora_from_peft(_peft_config(target_modules=[], target_parameters=["experts"])).targets == ("*.experts",)
 
 
+def test_a_head_is_named_as_a_module_and_left_out_as_one() -> None:
+    config = _peft_config(target_modules=["q_proj", "lm_head"])
+    plan = plan_adapters(tiny_model("qwen3_moe"), em.lora_from_peft(config), None)
+    keys = {key for target in plan.targets for key in file_keys(target, plan.targets)}
+    assert keys == set(_shapes_of_peft(tiny_model("qwen3_moe"), config))
+    assert "lm_head" in {target.module for target in plan.targets}
+    without = plan_adapters(
+        tiny_model("qwen3_moe"),
+        em.lora_from_peft(_peft_config(target_modules=["q_proj", "lm_head"], exclude_modules=["lm_head"])),
+        None,
+    )
+    assert {target.group for target in without.targets} == {"attention"}
+
+
+@pytest.mark.parametrize("pattern", [{"rank_pattern": {"q_proj": 2}}, {"alpha_pattern": {r".*\.q_proj": 2}}])
+def test_patterns_beside_the_weight_of_a_linear_layer_are_refused(pattern: dict[str, Any]) -> None:
+    """PEFT compares them with the weight's name there, which they do not match."""
+    config = _peft_config(target_modules=[], target_parameters=["q_proj.weight"], **pattern)
+    assert {min(shape) for shape in _shapes_of_peft(tiny_model("qwen3_moe"), config).values()} == {4}
+    with refused("adapter.unsupported-option", naming=next(iter(pattern))):
+        em.lora_from_peft(config)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

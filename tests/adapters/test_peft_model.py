@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from packaging.version import Version
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
@@ -205,6 +206,31 @@ def _left_over() -> None:
 
 def test_the_empty_peft_model_says_where_its_adapters_are() -> None:
     shared_ranks(_left_over, 2)
+
+
+def _refused_late(directory: Path) -> None:
+    torch.manual_seed(0)
+    model = _peft_model(target_parameters=EXPERTS, init_lora_weights="gaussian")
+    trained, mesh = copy.deepcopy(peft.get_peft_model_state_dict(model)), em.init_mesh(em.ParallelConfig(ep=3))
+    layer = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
+    hook = layer.register_forward_hook(print)
+    with refused("model.hooks-of-replaced-module", naming="q_proj"):
+        em.parallelize(model, mesh)
+    hook.remove()
+    with refused("layout.ep-divides-experts"):
+        em.parallelize(model, mesh)
+    own = directory / str(torch.distributed.get_rank())
+    model.save_pretrained(own)
+    saved = load_file(own / "adapter_model.safetensors")
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(tensor, trained[key]) for key, tensor in saved.items())
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if ".lora_" in name
+    }
+
+
+def test_a_peft_model_whose_plan_is_refused_keeps_its_adapters(tmp_path: Path) -> None:
+    shared_ranks(_refused_late, 3, tmp_path)
 
 
 def _differing() -> None:

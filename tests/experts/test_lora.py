@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from expertmesh.anatomy import experts_spec
+from expertmesh.experts import expert_mlp as expert_mlp_module
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.expert_mlp import _dropped, expert_mlp
 from expertmesh.experts.install import gate_of, is_silu_gated
@@ -93,6 +94,28 @@ def test_experts_one_after_the_other_wait_once_in_each_direction() -> None:
         assert len(waits) == 1
         out.sum().backward()
     assert len(waits) == 2
+
+
+def test_adapters_of_experts_without_pairs_get_zero_gradients_from_a_kernel_that_leaves_them() -> None:
+    """As `test_compute.py` has it for weights."""
+    experts, spec, leaves, adapters = adapted_case("silu gated", torch.float32, 8)
+    inputs = [leaves[0], leaves[2], *adapters.values()]
+    expected = adapter_gradients(lean_experts(experts, spec, leaves, adapters, False), inputs)
+    plain = expert_mlp_module.grouped_mm
+
+    def kernel(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
+        out = plain(a, b, end_L)
+        if b.dim() == 2:
+            out[end_L.diff(prepend=end_L.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    with (
+        mock.patch.object(expert_mlp_module, "leaves_empty_groups", return_value=True),
+        mock.patch.object(expert_mlp_module, "grouped_mm", kernel),
+    ):
+        got = adapter_gradients(lean_experts(experts, spec, leaves, adapters, False), inputs)
+    for want, have in zip(expected, got, strict=True):
+        assert torch.equal(want, have)
 
 
 class _Largest(TorchDispatchMode):

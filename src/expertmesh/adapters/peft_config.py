@@ -303,7 +303,8 @@ def as_peft_reads(content: Mapping[str, Any], model: nn.Module, path: Path | str
     """Return an adapter_config.json with its target names resolved for `model` as PEFT resolves them.
 
     `all-linear` becomes the linear layers except the head. In families in which PEFT takes module names of transformers
-    4 for fused experts, gate and up together become `gate_up_proj`, with twice the rank and the same scaling.
+    4 for fused experts, gate and up together become `gate_up_proj`, with twice the rank and twice the alpha: the same
+    scaling, or √2 times as much with rslora.
 
     Args:
         path: For messages.
@@ -464,6 +465,7 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
         refuse_field(where, "exclude_modules", exclude, "it is a pattern; list the modules' names")
     if named := [name for name in exclude if any(each.endswith(f"{name}.weight") for each in parameters)]:
         refuse_field(where, "exclude_modules", named, "target_parameters names its weight, which PEFT does not exclude")
+    _refuse_patterns_beside(parameters, content, where)
     heads = HEADS_OF_CLASSIFIERS if content.get("task_type") == CLASSIFIES else ()
     tokens = content.get("trainable_token_indices") or ()
     if isinstance(tokens, dict):
@@ -475,14 +477,27 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
     return lora_of(
         content,
         dropout=float(content.get("lora_dropout") or 0.0),
-        # Modules are named by their weight, so that the name does not match a parameter of the same name.
-        targets=(*(f"{_text(name)}.weight" for name in modules), *(_text(name) for name in parameters)),
-        exclude=tuple(f"{_text(name)}.weight" for name in exclude),
+        # Modules are named by their weight, so that the name means neither a parameter of the same name nor a group.
+        targets=(*(f"{glob.escape(name)}.weight" for name in modules), *(_text(name) for name in parameters)),
+        exclude=tuple(f"{glob.escape(name)}.weight" for name in exclude),
         modules_to_save=tuple(dict.fromkeys((*(content.get("modules_to_save") or ()), *heads))),
         trainable_token_indices=tuple(tokens),
     )
 
 
+def _refuse_patterns_beside(parameters: Sequence[str], content: Mapping[str, Any], where: str) -> None:
+    """Raise `InputError` for patterns beside a weight of a linear layer in `target_parameters`.
+
+    PEFT compares them with the weight's name then; here a linear layer has one name, that of its module.
+    """
+    weights = [name for name in parameters if name.endswith(".weight")]
+    linear = [name for name in weights if name.split(".")[-2] not in TAKEN_FOR_EXPERTS]
+    for key in ("rank_pattern", "alpha_pattern"):
+        if linear and (patterns := content.get(key)):
+            why = f"target_parameters has {linear[0]}, which PEFT compares with it by another name than its module"
+            refuse_field(where, key, patterns, f"{why}; name the module in target_modules")
+
+
 def _text(name: str) -> str:
-    """Return a selector for a name in PEFT's config that never means one of our groups."""
+    """Return a selector for a parameter's name in PEFT's config that never means one of our groups."""
     return f"*.{name}" if name in GROUPS else glob.escape(name)

@@ -217,9 +217,9 @@ class _ExpertMlp(torch.autograd.Function):
             grad_down = _weight_gradient(product, act_PI, grad_out_PH, end_L, mlp).to(down.dtype)
         if down_a is not None:
             act_PI = _dropped(act_PI, dropout, pairs, ctx.expert_L)
-            grad_down_a = product(grad_low_Pr.t(), act_PI, end_L).to(down_a.dtype)
+            grad_down_a = _by_groups(product, grad_low_Pr, act_PI, end_L).to(down_a.dtype)
             # `low_down_Pr` is without the scaling, which multiplies B A as a whole.
-            grad_down_b = product(grad_out_PH.t(), low_down_Pr, end_L).mul_(down_scaling).to(down_b.dtype)
+            grad_down_b = _by_groups(product, grad_out_PH, low_down_Pr, end_L).mul_(down_scaling).to(down_b.dtype)
         # The most memory of backward is in use about here: free these before the up projection needs its own.
         del act_PI, grad_act_PI, grad_out_PH
 
@@ -232,9 +232,9 @@ class _ExpertMlp(torch.autograd.Function):
         grad_x_PH = _by_weight(product, grad_pre_P2I, up, end_L, mlp, backward=True) if trains_rows else None
         if up_a is not None:
             grad_low_Pr = product(grad_pre_P2I, up_b.to(dtype), end_L).mul_(up_scaling)
-            grad_up_b = product(grad_pre_P2I.t(), low_up_Pr, end_L).mul_(up_scaling).to(up_b.dtype)
+            grad_up_b = _by_groups(product, grad_pre_P2I, low_up_Pr, end_L).mul_(up_scaling).to(up_b.dtype)
             x_PH = _dropped(rows_RH.index_select(0, pairs.row_P), dropout, pairs, None)
-            grad_up_a = product(grad_low_Pr.t(), x_PH, end_L).to(up_a.dtype)
+            grad_up_a = _by_groups(product, grad_low_Pr, x_PH, end_L).to(up_a.dtype)
             del x_PH
             if grad_x_PH is not None:
                 grad_x_PH += _dropped(product(grad_low_Pr, up_a.to(dtype), end_L), dropout, pairs, None)
@@ -378,11 +378,16 @@ def _weight_gradient(
 ) -> torch.Tensor:
     """Return the gradient of all experts' weights, in the layout of the weights; zeros for experts without pairs."""
     left, right = (input_Pk, grad_Pn) if mlp.transposed else (grad_Pn, input_Pk)
-    gradient = product(left.t(), right, end_L)
-    if leaves_empty_groups(gradient.device):
+    return _by_groups(product, left, right, end_L)
+
+
+def _by_groups(product: Product, left_Pm: torch.Tensor, right_Pn: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
+    """Return `left^T right` over each expert's pairs, `[L, m, n]`; zeros for experts without pairs."""
+    out_Lmn = product(left_Pm.t(), right_Pn, end_L)
+    if leaves_empty_groups(out_Lmn.device):
         empty_L = end_L.diff(prepend=end_L.new_zeros(1)) == 0
-        gradient.masked_fill_(empty_L[:, None, None], 0)
-    return gradient
+        out_Lmn.masked_fill_(empty_L[:, None, None], 0)
+    return out_Lmn
 
 
 @cache
