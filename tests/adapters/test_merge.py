@@ -297,7 +297,10 @@ def test_a_weight_of_another_base_beside_an_adapter_is_noticed(tmp_path: Path) -
     _trained_beside(base, tmp_path / "adapter", target_modules=["embed_tokens", "lm_head"])
     merge(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
     path, key = tmp_path / "adapter" / ADAPTER, "base_model.model.lm_head.base_layer.weight"
-    tensors = load_file(path)
+    tensors, bias = load_file(path), key.replace("weight", "bias")
+    save_file({**tensors, bias: torch.zeros(3)}, path, metadata={"format": "pt"})
+    with refused("adapter.differs-from-its-config", IntegrityError, naming=bias):
+        merge(tmp_path / "adapter", tmp_path / "refused", base=str(tmp_path / "base"))
     tensors[key][3, 4] *= 1.5
     save_file(tensors, path, metadata={"format": "pt"})
     with refused("adapter.other-base", IntegrityError, naming=key):

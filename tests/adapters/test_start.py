@@ -129,6 +129,7 @@ def test_an_adapter_of_another_base_is_not_continued_unless_its_note_is_removed(
         ("missing", "adapter.differs-from-its-config", "q_proj.lora_A"),
         ("shape", "adapter.differs-from-its-config", "is [4, 31], not [4, 32]"),
         ("more", "adapter.differs-from-its-config", "k_proj.lora_A"),
+        ("bias", "adapter.differs-from-its-config", "q_proj.base_layer.bias"),
         ("nan", "weights.not-finite", "q_proj.lora_A.weight"),
     ],
 )
@@ -141,6 +142,8 @@ def test_a_file_that_does_not_fit_its_config_is_refused(damage: str, cause: str,
         del tensors[key]
     elif damage == "shape":
         tensors[key] = tensors[key][:, :-1].contiguous()
+    elif damage == "bias":
+        tensors[key.replace("lora_A.weight", "base_layer.bias")] = torch.zeros(32)
     elif damage == "nan":
         tensors[key][1, 2] = float("nan")
     else:

@@ -14,8 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 import expertmesh as em
 from expertmesh.adapters import save as save_module
+from expertmesh.adapters.plan import AdapterPlan
+from expertmesh.adapters.save import _Values
+from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.merge import merge
+from expertmesh.io.boxes import full_box
+from expertmesh.weights.lazy import LazyTensor, as_lazy
+from expertmesh.weights.mapping import StateTensor
 from tests.adapters.stock import write_family
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -158,6 +164,24 @@ def test_memory_is_that_of_one_tensor() -> None:
         # In fp64, and A and B of a layer's experts; a layer's experts themselves are many times that, on each rank too.
         assert seen <= 3 * largest
         assert own >= 10 * largest
+
+
+def test_all_that_a_tensor_is_made_of_is_gathered_before_it_is_read() -> None:
+    """Which parts a rank reads differs from rank to rank: a gathering then would wait for the others for ever."""
+    targets = tuple(Target(name, None, 3, 2, None, "attention", r=1) for name in "qkv")
+    shapes = {name: shape for target in targets for name, shape in zip(target.factors, target.shapes, strict=True)}
+    adapters = {name: torch.ones(shape) for name, shape in shapes.items()}
+    plan, view = AdapterPlan(em.LoraConfig(), targets, None, None), mock.Mock(adapters=adapters)
+    values, leaves = _Values(view, plan), [StateTensor(target.weight, torch.zeros(2, 3)) for target in targets]
+    with mock.patch.object(save_module, "gather", wraps=save_module.gather) as gathered:
+        for _ in range(2):  # the second time nothing is missing
+            values.prepare(as_lazy(torch.cat([LazyTensor.of(leaf) for leaf in leaves])))
+            for leaf in leaves:
+                values(leaf, full_box((2, 3)))
+            assert gathered.call_count == 6
+        for leaf in (leaves[1], leaves[2], leaves[1], leaves[2], leaves[0]):
+            values.prepare(LazyTensor.of(leaf))
+        assert gathered.call_count == 8
 
 
 def _too_large() -> None:

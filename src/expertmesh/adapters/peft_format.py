@@ -235,6 +235,11 @@ def differs(path: Path, how: str) -> IntegrityError:
     return IntegrityError(f"{path}: {how}", key="adapter.differs-from-its-config")
 
 
+def not_in_base(directory: Path, key: str, name: str) -> IntegrityError:
+    """Return the error for one of `base_copies` of which the model has nothing."""
+    return differs(directory / WEIGHTS_FILE, f"holds {key}, but the model has no {name}; give the base of this adapter")
+
+
 def is_parameter(target: Target) -> bool:
     """Return whether the config names the target's weight instead of its module.
 

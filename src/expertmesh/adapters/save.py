@@ -4,17 +4,19 @@ The file does not depend on the layout. B of routed experts is stored with the e
 so these tensors are gathered one at a time; no rank ever holds more than its shards and one tensor.
 
 `iter_hf_weights` yields what `save_model` writes, or, with adapters merged, what `expertmesh merge` writes. Beside the
-yielded tensor, a rank holds a block of it and A and B of two adapted weights. Nothing here changes the model.
+yielded tensor, a rank holds a block of it and A and B of its adapted weights, or of the last two. Nothing here changes
+the model.
 
 `unread_by_engines` follows the readers of vLLM 0.33 (`vllm/lora`) and SGLang 0.5.23 (`sglang/srt/lora`), which
 tests/adapters/test_serving_readers.py runs; no engine is imported.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,7 @@ from expertmesh.weights.write import (
     write_directory,
 )
 
+_T = TypeVar("_T")
 _VLLM_MOST_RANK = 512
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -230,9 +233,8 @@ class _Values:
         self._targets = {} if plan is None else {target.weight: target for target in plan.targets}
         self._replaced: Mapping[str, Replaced] = {} if plan is None else plan.replaced
         self._adapters: Mapping[str, Tensor] = view.adapters if plan is not None else {}
-        # Files hold an expert's two projections in turn.
-        self._factors = lru_cache(maxsize=2)(self._gather_factors)
-        self._new_values = lru_cache(maxsize=1)(lambda weight: self._whole(new_values_of(weight)))
+        self._factors: dict[str, tuple[Tensor, Tensor]] = {}
+        self._new_values: dict[str, Tensor] = {}
         self._gathered: dict[str, Tensor] = {}
 
     def prepare(self, lazy: LazyTensor) -> None:
@@ -242,11 +244,10 @@ class _Values:
         for new values of replaced ones.
         """
         self._gathered = gather(lazy) if is_computed(lazy) else {}
-        for leaf in lazy.leaves():
-            if leaf.name in self._targets:
-                self._factors(leaf.name)
-            elif leaf.name in self._replaced:
-                self._new_values(leaf.name)
+        names = list(dict.fromkeys(leaf.name for leaf in lazy.leaves()))
+        # Two are held at least, because files have an expert's two projections in turn.
+        _hold(self._factors, [name for name in names if name in self._targets], self._gather_factors, 2)
+        _hold(self._new_values, [name for name in names if name in self._replaced], self._gather_new_values, 1)
 
     def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
         """Return the values of `box` of a tensor, with its adapter merged if it has one. Call `prepare` first."""
@@ -254,12 +255,12 @@ class _Values:
         values = live_values(leaf, box) if gathered is None else gathered[slices(box)]
         target = self._targets.get(leaf.name)
         if leaf.name in self._replaced:
-            new = self._new_values(leaf.name)
+            new = self._new_values[leaf.name]
             return replace_values(values, box, self._replaced[leaf.name], lambda part: new[slices(part)])
         if target is None:
             return values
         merged = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
-        add_delta(merged, box, target, self._factors(leaf.name))
+        add_delta(merged, box, target, self._factors[leaf.name])
         return merged
 
     def _gather_factors(self, weight: str) -> tuple[Tensor, Tensor]:
@@ -267,9 +268,20 @@ class _Values:
         a, b = map(self._whole, self._targets[weight].factors)
         return a, b
 
+    def _gather_new_values(self, weight: str) -> Tensor:
+        return self._whole(new_values_of(weight))
+
     def _whole(self, name: str) -> Tensor:
         whole = gather(LazyTensor.of(StateTensor(name, self._adapters[name])))
         return whole.get(name, self._adapters[name]).detach()
+
+
+def _hold(held: dict[str, _T], names: Sequence[str], make: Callable[[str], _T], least: int) -> None:
+    """Let `held` have all of `names`, what is missing by `make`, and no more than these or `least`, the latest ones."""
+    for name in names:
+        held[name] = held.pop(name) if name in held else make(name)
+    for name in list(held)[: -max(least, len(names))]:
+        del held[name]
 
 
 def replace_values(values: Tensor, box: Box, each: Replaced, new: Callable[[Box], Tensor]) -> Tensor:

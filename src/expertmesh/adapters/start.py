@@ -31,6 +31,7 @@ from expertmesh.adapters.peft_format import (
     base_copies,
     differs,
     model_tensors_from,
+    not_in_base,
 )
 from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.targets import Replaced, Target, new_values_of, refuse_slow_patterns
@@ -169,7 +170,9 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
                 refuse_non_finite(name, lazy, box, local)
         # PEFT writes a head's frozen weight beside its adapter, and loads it again.
         for key, name in base_copies(files, plan.targets).items():
-            lazy, base = files[key], view.tensors[name]
+            lazy, base = files[key], view.tensors.get(name)
+            if base is None:
+                raise not_in_base(directory, key, name)
             fits = tuple(lazy.shape) == tuple(base.shape)
             for box, local in held_parts(base) if fits and not is_on_other_stage(base) else ():
                 fits = fits and torch.equal(read_values(lazy, checkpoint.read, box).to(local), local)

@@ -38,6 +38,7 @@ from expertmesh.adapters.peft_format import (
     differs,
     keys_in,
     model_tensors_from,
+    not_in_base,
     replaced_key,
 )
 from expertmesh.adapters.plan import AdapterPlan, plan_adapters
@@ -417,7 +418,9 @@ def check_adapter_copies(targets: Sequence[Target], factors: WeightFiles, load: 
     """Raise `IntegrityError` for a base weight beside the adapter, which PEFT would read, that is not the base's."""
     stored = lazy_tensors(factors.tensors)
     for key, name in base_copies(stored, targets).items():
-        copy, base = stored[key], load.tensors[name]
+        copy, base = stored[key], load.tensors.get(name)
+        if base is None:
+            raise not_in_base(factors.directory, key, name)
         dtype = min(copy.dtype, base.dtype, key=lambda dtype: dtype.itemsize)
         pairs = zip(_read_in_blocks(copy, factors, dtype), _read_in_blocks(base, files, dtype), strict=False)
         if copy.shape != base.shape or not all(torch.equal(values, other) for (_, values), (_, other) in pairs):
