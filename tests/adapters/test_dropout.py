@@ -121,6 +121,17 @@ def test_a_linear_layers_adapter_drops_its_input_in_training_alone() -> None:
         torch.testing.assert_close(root.train(mode)["linear"](x), plain(x) + 16 * added)
 
 
+def test_numbers_are_forgotten_after_a_forward_that_fails() -> None:
+    root = torch.nn.ModuleDict({"linear": torch.nn.Linear(6, 5)})  # has no forward of its own
+    attach_adapters(root, [Target("linear", None, 6, 5, None, "attention")], {}, em.LoraConfig(r=2), torch.float32)
+    state = adapter_state(root)
+    assert state is not None
+    state.token_number_T = torch.arange(3)
+    with pytest.raises(NotImplementedError):
+        root()
+    assert state.token_number_T is None
+
+
 def _two_forwards_then_two_backwards(adapter: Path, checkpointed: bool) -> dict[str, torch.Tensor]:
     model: Any = tiny_model(FAMILY, **BLOCKS)
     mesh = em.init_mesh(em.ParallelConfig(ep=1))

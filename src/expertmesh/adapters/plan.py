@@ -532,7 +532,7 @@ def attach_adapters(
         attach_to_module(module, lora_state=state, lora_name=weight, lora_rows=rows)
         mix_in(module, _ReplacedForward)
     model.register_forward_pre_hook(_take_row_numbers, with_kwargs=True)
-    model.register_forward_hook(_forget_row_numbers)
+    model.register_forward_hook(_forget_row_numbers, always_call=True)
 
 
 def _take_row_numbers(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -550,7 +550,7 @@ def _take_row_numbers(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> An
 
 
 def _forget_row_numbers(model: nn.Module, args: Any, output: Any) -> None:
-    """Forget the numbers after a forward, so that the next one without numbers raises instead of using equal masks."""
+    """Forget the numbers after a forward, failed ones too: the next without numbers raises, and repeats no masks."""
     if (state := adapter_state(model)) is not None:
         state.token_number_T = None
 

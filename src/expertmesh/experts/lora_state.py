@@ -2,7 +2,8 @@
 
 The mask does not depend on the rank, the order, or how often it is computed: a counter-based generator (splitmix64, doi
 10.1145/2660193.2660195) maps (salt, token number, column) to a uniform number. So every layout, micro-batch size and
-recomputation drops the same elements, and no mask is kept. The salt stands for seed, step and layer.
+recomputation drops the same elements, and no mask is kept. The salt stands for seed and layer; tokens of other steps
+have other numbers.
 
     P pairs or tokens
 """
