@@ -17,7 +17,7 @@ from expertmesh.adapters.targets import Target
 from expertmesh.experts import lora_state
 from expertmesh.experts.lora_state import Dropout, adapter_state, keep_mask, salt_of
 from tests.adapters.reference import TARGETS, random_adapter, take_steps, trainables, worst
-from tests.support.errors import refused_on_ranks
+from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import shared_ranks
 from tests.support.reference import rows_of_step
@@ -107,7 +107,7 @@ def test_a_linear_layers_adapter_drops_its_input_in_training_alone() -> None:
     linear: Any = torch.nn.Linear(6, 5)
     plain = copy.deepcopy(linear)
     root = torch.nn.ModuleDict({"linear": linear})
-    target = Target("linear", None, 6, 5, None, "attention")
+    target = Target("linear", None, 6, 5, None, "attention", r=2, scaling=16.0)
     attach_adapters(root, [target], {}, em.LoraConfig(r=2, dropout=0.5), torch.float32)
     torch.nn.init.normal_(linear.lora_A)
     torch.nn.init.normal_(linear.lora_B)
@@ -119,6 +119,43 @@ def test_a_linear_layers_adapter_drops_its_input_in_training_alone() -> None:
     for dropped, mode in ((x * kept, True), (x, False)):
         added = F.linear(F.linear(dropped, linear.lora_A), linear.lora_B)
         torch.testing.assert_close(root.train(mode)["linear"](x), plain(x) + 16 * added)
+        assert added.any()
+
+
+class _Router(torch.nn.Module):
+    def __init__(self, by_linear: bool) -> None:
+        super().__init__()
+        self.weight, self.by_linear = torch.nn.Parameter(torch.randn(5, 6)), by_linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(x.double(), self.weight.double()) if self.by_linear else x @ self.weight.t()
+        return logits.softmax(-1)
+
+
+def _with_router(by_linear: bool) -> Any:
+    root: Any = torch.nn.ModuleDict({"router": _Router(by_linear)})
+    target = Target("router", "weight", 6, 5, None, "router", r=2, scaling=16.0)
+    attach_adapters(root, [target], {}, em.LoraConfig(r=2, dropout=0.5), torch.float32)
+    torch.nn.init.normal_(root.router.weight_lora_A)
+    torch.nn.init.normal_(root.router.weight_lora_B, std=0.02)  # more would be lost in the softmax
+    adapter_state(root).token_number_T = torch.arange(3)  # type: ignore[union-attr]
+    return root
+
+
+def test_a_routers_adapter_drops_its_input_in_training_alone() -> None:
+    root, x = _with_router(by_linear=True), torch.randn(3, 6)
+    router = root.router
+    kept = keep_mask(Dropout(0.5, salt_of(0, "router.weight"), torch.arange(3)), 6, torch.float32)
+    for dropped, mode in ((x * kept, True), (x, False)):
+        added = F.linear(F.linear(dropped, router.weight_lora_A), router.weight_lora_B)
+        expected = (F.linear(x, router.weight) + 16 * added).softmax(-1)
+        torch.testing.assert_close(root.train(mode)["router"](x).float(), expected, rtol=1e-4, atol=1e-6)
+        assert added.any()
+
+
+def test_a_router_that_multiplies_in_another_way_is_refused_with_dropout() -> None:
+    with refused("lora.dropout-without-token-order", naming="router.weight"):
+        _with_router(by_linear=False).router(torch.randn(3, 6))
 
 
 def test_numbers_are_forgotten_after_a_forward_that_fails() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -64,7 +65,7 @@ from expertmesh.config.base import is_named
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import AdapterState, adapter_state, number_rows, running_adapters_of
 from expertmesh.io.safetensors_reader import open_weight_files
-from expertmesh.state.model_view import ModelView, attach, attach_to_module, module_state
+from expertmesh.state.model_view import ModelView, ModuleState, attach, attach_to_module, module_state
 from expertmesh.state.patching import exchanged, mix_in
 from expertmesh.weights.mapping import classifier_head, plan_load
 from expertmesh.weights.quantised.published import published_formats
@@ -628,7 +629,40 @@ class _ParameterForward(nn.Module):
         if state is None:
             return super().forward(*args, **kwargs)
         assert weight_NK is not None
-        a_rK, b_Nr = (self.get_parameter(f"weight_lora_{which}").to(weight_NK.dtype) for which in "AB")
-        adapted: Any = torch.add(weight_NK, b_Nr @ a_rK, alpha=module_state(self).lora_scaling["weight"])
+        a_rK, b_Nr = (self.get_parameter(f"weight_lora_{which}") for which in "AB")
+        if self.training and state.dropout:
+            with _DroppedProduct(module_state(self), state, a_rK, b_Nr) as product:
+                out = super().forward(*args, **kwargs)
+            product.refuse_missing()
+            return out
+        dtype, scaling = weight_NK.dtype, module_state(self).lora_scaling["weight"]
+        adapted: Any = torch.add(weight_NK, b_Nr.to(dtype) @ a_rK.to(dtype), alpha=scaling)
         with exchanged(parameter_slots(self), {"weight": adapted}):
             return super().forward(*args, **kwargs)
+
+
+class _DroppedProduct(TorchFunctionMode):
+    """Adds what an adapter with dropout adds to the product of a router's input and weight; no weight could hold it."""
+
+    def __init__(self, module: ModuleState, state: AdapterState, a_rK: torch.Tensor, b_Nr: torch.Tensor) -> None:
+        super().__init__()
+        self._module, self._state, self._a_rK, self._b_Nr = module, state, a_rK, b_Nr
+        self._seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not F.linear or args[1].shape != (self._b_Nr.shape[0], self._a_rK.shape[1]):
+            return out
+        self._seen = True
+        x = args[0]
+        low = F.linear(self._state.dropped(x, self._module.lora_name), self._a_rK.to(x.dtype))
+        return torch.add(out, F.linear(low, self._b_Nr.to(x.dtype)), alpha=self._module.lora_scaling["weight"])
+
+    def refuse_missing(self) -> None:
+        """Raise `InputError` unless the product was seen."""
+        if not self._seen:
+            raise InputError(
+                f"lora.dropout: {self._module.lora_name} is multiplied in a way of its own here; set lora.dropout to 0 "
+                "or leave routers out",
+                key="lora.dropout-without-token-order",
+            )
