@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import profiler
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import debug
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad
@@ -232,6 +233,31 @@ def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) ->
     module._apply(function)
 
 
+def forget_unfinished_step(model: Any) -> None:
+    """Let FSDP2 forget a step of `model` that raised: gradients that are not reduced yet, which `zero_grad` leaves.
+
+    torch 2.13 has a public method, which leaves those of layers whose backward had not ended.
+    """
+    if not model._get_fsdp_state()._is_root:
+        return  # no forward has begun
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        state._training_state = idle = type(state._training_state).IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            group._training_state, group._partial_reduce_output = idle, None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        module.reshard()
+
+
 # Of transformers' models. Families state these as class attributes, which have no public accessors.
 
 Declared = Literal[
@@ -254,6 +280,18 @@ def declared(module: nn.Module, name: Declared) -> Any:
 def ignore_when_loading(model: Any, pattern: str) -> None:
     """Let `model` load from files with tensors of this pattern, which it does not have."""
     model._keys_to_ignore_on_load_unexpected = {*declared(model, "_keys_to_ignore_on_load_unexpected"), pattern}
+
+
+def trains_a_tower(model: Any) -> bool:
+    """Return whether parameters outside of the text model and its head are trained, which run with images alone.
+
+    With other kinds of models inside, it is true more often. `get_decoder` is new in transformers 5 for all models.
+    """
+    if model.config.get_text_config() is model.config:
+        return False
+    parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
+    text = {id(parameter) for part in parts for parameter in part.parameters()}
+    return any(parameter.requires_grad and id(parameter) not in text for parameter in model.parameters())
 
 
 def is_sharded_by_transformers(model: nn.Module) -> bool:

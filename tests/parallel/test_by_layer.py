@@ -3,6 +3,7 @@
 Real gloo ranks; micro-batches of different lengths and very different numbers of targets.
 """
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.one_launch import Launched, one_launch
 from tests.support.ranks import shared_ranks
-from tests.support.reference import Distance, padded, reference, train_sharded
+from tests.support.reference import Distance, padded, reference, train_sharded, whole, worst
 
 TOLERANCE = 1e-5
 
@@ -237,6 +238,53 @@ def _refuse_images() -> None:
 
 def test_images_are_refused_by_name() -> None:
     shared_ranks(_refuse_images, 1)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop_in_second(block: nn.Module) -> Any:
+    """Raise in the second backward of `block`; returns the handle of the hook."""
+    calls = itertools.count(1)
+
+    def raise_in_second(gradient: torch.Tensor) -> None:
+        if next(calls) == 2:
+            raise _Stop
+
+    def hook(block: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(raise_in_second)
+
+    return block.register_forward_hook(hook)
+
+
+def _stopped(order: dict[str, Any], loop: bool) -> None:
+    """Stop in the second micro-batch, and compare the next step with that of a model that was never stopped."""
+    batches = [padded(reference("qwen3_moe").rows[0][first : first + 1]) for first in (0, 1)]
+    found, whole_model = [], tiny_model("qwen3_moe", num_hidden_layers=3)
+    for stops in (True, False):
+        model: Any = copy.deepcopy(whole_model)
+        em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1, replicate=2)))
+        if stops:
+            handle = _stop_in_second(model.model.layers[1])
+            with pytest.raises(_Stop):
+                em.forward_backward(model, batches, target_tokens=60, **order)
+            handle.remove()
+            model.zero_grad()
+        if loop:
+            for batch in batches:
+                em.causal_lm_loss(model, batch, target_tokens=60).backward()
+        else:
+            em.forward_backward(model, batches, target_tokens=60, **order)
+        found.append(whole({name: parameter.grad for name, parameter in model.named_parameters()}))
+    assert worst(found[0], found[1])[0] <= 1e-6
+
+
+@pytest.mark.slow_cases(r"(True-rounds|False-one round)", why="pairwise over orders and loops")
+@pytest.mark.parametrize("order", [{}, BY_LAYER, BY_LAYER | {"round": 1}], ids=["batches", "one round", "rounds"])
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_step_that_raised_leaves_nothing_to_the_next(order: dict[str, Any], loop: bool) -> None:
+    shared_ranks(_stopped, 2, order, loop)
 
 
 def _refuse_stages() -> None:

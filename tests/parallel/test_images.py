@@ -7,6 +7,8 @@ other sizes.
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import expertmesh as em
+from expertmesh.integrations.patches import prepare
 from tests.families.tiny import random_model
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.one_launch import Launched, one_launch
@@ -141,6 +144,42 @@ def _case(
 @one_launch(_case)
 def test_every_gradient_with_images_is_exact(
     launched: Launched, tied: bool, family: str, loss_of: Loss, has_images: Sequence[bool], options: dict[str, Any]
+) -> None:
+    launched()
+
+
+def _one_step(model: nn.Module, batches: Sequence[Batch], targets: int) -> None:
+    em.forward_backward(model, batches, target_tokens=targets)
+
+
+def _as_accelerate_does(model: Any, batches: Sequence[Batch], targets: int) -> None:
+    for number, batch in enumerate(batches, start=1):
+        with model.no_sync() if number < len(batches) else nullcontext():
+            em.causal_lm_loss(model, batch, target_tokens=targets).backward()
+
+
+def _replicas(model: Any, step: Callable[[Any, Sequence[Batch], int], None], order: Sequence[bool]) -> None:
+    own, rank = copy.deepcopy(model), dist.get_rank()
+    targets = sum(em.count_targets(_batch(model, number, has)["labels"]) for has in order for number in range(2))
+    for has_images in order:
+        for number in range(2):
+            _over_all_targets(own, _batch(model, number, has_images), targets).backward()
+    expected = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+    prepare(em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1, replicate=2))))
+    for _ in range(2):  # what a step leaves behind comes in the next
+        step(model, [_batch(model, rank, has_images) for has_images in order], targets)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert gradients.keys() == expected.keys()
+        assert worst(whole(gradients), expected)[0] <= 1e-10
+        model.zero_grad()
+
+
+@pytest.mark.slow_cases(r"images first-_as.*", r"text first-_one.*", why="pairwise over orders and loops")
+@pytest.mark.parametrize("step", [_one_step, _as_accelerate_does])
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["images first", "text first"])
+@one_launch(lambda step, order: (2, partial(_replicas, _model("qwen3_vl_moe"), step, order)))
+def test_a_tower_of_some_micro_batches_trains_between_replicas(
+    launched: Launched, step: Callable[[Any, Sequence[Batch], int], None], order: Sequence[bool]
 ) -> None:
     launched()
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 
 import expertmesh as em
-from expertmesh.compat import generate_in_lockstep, present_as_fsdp
+from expertmesh.compat import forget_unfinished_step, generate_in_lockstep, present_as_fsdp, trains_a_tower
 
 _BITS_OF_ROWS = 20  # a step has fewer rows
 _DPO, _GRPO, _VLLM = "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "VLLMGeneration"
@@ -137,11 +137,18 @@ def _go_on(paused: list[Any]) -> None:
 
 
 @contextmanager
-def _no_sync(model: FSDPModule) -> Iterator[None]:
-    """Defer the all-reduce over replicas. Shards are reduced each time, as unreduced gradients would be full ones."""
-    model.set_requires_all_reduce(False)
+def _no_sync(model: Any) -> Iterator[None]:
+    """Defer the all-reduce over replicas. Shards are reduced each time, as unreduced gradients would be full ones.
+
+    It is not deferred for a tower that trains: FSDP2 would not catch up in a micro-batch of text, which has none of its
+    gradients.
+    """
+    model.set_requires_all_reduce(trains_a_tower(model))
     try:
         yield
+    except BaseException:
+        forget_unfinished_step(model)
+        raise
     finally:
         model.set_requires_all_reduce(True)
 

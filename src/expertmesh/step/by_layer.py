@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils.generic import ModelOutput
 
+from expertmesh.compat import forget_unfinished_step
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.pipeline import Layers, not_by_layer, running
 from expertmesh.parallel.sequence import Batch, padded, sequence_share
@@ -338,3 +339,21 @@ def layers_held(model: nn.Module, layers: Layers) -> Iterator[None]:
         root.set_is_last_backward(True)
         for unit in units:
             unit.set_reshard_after_forward(True, recurse=False)
+
+
+@contextmanager
+def reduced_in_full(model: nn.Module) -> Iterator[None]:
+    """Let no micro-batch of the block, which is a step, leave anything to the next step, whatever stops it.
+
+    FSDP2 keeps what it has not yet reduced, and would add it to the gradients of the next step.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        yield
+    except BaseException:
+        if units:
+            forget_unfinished_step(model)
+        raise
+    finally:
+        for unit in units:
+            unit.set_requires_all_reduce(True, recurse=False)

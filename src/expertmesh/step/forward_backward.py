@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from expertmesh.compat import trains_a_tower
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import refuse_wrong_order
 from expertmesh.experts.layer import copies_of_step
@@ -36,7 +37,7 @@ from expertmesh.state.model_view import ModelView, mesh_of, sharded
 from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.shards import placement_of, to_local
 from expertmesh.step.base_model import model_inputs
-from expertmesh.step.by_layer import Round, layers_held
+from expertmesh.step.by_layer import Round, layers_held, reduced_in_full
 from expertmesh.step.loss import (
     CrossEntropy,
     Objective,
@@ -162,7 +163,7 @@ def accumulate_by_layer(
     def run_last(start: int, number: int) -> None:
         results.append(micro_step(start + number))
 
-    with copies_of_step(model):
+    with copies_of_step(model), reduced_in_full(model):
         for start, stop in order.spans(len(batches)):
             run = Round(
                 model,
@@ -228,7 +229,7 @@ def run_step(
     Collectives: as `forward_backward`.
     """
     _refuse_no_batches(micro_batches)
-    with copies_of_step(model):  # 1
+    with copies_of_step(model), reduced_in_full(model):  # 1
         sums = _Sums(micro_batches, objective)
         if order.by_layer and len(micro_batches) > 1:
             return _by_layer(model, layers_of(model), micro_batches, objective, sums, chunk_tokens, order)
@@ -241,10 +242,12 @@ def _one_by_one(
     model: nn.Module, micro_batches: Sequence[Batch], objective: Objective, sums: "_Sums", chunk_tokens: int
 ) -> StepLosses:
     """Run the step one micro-batch after the other. Collectives: as `forward_backward`."""
+    # Replicas need one all-reduce per step; earlier ones would only add communication. With a tower that trains each
+    # micro-batch has one: FSDP2 would not catch up in the last one if that is of text, without gradients of the tower.
+    at_once = mesh_of(model).layout.replicate > 1 and not trains_a_tower(model)
     with router_losses(model, micro_batches) as router_loss:  # 1
         for index, batch in enumerate(micro_batches, start=1):
-            if isinstance(model, FSDPModule) and mesh_of(model).layout.replicate > 1:
-                # Replicas need one all-reduce per step; earlier ones would only add communication.
+            if isinstance(model, FSDPModule) and at_once:
                 model.set_requires_all_reduce(index == len(micro_batches))
             term = loss_of_batch(model, batch, objective, chunk_tokens)  # 2 and 3
             (term.loss + router_loss()).backward()  # 4
