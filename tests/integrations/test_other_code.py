@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -20,6 +21,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import expertmesh as em
 from expertmesh.config.errors import InputError
+from expertmesh.integrations.trainer import ShardedTrainer
+from expertmesh.state.shards import local_tensor
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import shared_ranks
@@ -178,6 +181,28 @@ def _clipped(layout: dict[str, int]) -> None:
         assert theirs == pytest.approx(ours, rel=1e-5)
         for name, gradient in own.items():
             torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-9)
+
+
+def _clipped_by_a_trainer(spoilt: float) -> None:
+    """One element of one expert's gradient is spoilt; torch clips the gradients of the unsharded model."""
+    initial: Any = tiny_model("qwen3_moe")
+    model = em.parallelize(copy.deepcopy(initial), em.init_mesh(em.ParallelConfig(ep=2)))
+    for each, holds_it in ((initial, True), (model, dist.get_rank() == 0)):
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if holds_it:
+            local_tensor(each.get_parameter("model.layers.1.mlp.experts.down_proj").grad)[0, 0, 0] = spoilt
+    expected = torch.nn.utils.clip_grad_norm_(initial.parameters(), 0.5)
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(max_grad_norm=0.5))
+    norm = ShardedTrainer._clip_grad_norm(trainer, model)
+    torch.testing.assert_close(norm, expected, equal_nan=True)
+    for name, parameter in initial.named_parameters():
+        torch.testing.assert_close(full(model.get_parameter(name).grad), parameter.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("spoilt", [float("inf"), float("nan"), 1e6, 1.0])
+def test_a_trainer_clips_gradients_as_torch_does_when_some_are_not_finite(spoilt: float) -> None:
+    shared_ranks(_clipped_by_a_trainer, 2, spoilt)
 
 
 def _every_layout() -> None:

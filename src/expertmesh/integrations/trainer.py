@@ -16,13 +16,14 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_utils import rotate_checkpoints
 
 import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
-from expertmesh.compat import pytree
+from expertmesh.compat import pytree, scale_all_
 from expertmesh.integrations import checkpoints, patches, refusals
 from expertmesh.integrations.refusals import unsupported_argument
 from expertmesh.integrations.routes import RouteReplay
@@ -152,8 +153,17 @@ class ShardedTrainer(Trainer):
         """Do nothing: shards are on their device already."""
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Clip by the norm of the full gradients, which are in shards. Every rank calls it; collective."""
-        return em.clip_grad_norm_(model, self.args.max_grad_norm)
+        """Clip by the norm of the full gradients, which are in shards. Every rank calls it; collective.
+
+        A norm that is not finite scales them as well, to zeros or NaN: the Trainer steps, and
+        `em.clip_grad_norm_` would leave them whole for a caller that does not.
+        """
+        norm = em.clip_grad_norm_(model, None)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        if local:
+            scale_all_(local, torch.clamp(self.args.max_grad_norm / (norm + 1e-6), max=1.0))
+        return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the full gradients, computed if nothing was clipped. Every rank calls it; collective."""
