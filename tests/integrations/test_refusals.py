@@ -1,6 +1,8 @@
 """What Trainers cannot do with a sharded model stops with one sentence that names it, before anything is loaded."""
 
 import copy
+import functools
+import inspect
 import json
 import os
 import subprocess
@@ -22,6 +24,7 @@ from trl import BEMACallback, DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RL
 import expertmesh as em
 from expertmesh.config.errors import InputError
 from expertmesh.integrations import refusals
+from expertmesh.integrations.trainer import ShardedTrainer
 from tests.integrations.support import Job, even_rows, sharded, tokenizer
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
@@ -284,6 +287,21 @@ def test_a_version_whose_methods_are_others_is_refused(method: str) -> None:
     changed = types.new_class("ChangedTrainer", (SFTTrainer,), exec_body=lambda body: body.update({method: other}))
     with refused("trainer.unsupported-version", naming=method):
         em.trainer(changed)
+
+
+@pytest.mark.parametrize("method", refusals.OVERRIDDEN)
+def test_a_method_of_ones_own_is_called_or_refused(method: str) -> None:
+    calls_it = "super()" in inspect.getsource(getattr(ShardedTrainer, method))
+
+    class Mine(SFTTrainer):  # type: ignore[misc]
+        pass
+
+    setattr(Mine, method, functools.wraps(getattr(SFTTrainer, method))(lambda self, *args, **kwargs: None))
+    if calls_it:
+        assert issubclass(em.trainer(Mine), Mine)
+    else:
+        with refused("trainer.unsupported-class", naming=f"Mine has a {method} of its own"):
+            em.trainer(Mine)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(DPOTrainer, "hash_module"), (GRPOTrainer, "VLLMGeneration")])

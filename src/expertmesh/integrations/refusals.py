@@ -50,6 +50,12 @@ OVERRIDDEN = {
     "_load_best_model": ("self",),
 }
 
+# Those of them that call no method of the class.
+REPLACED = (
+    *("_move_model_to_device", "_clip_grad_norm", "_get_grad_norm", "save_model", "_save_optimizer_and_scheduler"),
+    *("_load_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model"),
+)
+
 # By class, the names in its module that are exchanged while a trainer is made (`patches.handed_over`), and a method
 # of it that is wrapped.
 EXCHANGED = {
@@ -137,14 +143,21 @@ def refuse_class(trainer_class: type[Trainer]) -> None:
                 f"{has}; transformers is {transformers.__version__}, and 5.23 is what this was made for",
                 key="trainer.unsupported-version",
             )
+    for name in REPLACED:
+        home = next(base for base in trainer_class.__mro__ if name in vars(base))
+        if home.__module__.partition(".")[0] not in ("transformers", "trl"):
+            raise _unsupported_class(
+                f"{home.__name__} has a {name} of its own, which would never be called: that of sharded models is in "
+                f"its place; leave it out, or derive {home.__name__} from em.trainer(...) of the class below it"
+            )
     for name in EXCHANGED.get(of_trl or "", ()):
-        home = next(base.__module__ for base in trainer_class.__mro__ if base.__name__ == of_trl)
-        found_there: Any = sys.modules[home]
+        module = next(base.__module__ for base in trainer_class.__mro__ if base.__name__ == of_trl)
+        found_there: Any = sys.modules[module]
         for part in name.split("."):
             found_there = getattr(found_there, part, None)
         if found_there is None:
             raise InputError(
-                f"{home}.{name} is to be exchanged for {of_trl}, but this version of TRL has none; 1.16 is what this "
+                f"{module}.{name} is to be exchanged for {of_trl}, but this version of TRL has none; 1.16 is what this "
                 "was made for",
                 key="trainer.unsupported-version",
             )
