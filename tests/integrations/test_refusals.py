@@ -182,10 +182,13 @@ def test_dropout_of_adapters_that_trl_turns_off(preferences: DPOConfig) -> None:
         _make(preferences, DPOTrainer, lora=em.LoraConfig(dropout=0.05))
 
 
-def test_a_router_loss_that_the_config_alone_tells_of(args: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "factor"), [("qwen3_moe", "router_aux_loss_coef 0.001"), ("jetmoe", "aux_loss_coef 0.01")]
+)
+def test_a_router_loss_that_the_config_alone_tells_of(family: str, factor: str, args: Any, tmp_path: Path) -> None:
     """There are no weights to read."""
-    tiny_model("qwen3_moe", output_router_logits=True).config.save_pretrained(tmp_path / "base")
-    with refused("trainer.router-loss", naming="output_router_logits"):
+    tiny_model(family, output_router_logits=True).config.save_pretrained(tmp_path / "base")
+    with refused("trainer.router-loss", naming=f"output_router_logits and {factor}"):
         _make(args, Trainer, model=str(tmp_path / "base"))
 
 

@@ -487,11 +487,12 @@ def refuse_router_loss(model: Any, moe: MoeConfig | None, args: Any, of_trl: str
         return
     config = _config_of(model, args)
     text = None if config is None else config.get_text_config()
-    coefficient = getattr(text, "router_aux_loss_coef", 0.0)
+    factors = {name: getattr(text, name, 0.0) for name in ("router_aux_loss_coef", "aux_loss_coef")}  # JetMoe's second
+    factor = next((f"{name} {value}" for name, value in factors.items() if value), None)
     left_out = moe is not None and moe.aux_loss_coef == 0.0
-    if getattr(text, "output_router_logits", False) and coefficient and not left_out:
+    if getattr(text, "output_router_logits", False) and factor and not left_out:
         raise InputError(
-            f"the model's config has output_router_logits and router_aux_loss_coef {coefficient}, which Trainer "
+            f"the model's config has output_router_logits and {factor}, which Trainer "
             "multiplies by the number of processes and of accumulated micro-batches; set moe.aux_loss_coef to 0.0, or "
             "use SFTTrainer",
             key="trainer.router-loss",
