@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -383,6 +384,29 @@ def _with_an_own_loss() -> None:
 
 def test_a_models_own_auxiliary_loss_is_not_dropped_silently() -> None:
     shared_ranks(_with_an_own_loss, 1)
+
+
+def _in_a_loop(ep: int) -> None:
+    batch = padded(_rows(2))
+    for moe in (em.MoeConfig(z_loss_coef=Z), em.MoeConfig(aux_loss_coef=AUX), None):
+        model: Any = tiny_model("qwen3_moe")
+        em.like_ddp(em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=ep)), moe=moe))
+        loops: list[Callable[[], Any]] = [
+            lambda model=model: model(**batch).loss.backward(),
+            lambda model=model: em.accumulate_by_layer(
+                model, [batch], lambda number: model(**batch).logits.sum().backward()
+            ),
+        ]
+        for loop in loops:
+            with refused("moe.loss-outside-router-losses") if moe is not None else nullcontext():
+                loop()
+        em.forward_backward(model, [batch], target_tokens=9)
+        model.eval()(**batch)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_what_moe_asks_for_is_not_dropped_silently_in_a_loop_with_the_models_own_loss(ep: int) -> None:
+    shared_ranks(_in_a_loop, ep, ep)
 
 
 OWN_FACTOR: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": AUX}

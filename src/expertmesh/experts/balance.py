@@ -54,6 +54,8 @@ class Balance:
     """Experts per token in the auxiliary loss."""
     biases: tuple[tuple[str, str], ...] = ()
     """Names of an experts module and of the bias that its router adds, in pairs; empty without an update."""
+    beside_the_models: bool = False
+    """True if `moe` asks for a loss that the model's own loss does not have."""
 
     @property
     def has_losses(self) -> bool:
@@ -84,7 +86,8 @@ def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
             f"{setting}, but {family} does not say how many experts a token gets; set it to 0.0",
             key="moe.aux-loss-unsupported",
         )
-    return Balance(aux, moe.z_loss_coef, moe.bias_update_rate, anatomy.num_experts, top_k, biases)
+    asked_for = bool(moe.z_loss_coef or (aux and moe.aux_loss_coef != "from_model"))
+    return Balance(aux, moe.z_loss_coef, moe.bias_update_rate, anatomy.num_experts, top_k, biases, asked_for)
 
 
 def no_router_logits(model: nn.Module, setting: str, why: str) -> InputError:

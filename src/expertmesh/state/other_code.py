@@ -314,8 +314,27 @@ def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if layout.cp * layout.tp > 1:
         what = "the model is called with labels, and its own loss is of whole rows"
         raise ranks_share_rows(what, layout, "use em.causal_lm_loss(model, batch, target_tokens=n)")
-    if model.training and torch.is_grad_enabled() and _sums(model):
-        raise _summed(layout)
+    if model.training and torch.is_grad_enabled():
+        if _sums(model):
+            raise _summed(layout)
+        refuse_dropped_router_losses(model)
+
+
+def refuse_dropped_router_losses(model: nn.Module) -> None:
+    """Raise `InputError` if `moe` asks for router losses that the model's own loss does not have."""
+    plan = sharded(model).shard_plan
+    if plan is not None and plan.balance.beside_the_models:
+        raise outside_router_losses()
+
+
+def outside_router_losses() -> InputError:
+    """Return the error for a loss that lacks the router losses of the optimizer step."""
+    return InputError(
+        "moe asks for router losses on this model, and they are taken over a whole optimizer step; run its "
+        "micro-batches by causal_lm_loss inside expertmesh.router_losses(model, micro_batches), or set "
+        "moe.aux_loss_coef and moe.z_loss_coef to 0.0",
+        key="moe.loss-outside-router-losses",
+    )
 
 
 def _refuse_media_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

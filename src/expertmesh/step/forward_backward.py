@@ -34,7 +34,7 @@ from expertmesh.parallel.pipeline import Layers, Pipeline, layers_of, not_by_lay
 from expertmesh.parallel.routes import refuse_routes
 from expertmesh.parallel.sequence import Batch, sequence_share
 from expertmesh.state.model_view import ModelView, mesh_of, sharded
-from expertmesh.state.other_code import refuse_media_on_some_ranks
+from expertmesh.state.other_code import refuse_dropped_router_losses, refuse_media_on_some_ranks
 from expertmesh.state.shards import placement_of, to_local
 from expertmesh.step.base_model import model_inputs
 from expertmesh.step.by_layer import Round, layers_held, reduced_in_full
@@ -142,20 +142,17 @@ def accumulate_by_layer(
         What each micro-step returned.
 
     Raises:
-        InputError: The model cannot be trained by layer, a batch asks for outputs of all layers, or a value is wrong.
+        InputError: The model cannot be trained by layer, a batch asks for outputs of all layers, `moe` asks for router
+            losses that a micro-step's loss lacks, or a value is wrong.
 
     Collectives: every rank calls it; those of forward and backward, and of the micro-steps.
     """
     _refuse_no_batches(batches)
     refuse_wrong_order("by_layer", round, keep_inputs)
+    refuse_dropped_router_losses(model)
     order, layers = Order(True, round, inputs_on_host=keep_inputs == "host"), layers_of(model)
     router_logits = any(_asks_for("output_router_logits", model, batch) for batch in batches)
-    for batch in batches:
-        for name in ("output_hidden_states", "output_attentions"):
-            if _asks_for(name, model, batch):
-                raise not_by_layer(f"the model is called with {name}, and no forward runs all layers")
-        if "input_ids" not in batch:
-            raise not_by_layer("the model is called without input_ids")
+    _refuse_calls(model, batches)
     of_blocks = [{name: value for name, value in batch.items() if name not in _NOT_OF_BLOCKS} for batch in batches]
     refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in of_blocks])
     results: list[_T] = []
@@ -183,6 +180,16 @@ def _refuse_no_batches(batches: Sequence[Batch]) -> None:
     """Raise `InputError` for a step without a micro-batch: the ranks that have some would wait."""
     if not batches:
         raise InputError("a step needs a micro-batch; give each rank as many as the others", key="data.no-micro-batch")
+
+
+def _refuse_calls(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Raise `InputError` for calls of the model by layer that need what no forward has."""
+    for batch in batches:
+        for name in ("output_hidden_states", "output_attentions"):
+            if _asks_for(name, model, batch):
+                raise not_by_layer(f"the model is called with {name}, and no forward runs all layers")
+        if "input_ids" not in batch:
+            raise not_by_layer("the model is called without input_ids")
 
 
 def _asks_for(output: str, model: Any, batch: Batch) -> bool:

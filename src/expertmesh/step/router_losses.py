@@ -27,6 +27,7 @@ from expertmesh.experts.balance import (
 )
 from expertmesh.parallel.sequence import Batch, padded, sequence_share
 from expertmesh.state.model_view import attach, mesh_of, sharded
+from expertmesh.state.other_code import outside_router_losses
 from expertmesh.step.base_model import real_tokens_here, run_base
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline
 
@@ -246,10 +247,5 @@ def active_router_losses(model: nn.Module) -> RouterLosses | None:
         return None
     losses = _active.get()
     if losses is None or losses.model is not model:
-        raise InputError(
-            "moe asks for router losses on this model, and they are taken over a whole optimizer step; run its "
-            "micro-batches inside expertmesh.router_losses(model, micro_batches), or set moe.aux_loss_coef and "
-            "moe.z_loss_coef to 0.0",
-            key="moe.loss-outside-router-losses",
-        )
+        raise outside_router_losses()
     return losses
