@@ -55,6 +55,16 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Result]:
     return job, stock(replace(accumulating(job, 4), args={**accumulating(job, 4).args, "save_strategy": "no"}))
 
 
+def test_from_weights_alone_the_optimizer_and_the_learning_rates_begin_anew(tmp_path: Path) -> None:
+    """As in the stock Trainer, which leaves fused experts of a checkpoint's weights out, so that it is no reference."""
+    job = Job(tmp_path / "run", args={**SAVED, "save_only_model": True}, changes=ONE_LAYER)
+    sharded(replace(job, given={"callbacks": [_StopAfter(2)]}), 2, ep=2)
+    resumed = sharded(replace(job, resume=True), 2, ep=2)
+    whole_run = sharded(replace(job, output=tmp_path / "whole"), 2, ep=2)
+    assert resumed.series("loss")[:3] == pytest.approx(whole_run.series("loss")[:3], rel=1e-6)
+    assert resumed.rates == whole_run.rates[:4]
+
+
 def _on_two(job: Job, output: Path) -> Job:
     """The same on two ranks, from what is in a directory of its own."""
     shutil.copytree(job.output, output)

@@ -2,7 +2,8 @@
 
     checkpoint-40/
         config.json, model*.safetensors, tokenizer ...     save_model (adapter_model.safetensors: save_adapter)
-        optimizer/step-00000040/                           save_checkpoint without weights: moments, groups, schedule
+        optimizer/step-00000040/                           save_checkpoint without weights: moments, groups, schedule;
+                                                           not with save_only_model
         rng_state_*.pth, trainer_state.json                the Trainer's own
         complete.json                                      every file and its size, written last
 
@@ -103,11 +104,18 @@ def load_training_state(
 ) -> None:
     """Load the files of `save_training_state` into any layout; the next step has the learning rate of the saved run.
 
+    A complete checkpoint without them was saved with `save_only_model`: then optimizer and schedule begin anew, as
+    those of the stock Trainer do.
+
     Raises:
         IntegrityError: The optimizer has another number of parameter groups.
 
-    Collectives: every rank calls it; those of `em.load_checkpoint`.
+    Collectives: every rank calls it; one broadcast on the default group, and those of `em.load_checkpoint`.
     """
+    if not on_rank_0((checkpoint / OPTIMIZER).is_dir):
+        if dist.get_rank() == 0:
+            log.warning("%s has weights alone; the optimizer and the learning rates begin anew", checkpoint)
+        return
     loaded = em.load_checkpoint(model, optimizer, checkpoint / OPTIMIZER, weights=False)
     groups = _from_json(loaded.state["groups"])
     if len(groups) != len(optimizer.param_groups):
