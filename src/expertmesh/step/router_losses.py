@@ -5,7 +5,8 @@ The load-balancing loss multiplies two means over the whole step: the fraction o
 mean probability. Gradients flow through the second alone, which is a sum over tokens: given the fractions, each rank
 and micro-batch has a share of its own. So the fractions must be known before the first backward. With one micro-batch
 per step its own forward gives them; with more, all of them first run once without gradients (a third of a forward and
-backward; nothing when the loss is off). One small all-reduce per step joins the ranks.
+backward; nothing when the loss is off). One small all-reduce per step joins the ranks. With several rounds by layer
+these forwards draw attention dropout and router jitter in another order than the rounds: fractions are of other draws.
 """
 
 from collections.abc import Iterator, Sequence
