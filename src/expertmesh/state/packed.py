@@ -318,7 +318,10 @@ def _empty_like(tensor: PackedTensor, *, device: Any = None, dtype: torch.dtype 
 @handles(_HANDLERS, aten.new_zeros.default)
 def _new_zeros(tensor: PackedTensor, size: Sequence[int], **_: Any) -> PackedTensor:
     assert tuple(size[1:]) == tuple(tensor.shape[1:]), f"whole units only: {tuple(size)} of {tuple(tensor.shape)}"
-    return _with(tensor, tensor.packed_LB.new_zeros(size[0], tensor.packed_LB.shape[1]))
+    # FSDP2 keeps its shard in it: of host memory that is pinned, pinned too, or copies to the device would not be
+    # asynchronous.
+    packed_LB, pinned = tensor.packed_LB, tensor.packed_LB.is_pinned()
+    return _with(tensor, packed_LB.new_zeros(size[0], packed_LB.shape[1], pin_memory=pinned))
 
 
 @handles(_HANDLERS, aten.split.Tensor)
