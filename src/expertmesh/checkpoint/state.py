@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.checkpoint.manifest import FileEntry, does_not_fit, tensor_file
 from expertmesh.checkpoint.small_files import rng_state
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import Box, blocks, full_box, slices
 from expertmesh.io.directory import io_errors, sync, write_at, write_synced
@@ -39,7 +39,7 @@ from expertmesh.state.shards import (
     placement_of,
     stored_box,
 )
-from expertmesh.weights.load import first_not_finite
+from expertmesh.weights.load import first_not_finite, not_finite
 
 OPTIMIZER = "optimizer."
 # A fingerprint is summed, and a part is written, in blocks of this many words or elements.
@@ -304,11 +304,8 @@ def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: 
             box, local = stored_box(tensor), local_tensor(tensor)
             writes = owns_copy(tensor) and local.numel() > 0
             if writes and stored(local).is_floating_point() and first_not_finite(local) is not None:
-                raise IntegrityError(
-                    f"{name} has values that are not finite, which nothing could go on from, so no checkpoint is saved "
-                    "and none removed; start again from the last one, with a lower learning rate",
-                    key="weights.not-finite",
-                )
+                cure = "; nothing was saved or removed: start from the last checkpoint, with a lower learning rate"
+                raise not_finite(name, cure)
             held.append(
                 HeldPart(
                     kind=kind,

@@ -174,7 +174,7 @@ class OptimConfig(Section):
     learning_rate: float = Field(default=1e-5, gt=0, le=MAX_FACTOR)
     """Peak learning rate, reached at the end of the warm-up; with lora and objective sft the default is 1e-4."""
     weight_decay: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """Weight decay of every parameter: decoupled, but L2 for sgd."""
+    """Weight decay of every parameter: decoupled; L2 for sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments; not for sgd."""
     momentum: float = Field(default=0.95, ge=0, lt=1)

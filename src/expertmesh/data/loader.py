@@ -114,11 +114,8 @@ class Mixture:
             shares[at] += 1
         for at, (source, share) in enumerate(zip(report.sources, shares, strict=True)):
             if rows[at] and not share:
-                raise InputError(
-                    f"data.train.{at}.weight: {sources[at].weight:g} is less than one row of {sum(rows):,}, so "
-                    f"{sources[at].path} would never be trained; raise it or remove the source",
-                    key="data.empty",
-                )
+                little = f"data.train.{at}.weight: {sources[at].weight:g} is less than one row of {sum(rows):,}"
+                raise no_data(f"{little}, so {sources[at].path} is never trained", "raise it or remove the source")
             source.epoch_rows = share
         return cls(rows, repeats, tuple(shares))
 
