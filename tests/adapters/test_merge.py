@@ -21,7 +21,7 @@ from expertmesh.cli.main import main
 from expertmesh.config.errors import IntegrityError, SecurityError
 from expertmesh.data.encoding import sandbox
 from expertmesh.export import merge as merge_module
-from expertmesh.export.merge import Deltas, merge
+from expertmesh.export.merge import Deltas, merge, sidecar_files
 from expertmesh.weights import lazy, write
 from tests.adapters.reference import random_adapter
 from tests.adapters.stock import EXPERTS, adapted, base_model, logits, write_family
@@ -407,3 +407,10 @@ def test_a_merge_gone_wrong_is_noticed_and_removed(copy: Path, monkeypatch: pyte
     with refused("adapter.merged-wrongly", IntegrityError, naming=key):
         merge(copy / "adapter", copy / "out")
     assert not (copy / "out").exists()
+
+
+def test_what_modelopt_says_of_its_codes_is_not_said_of_values(tmp_path: Path) -> None:
+    for name in ("config.json", "hf_quant_config.json", "generation_config.json"):
+        (tmp_path / name).write_text("{}")
+    files = sidecar_files(tmp_path, tmp_path, code=False)
+    assert set(files.files) == {"generation_config.json"}

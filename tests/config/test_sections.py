@@ -223,3 +223,17 @@ def test_text_stands_for_a_list_of_one_and_a_path_for_a_source(tmp_path: Path) -
     assert config.lora.targets == ("experts",)
     assert "wandb" in config.log.report_to
     assert DataConfig(train="a.jsonl").train == (DataSource(path="a.jsonl"),)  # type: ignore[arg-type]
+
+
+_LEAST = {"model": {"name_or_path": "m"}, "data": {"train": [{"path": "a.jsonl"}]}, "output_dir": "o"}
+
+
+@pytest.mark.parametrize("objective", [None, {}, {"name": "sft"}])
+def test_adapters_have_their_rate_however_sft_is_named(objective: dict[str, str] | None) -> None:
+    said = {} if objective is None else {"objective": objective}
+    assert Config.model_validate({**_LEAST, "lora": {}, **said}).optim.learning_rate == 1e-4
+
+
+def test_a_users_directory_stands_in_place_of_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert Config.model_validate({**_LEAST, "output_dir": "~/runs/a"}).output_dir == "/home/somebody/runs/a"

@@ -444,6 +444,18 @@ def test_groups_that_cross_a_node_are_named_and_their_bytes_go_outside(
     assert sizes == [2, 4, 4, 1]  # the fewest of a group that share a node
 
 
+@pytest.mark.parametrize("layout", [Layout(fsdp=8), Layout(cp=8), Layout(tp=8), Layout(fsdp=2, cp=4)])
+def test_shards_that_one_node_holds_never_travel_between_nodes(qwen: ModelFigures, layout: Layout) -> None:
+    devices = _devices("1x8 h200")
+    speed = speed_of(Workload(qwen, layout, Batch(1, 1), "none"), devices)
+    gathers = [link for link in speed.links if link.transfer.axis == "fsdp" and link.transfer.kind == "all_gather"]
+    assert gathers
+    for link in gathers:
+        rate = devices.hardware.within_node * devices.hardware.efficiency.links
+        fastest = link.transfer.wire / rate + link.transfer.calls * devices.hardware.collective_seconds
+        assert link.seconds == pytest.approx(fastest)
+
+
 @pytest.mark.parametrize(
     ("axis", "kind", "layout", "leaving"),
     [

@@ -106,7 +106,7 @@ _MAX_TEXT, _MAX_PART = 4096, 255  # of a path, and of a name in it, in bytes
 
 
 def _plain(text: str) -> str:
-    """Return a name or path as an operating system can have it."""
+    """Return a name or path as an operating system can have it, with a user's directory in place of `~`."""
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise ValueError("a name has no control characters; remove them")
     if len(text.encode()) > _MAX_TEXT or any(len(part.encode()) > _MAX_PART for part in text.split("/")):
@@ -114,10 +114,9 @@ def _plain(text: str) -> str:
             f"a name has at most {_MAX_PART} bytes, and a path of names at most {_MAX_TEXT:,}; give another one"
         )
     try:
-        Path(text).expanduser()
+        return str(Path(text).expanduser()) if text.startswith("~") else text
     except RuntimeError:
         raise ValueError("there is no such user; write the path in full") from None
-    return text
 
 
 Plain = Annotated[str, AfterValidator(_plain)]

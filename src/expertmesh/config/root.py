@@ -79,9 +79,9 @@ class Config(Section):
         if not isinstance(values, dict):
             return values
         objective = values.get("objective")
-        if values.get("lora") is not None and objective is None:
-            values = _with_default(values, "optim", "learning_rate", _RATE_OF_ADAPTERS)
         name = objective.get("name") if isinstance(objective, dict) else getattr(objective, "name", None)
+        if values.get("lora") is not None and name in (None, "sft"):
+            values = _with_default(values, "optim", "learning_rate", _RATE_OF_ADAPTERS)
         return _with_default(values, "data", "packing", False) if takes_responses(name) and "data" in values else values
 
     @model_validator(mode="after")

@@ -234,7 +234,7 @@ def _refuse_other_job(found: Rank, task: Rank, environment: Environment) -> None
     slurm = task.starter == "SLURM"
     if found.starter == "torchrun":
         wrong = environment.get("GROUP_WORLD_SIZE") == "1"
-        how = "give torchrun --nnodes and --rdzv-endpoint"
+        how = "give torchrun --nnodes, --rdzv-backend c10d and --rdzv-endpoint"
     else:
         wrong = found.local_rank is None and (found.rank, found.world_size) != (task.rank, task.world_size)
         how = f"unset RANK and WORLD_SIZE, which {'SLURM' if slurm else 'mpirun'}'s variables say"

@@ -72,7 +72,8 @@ from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 from expertmesh.weights.sidecars import TOKENIZER_FILES, CopiedFiles, matching_paths
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "as_loaded")
-_NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE}
+# The last is ModelOpt's, which says again what config.json says of codes; readers take it where that says nothing.
+_NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE, "hf_quant_config.json"}
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 _BLOCK_ELEMENTS = 1 << 22
 _SAMPLE_ELEMENTS = 1 << 18

@@ -162,7 +162,7 @@ def join_job(options: RunOptions) -> Rank | None:
         raise InputError(
             f"srun has started one task on this machine, which has {devices} accelerators; start one for each (srun "
             f"--ntasks-per-node {devices}), or let the task start torchrun --nproc-per-node {devices}, with "
-            "--nnodes and --rdzv-endpoint on several machines",
+            "--nnodes, --rdzv-backend c10d and --rdzv-endpoint on several machines",
             key="launch.idle-accelerators",
         )
     if options.max_restarts:

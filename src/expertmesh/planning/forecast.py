@@ -63,7 +63,8 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     if (best := next(fitting, None)) is None:
         reason = found.rejected[0].why if found.rejected else why
         raise nothing_fits(f"--elastic: no layout of {plural(world_size, 'rank')} fits: {reason}")
-    rows = 1 if config.objective.pairs else best.workload.batch.rows
+    apart = config.data.packing and config.model.attention == "flash_attention_2"  # which separates samples of one row
+    rows = 1 if config.objective.pairs or apart else best.workload.batch.rows
     axes = ", ".join(f"{axis} {best.layout.size(axis)}" for axis in CONFIGURED_AXES if best.layout.size(axis) > 1)
     reason = f"planned anew ({axes or 'one rank'}, micro-batch {rows}), as {why}"
     return ChosenLayout(explicit(best.layout), rows, best.workload.mode, reason)
@@ -174,7 +175,8 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     size, optimizer = config.train.global_batch_size, config.optim.name
     order, dispatch = OrderWish.of(config.train), config.moe.dispatch
     teacher = figures_of_teacher(checked.objective.teacher, length=length, packed=packed, device=kind)
-    return Job(figures, devices, size, optimizer, layers=layers, dispatch=dispatch, order=order, teacher=teacher)
+    given = {"layers": layers, "offload": config.parallel.offload, "dispatch": dispatch, "order": order}
+    return Job(figures, devices, size, optimizer, **given, teacher=teacher)  # type: ignore[arg-type]
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

@@ -15,7 +15,7 @@ from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.hardware import Devices
 from expertmesh.planning.model_figures import Block, ModelFigures, group_bytes
 from expertmesh.planning.stages import PipelineRank, Workload, resident_state, runs_shared_beside
-from expertmesh.planning.traffic import Transfer, host_copies, traffic_of
+from expertmesh.planning.traffic import Transfer, host_copies, stride_of, traffic_of
 
 # Operations of one expert layer, forward and backward, and those of its forward from the activation on, counted in
 # benchmarks/planning.py.
@@ -312,7 +312,10 @@ def _links(workload: Workload, stage: int, devices: Devices, compute: float) -> 
         room -= hidden
         yield Link(copies, seconds, seconds - hidden)
     for transfer in traffic_of(workload, stage):
-        seconds = _transfer_seconds(transfer, in_node.get(transfer.axis, 1), devices)
+        together = in_node.get(transfer.axis, 1)
+        if transfer.axis == "fsdp":  # whose groups go along cp too, and along tp for what tp does not split
+            together = _together(stride_of(transfer, workload.layout), transfer.ranks, devices.per_node)
+        seconds = _transfer_seconds(transfer, together, devices)
         hidden = min(seconds, room) if transfer.prefetched else 0.0
         room -= hidden
         yield Link(transfer, seconds, seconds - hidden * (1 - reach.interference))
@@ -345,6 +348,11 @@ def _ranks_in_node(layout: Layout, per_node: int) -> dict[str, int]:
         stride = 1
         for axis in reversed(axes):
             size = layout.size(axis)
-            found[axis] = max(1, gcd(stride * size, per_node) // stride)
+            found[axis] = _together(stride, size, per_node)
             stride *= size
     return found
+
+
+def _together(stride: int, ranks: int, per_node: int) -> int:
+    """Return how many of `ranks`, each `stride` behind the one before, share a node, at least."""
+    return max(1, gcd(stride * ranks, per_node) // stride)

@@ -91,6 +91,16 @@ def stays_gathered(workload: Workload) -> tuple[Block, ...]:
     return tuple(model.blocks[n] for n in model.feasibility.layers[-1]) if workload.batch.together else ()
 
 
+def stride_of(transfer: Transfer, layout: Layout) -> int:
+    """Return the distance in ranks between neighbours of the group of a transfer, of two or more."""
+    if transfer.axis == EP_NODES:
+        return layout.ep // transfer.ranks
+    if transfer.axis == "fsdp":
+        return layout.tp if transfer.ranks == layout.fsdp * layout.cp else 1
+    first, second, *_ = layout.groups(transfer.axis)[0]
+    return second - first
+
+
 def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> float:
     """Return the bytes of `transfer` that a rank sends to other nodes in a step, the mean over ranks.
 
@@ -102,14 +112,7 @@ def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> fl
     world, ranks = layout.world_size, transfer.ranks
     if world <= per_node or ranks == 1:
         return 0.0
-    # The distance in ranks between neighbours of the group.
-    if transfer.axis == EP_NODES:
-        stride = layout.ep // ranks
-    elif transfer.axis == "fsdp":
-        stride = layout.tp if ranks == layout.fsdp * layout.cp else 1
-    else:
-        first, second, *_ = layout.groups(transfer.axis)[0]
-        stride = second - first
+    stride = stride_of(transfer, layout)
     if world % lcm(stride * ranks, per_node) == 0:
         world = lcm(stride * ranks, per_node)  # from there on all repeats
     crossing = 0.0  # of all ranks, the shares of what leaves them

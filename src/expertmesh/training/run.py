@@ -115,5 +115,8 @@ def with_chosen_layout(config: Config, arrange: ChooseLayout) -> Config:
             log.info(f"elastic    {plural(dist.get_world_size(), 'rank')}: {own.reason}")
     found = from_rank_0(own)
     assert found is not None
-    batch = {"micro_batch_size": found.micro_batch_size, "activation_checkpointing": found.activation_checkpointing}
+    mode = found.activation_checkpointing
+    batch = {"micro_batch_size": found.micro_batch_size, "activation_checkpointing": mode}
+    if mode == "none":
+        batch["checkpoint_layers"] = "all"  # another value is refused beside it, also where the run goes on
     return config.model_copy(update={"parallel": found.parallel, "train": config.train.model_copy(update=batch)})

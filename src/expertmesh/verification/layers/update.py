@@ -13,6 +13,7 @@ unsharded model changes when noise of the size that layer 3 allows is added to i
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -157,8 +158,11 @@ class _RepeatedOptimizer:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return up to `_SAMPLED` evenly spaced elements of this rank's part, as a flat copy in fp64 on the host."""
-    flat = local_tensor(tensor.detach()).reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // _SAMPLED))].to("cpu", torch.float64, copy=True)
+    local = local_tensor(tensor.detach())
+    step = max(1, -(-local.numel() // _SAMPLED))
+    while local.dim() and gcd(step, local.shape[-1]) > 1:  # else it would see few columns
+        step += 1
+    return local.reshape(-1)[::step].to("cpu", torch.float64, copy=True)
 
 
 def _precision(dtype: torch.dtype) -> tuple[float, float]:
