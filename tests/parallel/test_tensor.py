@@ -27,6 +27,7 @@ from expertmesh.state.model_view import module_state
 from expertmesh.state.patching import exchanged
 from expertmesh.state.shards import stored_box
 from expertmesh.step import vocabulary
+from tests.families.tiny import random_model
 from tests.parallel.test_router_loss import MOE
 from tests.parallel.test_router_loss import expected as expected_with_router_losses
 from tests.parallel.test_router_loss import with_losses as train_with_router_losses
@@ -310,6 +311,31 @@ def _refusal_of_a_label(label: int) -> str:
 @pytest.mark.parametrize("label", [-1, 96])
 def test_a_label_that_is_no_token_is_refused_where_ranks_share_the_vocabulary(label: int) -> None:
     assert all("neither a token of the vocabulary" in each for each in shared_ranks(_refusal_of_a_label, 2, label))
+
+
+def _of_padded_vocabulary(family: str, model_class: str, tp: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients of a model that makes logits of 80 of its head's 96 rows."""
+    model = random_model(model_class, family, unpadded_vocab_size=80)
+    assert model.get_output_embeddings().out_features == 96
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(tp=tp, ep=1)))
+    batch = padded([(ids % 80, ids % 80) for ids, _ in rows_of_step(0, ())[:2]])
+    loss = em.causal_lm_loss(model, batch, target_tokens=64)
+    loss.backward()
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+    return float(loss.detach()) * tp, gradients
+
+
+@pytest.mark.slow_cases(r"inkling-.*", why="the other family, whose cut is the same, stays")
+@pytest.mark.parametrize(
+    ("family", "model_class"), [("inkling", "InklingForCausalLM"), ("inkling2", "Inkling2ForCausalLM")]
+)
+def test_rows_of_the_head_that_are_no_token_have_no_part_in_the_loss(family: str, model_class: str) -> None:
+    (expected, gradients), *_ = shared_ranks(_of_padded_vocabulary, 1, family, model_class, 1)
+    for loss, found in shared_ranks(_of_padded_vocabulary, 2, family, model_class, 2):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert found["lm_head.weight"][80:].count_nonzero() == 0
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).norm() <= TOLERANCE * max(float(gradient.norm()), 1e-3), name
 
 
 def _multiply_gradients(model: nn.Module, mesh: Mesh) -> None:

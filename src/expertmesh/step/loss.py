@@ -175,7 +175,7 @@ def loss_of_base(
     chunk_tokens: int = 1024,
 ) -> Term:
     """Return the term that `loss_of_batch` returns, from the results of `run_base`; `batch` is full and padded."""
-    share, vocabulary = sequence_share(model), vocabulary_share(model)
+    share, vocabulary = sequence_share(model), vocabulary_share(model, empty_logits)
     hidden_BSH = base["last_hidden_state"]
     if vocabulary is not None:
         # Each rank of the tp group has a part of the vocabulary for all positions, instead of all of it for its own.

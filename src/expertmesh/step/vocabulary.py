@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from expertmesh.anatomy import head_of, is_classifier
+from expertmesh.anatomy import is_classifier
 from expertmesh.compat import assert_async, parameter_slots
 from expertmesh.parallel.tensor_plan import head_not_split
 from expertmesh.state.model_view import OUTPUT_ROWS, sharded
@@ -30,7 +30,7 @@ class VocabularyShare:
     stop: int
     """The row after the last."""
     tokens: int
-    """The rows of all ranks."""
+    """The rows of all ranks, without those that the model makes no logits of."""
 
     @property
     def ranks(self) -> int:
@@ -95,12 +95,17 @@ class SplitHead:
         return parameter if leaf is None else self.rows[leaf]
 
 
-def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
-    """Return this rank's share, or None where tp is 1, and for a classifier, which has no vocabulary."""
+def vocabulary_share(model: nn.Module, empty_logits: torch.Tensor) -> VocabularyShare | None:
+    """Return this rank's share, or None where tp is 1, and for a classifier, which has no vocabulary.
+
+    Args:
+        empty_logits: the root's logits of no token, `[B, 0, V]`. A family may cut off the logits of a head's last rows,
+            those of no token; ranks share the rows before them, so that the cut leaves each rank's rows as they are.
+    """
     mesh = sharded(model).mesh
     if mesh is None or mesh.layout.tp == 1 or is_classifier(model):
         return None
-    rows, tp, rank = head_of(model).out_features, mesh.layout.tp, mesh.coordinate("tp")
+    rows, tp, rank = empty_logits.shape[-1], mesh.layout.tp, mesh.coordinate("tp")
     return VocabularyShare(mesh.dense.get_group("tp"), rows * rank // tp, rows * (rank + 1) // tp, rows)
 
 
