@@ -181,6 +181,25 @@ def test_what_the_kernel_cannot_do_keeps_the_dense_mask(family: str, model_class
     assert packing.varlen_refusal(model, Separation.of(model, describe(model)), "cuda", torch.bfloat16) == why
 
 
+BY_MASKS = "masks alone say what its sliding_attention sees"
+WINDOWS: list[tuple[str, str, dict[str, Any], str | None]] = [
+    ("qwen2_moe", "Qwen2MoeForCausalLM", {"use_sliding_window": True, "max_window_layers": 0}, BY_MASKS),
+    ("qwen2_moe", "Qwen2MoeForCausalLM", {"use_sliding_window": False}, None),
+    ("phimoe", "PhimoeForCausalLM", {"sliding_window": 8}, BY_MASKS),
+    ("phimoe", "PhimoeForCausalLM", {"sliding_window": None}, None),
+    ("mixtral", "MixtralForCausalLM", {"sliding_window": 8}, None),
+    ("cohere2_moe", "Cohere2MoeForCausalLM", {}, None),  # windows in some of its layers, which it passes on
+]
+
+
+@pytest.mark.parametrize(("family", "model_class", "changes", "why"), WINDOWS)
+def test_windows_that_masks_alone_have_keep_the_dense_mask(
+    family: str, model_class: str, changes: dict[str, Any], why: str | None
+) -> None:
+    model = build_meta_model(family_config(model_class, family, **changes), torch.bfloat16)
+    assert packing.varlen_refusal(model, Separation.of(model, describe(model)), "cuda", torch.bfloat16) == why
+
+
 def test_other_devices_and_dtypes_keep_the_dense_mask() -> None:
     model = build_meta_model(tiny_config("qwen3_moe"), torch.bfloat16)
     anatomy = describe(model)

@@ -131,6 +131,15 @@ def mask_kinds(config: Any) -> set[str]:
     return {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
 
 
+def narrower_masks(decoder: Any) -> set[str]:
+    """Return the kinds of masks that a decoder may build beside the causal one, by its layers or by its code."""
+    config, source = decoder.config, _source(own_class(type(decoder)))
+    made_by = {"sliding_window": ("sliding_attention", "create_sliding_window_causal_mask")}
+    made_by |= {"attention_chunk_size": ("chunked_attention", "create_chunked_causal_mask")}
+    by_code = {kind for key, (kind, call) in made_by.items() if getattr(config, key, None) and call in source}
+    return by_code | (mask_kinds(config) & MASKED_KINDS - {"full_attention"})
+
+
 def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str]:
     """Return the modules of the blocks that must run on each packed sample separately.
 

@@ -32,7 +32,7 @@ from expertmesh.anatomy import Anatomy
 from expertmesh.compat import declared, set_attention, tree_map_only, varlen_attn
 from expertmesh.config.errors import InputError
 from expertmesh.experts.micro_batch import Borders, PackedSamples, packed_samples
-from expertmesh.introspection.attention import MASKED_KINDS, Separation, mask_kinds, registry_call
+from expertmesh.introspection.attention import MASKED_KINDS, Separation, mask_kinds, narrower_masks, registry_call
 from expertmesh.parallel.context import backend_of
 from expertmesh.state.patching import mix_in
 
@@ -75,6 +75,10 @@ def varlen_refusal(model: Any, separation: Separation, device_type: str, dtype: 
         if getattr(module, "config", None) is config and (call := registry_call(module)) is not None:
             if odd := sorted(set(call.keywords) - _KEYWORDS):
                 return f"its attention passes {odd[0]}"
+            # The kernel has no masks: it knows of a window by this argument alone, and of no chunks.
+            told = {"sliding_attention"} if "sliding_window" in call.keywords else set()
+            if untold := sorted(narrower_masks(separation.decoder) - told):
+                return f"masks alone say what its {untold[0]} sees"
             if getattr(module, "attention_dropout", 0.0) or getattr(config, "attention_dropout", 0.0):
                 return "its attention has dropout"
             # By the names that modules use; 0 if it is unknown.
