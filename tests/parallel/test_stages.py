@@ -11,6 +11,7 @@ from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.stage_probe import probe
 from expertmesh.model import plan_model
+from expertmesh.parallel.sequence import SequenceShare
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.parallel.stages import balanced, plan_cut, stages_of
 from expertmesh.state.model_view import meta_copy
@@ -174,7 +175,7 @@ def test_micro_batches_get_one_shape_without_a_target_or_a_real_token_more() -> 
     short = {"input_ids": torch.ones(1, 3, dtype=torch.int64), "labels": torch.ones(1, 3, dtype=torch.int64)}
     ids = torch.ones(2, 5, dtype=torch.int64)
     long = {"input_ids": ids, "labels": ids, "row_numbers": torch.tensor([4, 5]), "attention_mask": ids}
-    first, second = same_shape([{**short, "row_numbers": torch.tensor([6])}, long], 2)
+    first, second = same_shape([{**short, "row_numbers": torch.tensor([6])}, long], SequenceShare(tp=2))
     assert first["input_ids"].shape == second["input_ids"].shape == (2, 6)
     assert first["labels"].tolist() == [[1, 1, 1, -100, -100, -100], [-100] * 6]
     assert first["real_tokens"].tolist() == [[True] * 3 + [False] * 3, [False] * 6]

@@ -11,7 +11,7 @@ tp, and FSDP2 sums them over the same ranks as the batch.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,8 @@ _BETWEEN_BLOCKS = {"prev_router_hidden_states", _STORED_BY_DECODER}
 # Arguments of a block for full rows, which attention and other layers that gather rows need.
 _FULL_ROWS = {"hidden_states", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _FULL_ROWS |= {"conv_mask", "ple_input_ids"}
+# Kinds of rotary tables that depend on the largest position of all rows.
+_BY_LENGTH = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class SequenceShare:
     """The coordinate on cp."""
     tp_rank: int = 0
     """The coordinate on tp."""
+    rotates_by_length: bool = False
+    """True if the model's rotary tables depend on the largest position of all rows."""
 
     @property
     def parts(self) -> int:
@@ -85,7 +89,13 @@ class SequenceShare:
 def sequence_share(model: nn.Module) -> SequenceShare:
     """Return this rank's part of the positions in a model; all positions if it uses neither cp nor tp."""
     mesh = sharded(model).mesh
-    return SequenceShare() if mesh is None else _share(mesh)
+    if mesh is None:
+        return SequenceShare()
+    config: Any = model.config
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    # A family may have parameters of each kind of layer.
+    each = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]
+    return replace(_share(mesh), rotates_by_length=any(kind.get("rope_type") in _BY_LENGTH for kind in each))
 
 
 def _share(mesh: Mesh) -> SequenceShare:
@@ -106,15 +116,17 @@ def padded(batch: Batch, share: SequenceShare) -> Batch:
         InputError: a key of the batch cannot be padded.
     """
     length = batch["input_ids"].shape[1]
-    return lengthened(batch, length + -length % share.parts, f"cannot be cut into {share.parts} parts (cp × tp)")
+    why = f"cannot be cut into {share.parts} parts (cp × tp)"
+    return lengthened(batch, length + -length % share.parts, why, share.rotates_by_length)
 
 
-def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
+def lengthened(batch: Batch, to: int, refusal: str, rotates_by_length: bool) -> Batch:
     """Pad the rows of `batch` on the right.
 
     Args:
         to: the number of positions after padding.
         refusal: the reason in the error message for a key that cannot be padded.
+        rotates_by_length: True if no position of the padding may be larger than all of the rows.
 
     Returns:
         The padded batch; `batch` if its rows have `to` positions.
@@ -130,10 +142,15 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
     if "attention_mask" not in batch and "real_tokens" not in batch:
         # Without a mask, nothing else in the batch would mark the padding.
         longer["real_tokens"] = torch.ones_like(batch["input_ids"], dtype=torch.bool)
+    if rotates_by_length and "position_ids" not in batch:
+        # The model would number the padding too. A mask says that its positions, which restart, are no sample's.
+        longer.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        longer["position_ids"] = torch.arange(length, device=batch["input_ids"].device)[None]
     for key, tensor in longer.items():
         if key == "position_ids":
-            more = torch.arange(missing, device=tensor.device, dtype=tensor.dtype).expand(*tensor.shape[:-1], missing)
-            longer[key] = torch.cat([tensor, more], dim=-1)
+            # It restarts, so that no position is larger than those of the rows; on a device nothing waits for it.
+            more = torch.arange(missing, device=tensor.device, dtype=tensor.dtype) % (tensor.amax() + 1)
+            longer[key] = torch.cat([tensor, more.expand(*tensor.shape[:-1], missing)], dim=-1)
         elif key in _PADDING and tensor.dim() > 1:
             if tensor.shape[-1] != length:
                 raise InputError(

@@ -272,7 +272,7 @@ def evaluate_terms(model: nn.Module, batches: Sequence[Batch], objective: Object
     pipeline = sharded(model).pipeline
     if pipeline is None:
         return [loss_of_batch(model, batch, objective) for batch in batches]
-    batches = same_shape(batches, sequence_share(model).parts)
+    batches = same_shape(batches, sequence_share(model))
     refuse_routes(model, batches)
     terms: dict[int, Term] = {}
 
@@ -314,7 +314,7 @@ def _through_stages(
     chunk_tokens: int,
 ) -> StepLosses:
     """Run the step of a model with pipeline stages. Collectives: as `forward_backward`."""
-    batches = same_shape(micro_batches, sequence_share(model).parts)
+    batches = same_shape(micro_batches, sequence_share(model))
     refuse_routes(model, batches)
     # Trained parameters that both the first and the last stage hold, in the same order on both. Their gradients of this
     # step are summed: those of an earlier call were summed then.

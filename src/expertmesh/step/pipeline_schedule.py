@@ -30,7 +30,7 @@ from transformers.utils.generic import ModelOutput
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.pipeline import Pipeline, running
-from expertmesh.parallel.sequence import Batch, lengthened, not_paddable, sequence_share
+from expertmesh.parallel.sequence import Batch, SequenceShare, lengthened, not_paddable, sequence_share
 from expertmesh.state.other_code import media_in
 from expertmesh.step.base_model import model_inputs, run_base
 
@@ -104,18 +104,20 @@ def interleaves(micro_batches: int, pp: int) -> bool:
     return micro_batches % max(1, micro_batches // pp) == 0
 
 
-def same_shape(batches: Sequence[Batch], parts: int) -> list[Batch]:
-    """Pad micro-batches to equally many rows and positions, the latter a multiple of `parts`: messages have one size.
+def same_shape(batches: Sequence[Batch], share: SequenceShare) -> list[Batch]:
+    """Pad micro-batches to equally many rows and positions, so that messages have one size.
 
-    Padding is on the right and behind; it has no target and does not count as real.
+    Positions become a multiple of `share.parts`. Padding is on the right and behind; it has no target and does not
+    count as real.
     """
     for batch in batches:
         if media := media_in(model_inputs(batch)):
             raise takes_text_alone(f"a batch has {', '.join(media)}")
     rows = max(len(batch["input_ids"]) for batch in batches)
     length = max(batch["input_ids"].shape[1] for batch in batches)
-    length += -length % parts
-    return [_with_rows(lengthened(batch, length, "cannot be padded for a pipeline"), rows) for batch in batches]
+    length += -length % share.parts
+    why, by_length = "cannot be padded for a pipeline", share.rotates_by_length
+    return [_with_rows(lengthened(batch, length, why, by_length), rows) for batch in batches]
 
 
 def takes_text_alone(what: str) -> InputError:

@@ -116,7 +116,7 @@ def record_forward(job: ProvenJob, data: StepData) -> ForwardRecord:
                     recorder.last_outputs["logits"] = job.model(**model_inputs(batch), use_cache=False).logits
                 recorder.keep(number, batch)
         else:
-            batches = same_shape(step.micro_batches, sequence_share(job.model).parts)
+            batches = same_shape(step.micro_batches, sequence_share(job.model))
 
             def look(output: StageOutput) -> None:
                 batch = batches[output.number]
