@@ -156,6 +156,24 @@ def test_parts_compile_on_cp_pp_tp_and_beside_recurrences(
             assert found >= graphs
 
 
+def _graphs_of_layers(layers: int) -> int:
+    """How many graphs rows of one length need on cp."""
+    model = tiny_model("qwen3_moe", num_hidden_layers=layers)
+    mesh = em.init_mesh(em.ParallelConfig(ep=1, cp=2))
+    em.parallelize(model, mesh, compile=True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _step(model, mesh, (14,))
+    return _graphs()
+
+
+@pytest.mark.slow(why="each of five layers is compiled if it fails; beside recurrences stays")
+def test_layers_share_their_graphs_on_cp() -> None:
+    with mock.patch.object(torch, "compile", TRACED), mock.patch.object(compiling, "_probe"):
+        two, three = (run_ranks(partial(_graphs_of_layers, layers), 2, timeout=200) for layers in (2, 3))
+    assert two == three
+
+
 def _with_one_row(mode: str, lora: em.LoraConfig | None) -> tuple[float, list[str]]:
     """The distance from eager, and what FSDP2 said of views that were made of exchanged positions."""
     with warnings.catch_warnings(record=True) as said:

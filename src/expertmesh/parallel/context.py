@@ -373,7 +373,7 @@ def _attention(
     key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
     rows_of_heads = _positions_to_heads((query, key, value), context.group)
     rows, _, length, _ = rows_of_heads[0].shape
-    cut = partial(_local_heads, context.name, heads * cp, rank * heads, heads)
+    cut = partial(_local_heads, context, heads * cp, rank * heads, heads)
     # The module's configuration names this exchange; the backend has to read its real name there.
     config = _ModuleView(module.config, **with_attention(context.backend))
     seen = _ModuleView(module, num_key_value_groups=groups, config=config)
@@ -448,11 +448,14 @@ class _ModuleView:
         return changes[name] if name in changes else getattr(self.__dict__["original"], name)
 
 
-def _local_heads(where: str, all_heads: int, first: int, heads: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _local_heads(
+    context: ContextAttention, all_heads: int, first: int, heads: int, name: str, tensor: torch.Tensor
+) -> torch.Tensor:
     """Return the local part `[heads]` of a tensor with one value for each query head."""
     if tensor.numel() != all_heads:
+        # The name is read here alone: code that was compiled with it would be of one layer, and compiled for each.
         raise InputError(
-            f"parallel.cp: {name} {tuple(tensor.shape)} of {where} is not one value for each query head",
+            f"parallel.cp: {name} {tuple(tensor.shape)} of {context.name} is not one value for each query head",
             key="layout.cp-attention-arguments",
         )
     return tensor.reshape(-1)[first : first + heads]
