@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from expertmesh.adapters.targets import Target
 from expertmesh.experts import lora_state
 from expertmesh.experts.lora_state import Dropout, adapter_state, keep_mask, salt_of
 from tests.adapters.reference import TARGETS, random_adapter, take_steps, trainables, worst
+from tests.families.tiny import random_model
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import shared_ranks
@@ -191,3 +193,38 @@ def _two_forwards_then_two_backwards(adapter: Path, checkpointed: bool) -> dict[
 def test_a_recomputed_block_drops_what_its_own_forward_dropped(adapter: Path) -> None:
     kept, recomputed = (shared_ranks(_two_forwards_then_two_backwards, 1, adapter, each)[0] for each in (False, True))
     assert worst(recomputed, kept)[0] <= 1e-6
+
+
+def _packed_and_apart(model_class: str, family: str, targets: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The logits of each sample of two packed rows, there and alone, of tokens with the same numbers."""
+    model: Any = random_model(model_class, family)
+    lora = em.LoraConfig(r=4, dropout=0.3, targets=targets)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), lora=lora)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            parameter.data.to_local().normal_(std=0.2, generator=generator)
+    ids = torch.arange(48).view(2, 24) * 7 % 89
+    lengths = ((11, 1, 12), (5, 19))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    packed = model(input_ids=ids, position_ids=positions, row_numbers=torch.tensor([3, 4]), use_cache=False).logits
+    state, found = adapter_state(model), []
+    assert state is not None
+    for row, each in enumerate(lengths):
+        for start, end in itertools.pairwise(itertools.accumulate(each, initial=0)):
+            state.token_number_T = (3 + row << 24) + torch.arange(start, end)
+            alone = model(input_ids=ids[row : row + 1, start:end], use_cache=False).logits
+            found.append((packed[row, start:end].detach(), alone[0].detach()))
+    return found
+
+
+@pytest.mark.slow_cases(r"Qwen3Next.*", why="another family stays")
+@pytest.mark.parametrize(
+    ("model_class", "family", "targets"),
+    [("Qwen3NextForCausalLM", "qwen3_next", ["attention"]), ("Lfm2MoeForCausalLM", "lfm2_moe", ["in_proj", "experts"])],
+)
+def test_layers_that_run_by_samples_drop_what_the_tokens_numbers_say(
+    model_class: str, family: str, targets: list[str]
+) -> None:
+    for packed, alone in shared_ranks(_packed_and_apart, 1, model_class, family, targets)[0]:
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)

@@ -12,7 +12,9 @@ the reason. A row of one sample is not changed.
     N query heads, G key and value heads, D size of a head; T = B * S
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,10 +33,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from expertmesh.anatomy import Anatomy
 from expertmesh.compat import declared, set_attention, tree_map_only, varlen_attn
 from expertmesh.config.errors import InputError
+from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.micro_batch import Borders, PackedSamples, packed_samples
 from expertmesh.introspection.attention import MASKED_KINDS, Separation, mask_kinds, narrower_masks, registry_call
 from expertmesh.parallel.context import backend_of
-from expertmesh.state.patching import mix_in
+from expertmesh.state.patching import mix_in, replaced
 
 NAME = "expertmesh_varlen"
 # The arguments that the kernel supports. A family that passes others is refused, as they would be ignored silently.
@@ -323,7 +326,8 @@ class BySamples(nn.Module):
         try:
             for group in samples.groups:
                 group_args, group_kwargs = tree_map_only(torch.Tensor, partial(_of_group, group), (args, kwargs))
-                outputs.append(super().forward(*group_args, **group_kwargs))
+                with _numbered(self, group):
+                    outputs.append(super().forward(*group_args, **group_kwargs))
         finally:
             packed_samples.reset(token)
         if not isinstance(outputs[0], tuple):
@@ -373,6 +377,15 @@ class _Samples:
         groups = tuple(_Group.of(shape, device, group) for group in by_size.values())
         lengths = tuple(tuple(end - start for start, end in group) for group in by_size.values())
         return cls(groups, lengths, order_T.to(device))
+
+
+def _numbered(module: nn.Module, group: _Group) -> AbstractContextManager[None]:
+    """Give adapters in a module the numbers of a group's tokens, for their dropout."""
+    state = adapter_state(module)
+    number_T = None if state is None else state.token_number_T
+    if state is None or number_T is None or number_T.numel() != math.prod(group.shape):
+        return nullcontext()
+    return replaced(state, token_number_T=number_T[group.place_NL].reshape(-1))
 
 
 def _of_group(group: _Group, x: torch.Tensor) -> torch.Tensor:
