@@ -94,6 +94,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _OPTIONAL = ("q_lora_rank", "sliding_window")
+PADDED_HEAD = {"vocab_size": VOCABULARY + 8, "unpadded_vocab_size": VOCABULARY}
 # What a family's own rules demand beyond the table.
 CHANGES: dict[str, dict[str, Any]] = {
     # Low-rank output projection in groups of heads; the coarser compression has to fit the rows of the proof.
@@ -142,8 +143,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "ple_layer_ids": [2],
         "heads_per_ngram": 2,
     },
-    "inkling": {"unpadded_vocab_size": VOCABULARY, "num_key_value_heads": 2},
-    "inkling2": {"unpadded_vocab_size": VOCABULARY, "num_key_value_heads": 2, "n_layers_per_attn_res_block": 2},
+    # Heads with rows that are no token, as published.
+    "inkling": PADDED_HEAD | {"num_key_value_heads": 2},
+    "inkling2": PADDED_HEAD | {"num_key_value_heads": 2, "n_layers_per_attn_res_block": 2},
     # Refuses any other.
     "zaya": {"initializer_range": 0.6, "num_experts_per_tok": 1, "num_key_value_heads": 2, "tie_word_embeddings": True},
     # Half-width experts, the norm behind them, and towers of several stages.
