@@ -154,7 +154,7 @@ def of_kernels(run: Run) -> Iterator[Row]:
             yield {"case": f"Triton's kernels, {dtype}", "refused": refusal, "ok": refusal is None}
     index = torch.randint(128, (4096, 8))
     dropout = Dropout(0.1, 12345678901234567, torch.arange(4096))
-    on_device = dataclasses.replace(dropout, token_number_P=dropout.token_number_P.to(device))
+    on_device = dataclasses.replace(dropout, token_numbers=dropout.token_numbers.to(device))
     pairs_of = {
         "segments": (segments.item_P, on_cpu.item_P),
         "starts of segments": (segments.start_R1, on_cpu.start_R1),

@@ -414,3 +414,12 @@ def test_what_modelopt_says_of_its_codes_is_not_said_of_values(tmp_path: Path) -
         (tmp_path / name).write_text("{}")
     files = sidecar_files(tmp_path, tmp_path, code=False)
     assert set(files.files) == {"generation_config.json"}
+
+
+@pytest.mark.parametrize("rows", [2880, 100])
+def test_a_sample_of_codes_has_whole_blocks(rows: int) -> None:
+    for weight in map(str, range(20)):
+        first, last = merge_module._some_rows(weight, rows, 5760, block=128)
+        assert first % 128 == 0
+        assert last % 128 == 0 or last == rows
+        assert last - first >= min(rows, 45)

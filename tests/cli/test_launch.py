@@ -17,6 +17,7 @@ import torch
 from expertmesh.config import Config, DistributedFailure, InputError, IntegrityError
 from expertmesh.io.parent import watch_parent
 from expertmesh.launcher import launch as launcher
+from expertmesh.launcher import torchrun
 from expertmesh.launcher.launch import (
     HANDLED_SIGNALS,
     RunOptions,
@@ -31,6 +32,7 @@ from expertmesh.launcher.launch import (
 )
 from expertmesh.launcher.rank_files import stopped_sentence
 from expertmesh.launcher.torchrun import TorchrunAgent
+from expertmesh.training.control import Control, StopReason
 from tests.cli.jobs import CONFIG, FAKE, ForkedJob, is_alive, own_temporary, wait_until
 from tests.support.errors import refused
 
@@ -333,6 +335,33 @@ def test_what_no_attempt_can_change_is_not_tried_again_under_torchrun(tmp_path: 
     with refused("data.not-found", naming=r"not tried again (attempt 3): no such file"):
         agent(2).refuse_again()
     assert not TorchrunAgent.of({}).is_there
+    for reason in (StopReason.NONE, StopReason.SIGTERM, StopReason.SIGUSR1):  # the agent's own, and a machine's
+        agent(0).remember_stop(reason)
+        assert agent(0).stopped() is None
+    agent(0).remember_stop(StopReason.MAX_TIME)
+    assert agent(1).stopped() == StopReason.MAX_TIME.exit_code != 0
+
+
+def test_a_job_that_has_used_up_its_time_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[str] = []
+
+    def ends(config: Config, function: str, control: Control) -> int:
+        starts.append(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        control.stopped_by = StopReason.MAX_TIME
+        return control.stopped_by.exit_code
+
+    monkeypatch.setattr(torchrun, "run_rank", ends)
+    monkeypatch.setattr(torchrun, "watch_parent", lambda *_: None)
+    monkeypatch.setattr(torchrun, "open_liveness", lambda *_: None)
+    for attempt in ("0", "1"):
+        error_file = tmp_path / "job" / f"attempt_{attempt}" / "0" / "error.json"
+        error_file.parent.mkdir(parents=True)
+        places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        places |= {"TORCHELASTIC_RESTART_COUNT": attempt, "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        for name, value in places.items():
+            monkeypatch.setenv(name, value)
+        assert torchrun.run_here(CONFIG, f"{FAKE}:succeed", Control()) == StopReason.MAX_TIME.exit_code
+    assert starts == ["0"]
 
 
 def test_under_a_launcher_the_process_is_one_rank(

@@ -48,6 +48,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 import expertmesh as em
 from expertmesh.config.errors import ExpertmeshError
+from expertmesh.state import other_code
 
 # What else a first use would load in every forked rank.
 for _name in em.__all__:
@@ -507,6 +508,7 @@ def _leave_groups() -> list[Any]:
     """
     gc.collect()
     gc.freeze()  # what is left is caches: the next time need not look at them
+    other_code._STAGES.clear()  # of models with stages that ran here
     # Alive, not torn down: gloo's teardown crashes at random on a thread of its own, which would end the next function.
     groups = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -99,14 +100,14 @@ def test_codes_and_scales_are_those_of_compressed_tensors(form: str) -> None:
         assert torch.equal(written[f"x.{key}"].float(), tensor.float().reshape(written[f"x.{key}"].shape)), key
 
 
-@pytest.mark.parametrize("exponents", [False, True])
-def test_fp8_codes_and_scales_are_those_of_transformers(exponents: bool) -> None:
+@pytest.mark.parametrize("stored", [None, torch.float8_e8m0fnu, torch.float32], ids=["any", "e8m0", "ue8m0 in fp32"])
+def test_fp8_codes_and_scales_are_those_of_transformers(stored: torch.dtype | None) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(256, 384)
+    weight, exponents = torch.randn(256, 384), stored is not None
     leaf = stored_matrix("fp8", "x.weight", (256, 384))
-    if exponents:
-        scale = FileTensor(leaf.scale.name, torch.float8_e8m0fnu, leaf.scale.shape, Path(), 0)
-        leaf = QuantisedTensor(leaf.name, leaf.shape, leaf.dtype, leaf.code, leaf.block, leaf.codes, scale)
+    if stored is not None:
+        scale = FileTensor(leaf.scale.name, stored, leaf.scale.shape, Path(), 0)
+        leaf = replace(leaf, scale=scale, powers_of_two=stored == torch.float32)
     written, _ = _written(leaf, weight)
     settings = mock.Mock(weight_block_size=(128, 128), scale_fmt="ue8m0" if exponents else "float")
     theirs = Fp8Quantize(mock.Mock(quantization_config=settings))._quantize_one("x.weight", weight)
@@ -114,6 +115,28 @@ def test_fp8_codes_and_scales_are_those_of_transformers(exponents: bool) -> None
     differing = (written["x.weight"].float() != theirs["x.weight"].float()).sum()
     # They multiply by a rounded reciprocal, so that a value in the middle of two codes can fall to the other side.
     assert differing <= (0 if exponents else weight.numel() // 10_000)
+
+
+def _factors_of_experts(directory: Path, world: int) -> None:
+    model = random_model(qwen3_moe(**SIZES), torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate_up_proj"):
+                parameter[:, : parameter.shape[1] // 2].mul_(3)  # gates
+    if world > 1:
+        shard_for_test(model, world, world)
+    save_model(model, directory, dtype="nvfp4")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gate_and_up_of_an_expert_share_the_factor_that_engines_take_from_the_gate(world: int, tmp_path: Path) -> None:
+    shared_ranks(_factors_of_experts, world, tmp_path / "out", world)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    factors = {name: tensor for name, tensor in tensors.items() if name.endswith("_global_scale")}
+    gates = [name for name in factors if ".gate_proj." in name]
+    assert len(gates) > 1
+    for name in gates:
+        assert torch.equal(factors[name], factors[name.replace("gate_proj", "up_proj")]), name
 
 
 def _saved_again(target: Path, dtype: torch.dtype, world: int, ep: int, change: str = "") -> tuple[Any, ...]:

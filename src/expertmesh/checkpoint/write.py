@@ -199,7 +199,7 @@ class CheckpointWriter:
             with raise_on_all_ranks("creating the checkpoint's directory"):
                 if self._rank == 0:
                     if self._pruning is not None:
-                        self._pruning.result()  # what it removes counts as free
+                        wait([self._pruning])  # what it removes counts as free; `_publish` raises its error
                     _create(step, target, temporary, needed, files)
             # A network file system may show the new directory to other nodes only later.
             with raise_on_all_ranks("looking for the checkpoint's directory"):

@@ -78,6 +78,8 @@ _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 _BLOCK_ELEMENTS = 1 << 22
 _SAMPLE_ELEMENTS = 1 << 18
 _HALF_A_CODE = 0.2
+# Every format's blocks divide it.
+_LARGEST_BLOCK = 128
 # Of products and sums in fp32, against those in fp64.
 _FP32_ERROR = 2.0**-20
 
@@ -451,7 +453,8 @@ def compare_sample(
         # PEFT's own file has A and B in each other's places where it takes outputs for inputs.
         flipped = target.transposed and (not target.swapped or target.name in deltas.parts)
         left, right = (a_rK.t(), b_Nr.t()) if flipped else (b_Nr, a_rK)
-        first, last = _some_rows(weight, left.shape[0], right.shape[1])
+        has_codes = written.tensors[weight].holds_codes
+        first, last = _some_rows(weight, left.shape[0], right.shape[1], _LARGEST_BLOCK if has_codes else 1)
         lead = () if target.experts is None else ((expert, expert + 1),)
         box = (*lead, (first, last), (0, right.shape[1]))
         # Matrices, in the files' dtype.
@@ -461,7 +464,6 @@ def compare_sample(
         rounding = max(torch.finfo(tensor.dtype).eps for tensor in (base, got))
         expected = base.double() + delta
         allowed = rounding * expected.abs() + _FP32_ERROR * (base.double().abs() + size)
-        has_codes = written.tensors[weight].holds_codes
         if has_codes:
             moved += float(((got.double() - base.double()) * delta).sum())
             wanted += float(delta.square().sum())
@@ -564,10 +566,11 @@ def _of_parts(
     return a_ErK, b_ENr
 
 
-def _some_rows(weight: str, rows: int, columns: int) -> tuple[int, int]:
+def _some_rows(weight: str, rows: int, columns: int, block: int = 1) -> tuple[int, int]:
+    """Return the first and the last of some rows, of whole blocks: what rounding allows depends on all of a block."""
     count = min(rows, max(1, _SAMPLE_ELEMENTS // columns))
     first = _number_of(weight) % (rows - count + 1)
-    return first, first + count
+    return first // block * block, min(rows, -(-(first + count) // block) * block)
 
 
 def _number_of(text: str) -> int:

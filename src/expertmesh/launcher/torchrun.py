@@ -27,11 +27,14 @@ from expertmesh.io.terminal import printable, tell
 from expertmesh.launcher.hangs import open_liveness
 from expertmesh.launcher.rank_files import UNEXPECTED, RankFailure, stopped_sentence
 from expertmesh.launcher.worker import run_rank
-from expertmesh.training.control import Control
+from expertmesh.training.control import Control, StopReason
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PRINTED = "expertmesh-told-"
 _REFUSED = "expertmesh-refused.json"
+_STOPPED = "expertmesh-stopped"
+# By these a user ends a job. By SIGTERM an agent ends ranks that are to go on with others, by SIGUSR1 a machine goes.
+_FOR_GOOD = (StopReason.MAX_TIME, StopReason.SIGINT)
 # What the ranks of a job have found out together (hangs.py).
 VERDICTS = ("rank.hung", "rank.lost")
 # Keys of what every process on a machine finds, so that one prints it: the command line, its file, the installation.
@@ -72,6 +75,19 @@ class TorchrunAgent:
             with contextlib.suppress(OSError), (self.directory / _REFUSED).open("x", encoding="utf-8") as file:
                 json.dump({"world_size": self.world_size, "failure": asdict(RankFailure.of(self.rank, error))}, file)
 
+    def remember_stop(self, reason: StopReason) -> None:
+        """Record that the job has ended as its user wants: to the agent each exit code but 0 is a failure."""
+        if self.directory is not None and reason in _FOR_GOOD:
+            with contextlib.suppress(OSError):
+                (self.directory / _STOPPED).write_text(str(reason.exit_code), encoding="utf-8")
+
+    def stopped(self) -> int | None:
+        """Return the exit code with which an earlier attempt has ended for good, or None."""
+        try:
+            return None if self.directory is None else int((self.directory / _STOPPED).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
     def refuse_again(self) -> None:
         """Raise the error by which an earlier attempt has ended, if it would end this one too."""
         if self.directory is None or self.attempt == 0:
@@ -88,12 +104,16 @@ class TorchrunAgent:
 def run_here(config: Config, function: str, control: Control) -> int:
     """Run `function` as one rank of another launcher's job, which reports no bug of ours; return the exit code."""
     agent = TorchrunAgent.of(os.environ)
+    if (code := agent.stopped()) is not None:
+        return code
     agent.refuse_again()
     if agent.is_there:
         watch_parent(os.getppid(), control.progress.beat)
     liveness = open_liveness(control.progress, config, _tell_verdict)
     try:
-        return run_rank(config, function, control)
+        code = run_rank(config, function, control)
+        agent.remember_stop(control.stopped_by)
+        return code
     except ExpertmeshError as error:
         agent.remember(error)
         raise

@@ -48,6 +48,7 @@ def run_rank(config: Config, function: str, control: Control) -> int:
         # Saved and done. torchrun sends SIGTERM to all ranks when the first ends; that must not change the exit code.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        control.stopped_by = stopped.reason
         return stopped.exit_code
     return 0
 

@@ -179,6 +179,8 @@ class Control:
     """True if the next start may have other ranks, so that each start takes a layout that fits."""
     began: float = field(default_factory=time.monotonic)
     """`time.monotonic()` when this process began, or shortly after."""
+    stopped_by: StopReason = StopReason.NONE
+    """The reason why the job has stopped, saved and ended."""
     _signal: int = 0
     _signal_at: float = 0.0
 

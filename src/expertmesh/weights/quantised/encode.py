@@ -12,7 +12,7 @@ of rows, one at a time.
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ PACKED = (AS_LOADED, *FORMATS)
 _BAND_ELEMENTS = 1 << 22
 # Values up to this one are rounded to the largest e4m3 value, 448.
 _E4M3_ROUNDED = 464.0
+
+_Total = tuple[Tensor | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,25 +212,41 @@ def write_packed(
     Before them the all-reduce of `check_ownership`, and after them one small all-reduce.
     """
     rank, ranks = rank_and_ranks()
-    items = list(packing.packed.items())
-    found: dict[str, Rounding] = {_pattern(name): Rounding() for name, _ in items}
+    groups, names = _groups(packing.packed), list(packing.packed)
+    found: dict[str, Rounding] = {_pattern(name): Rounding() for name in names}
     sources = WeightFiles(Path(), {})
-    check_ownership({name: packed.lazy for name, packed in items})
+    check_ownership({name: packed.lazy for name, packed in packing.packed.items()})
     with files.synced(), sources:
-        for first in range(0, len(items), ranks):
-            own: list[tuple[str, Packed, Tensor]] = []
-            for writer, (name, packed) in enumerate(items[first : first + ranks]):
-                # Every rank assembles every tensor, also those that another rank writes: it is a collective.
-                whole = assemble(packed.lazy, values, writer)
-                if writer == rank:
-                    assert whole is not None
-                    own.append((name, packed, whole))
+        before = sources.read if from_source else None
+        for first in range(0, len(groups), ranks):
+            own: dict[str, Tensor] = {}
+            for writer, group in enumerate(groups[first : first + ranks]):
+                for name in group:
+                    # Every rank assembles every tensor, also those that another rank writes: it is a collective.
+                    whole = assemble(packing.packed[name].lazy, values, writer)
+                    if writer == rank:
+                        assert whole is not None
+                        own[name] = whole
             with raise_on_all_ranks("writing quantised weights"):
-                for name, packed, whole in own:
-                    before = sources.read if from_source else None
-                    for part, box, stored in encode(packed.leaf, whole, found[_pattern(name)], before):
+                leaves = [packing.packed[name].leaf for name in own]
+                totals = _totals(leaves, list(own.values()), before)
+                for (name, whole), leaf, total in zip(own.items(), leaves, totals, strict=True):
+                    for part, box, stored in encode(leaf, whole, found[_pattern(name)], before, total):
                         files.write(part.name, box, stored)
-    return _joined(found, [name for name, _ in items])
+    return _joined(found, names)
+
+
+def _groups(packed: Mapping[str, Packed]) -> list[list[str]]:
+    """Return the names of tensors by the factor that they share, in order.
+
+    Engines multiply gate and up of an expert, which are one parameter here, by the `global_scale` of the gate.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, each in packed.items():
+        piece = each.lazy.pieces[0]
+        is_of_expert = each.leaf.global_scale is not None and len(each.lazy.pieces) == 1 and len(piece.source) == 3
+        groups.setdefault((piece.leaf.name, piece.source[0]) if is_of_expert else name, []).append(name)
+    return list(groups.values())
 
 
 def _pattern(name: str) -> str:
@@ -315,7 +333,11 @@ def settings_of(form: str, skipped: list[str], *, stacks: bool) -> dict[str, Any
 
 
 def encode(
-    leaf: QuantisedTensor, values: Tensor, rounding: Rounding, before: Fetch | None = None
+    leaf: QuantisedTensor,
+    values: Tensor,
+    rounding: Rounding,
+    before: Fetch | None = None,
+    total: _Total | None = None,
 ) -> Iterator[tuple[FileTensor, Box, Tensor]]:
     """Yield the parts of `leaf`, by boxes, that represent `values`, and add their error to `rounding`.
 
@@ -323,14 +345,15 @@ def encode(
         values: The full tensor, of the shape of `leaf`.
         before: Reads the parts that `values` were loaded from. With it, unchanged blocks reuse their codes, and a
             factor of the full tensor is reused as long as it is large enough.
+        total: The factor of the full tensor, where several share one; None: that of `values`.
 
     Returns:
         (part, box of the part, values to store in that box).
     """
-    total, keeps = _total(leaf, values, before)
+    factor, keeps = total or _total(leaf, [values], before)
     for box in _bands(leaf):
         band = values[slices(box)].cpu()
-        new = _encoded(leaf, box, band.to(torch.float32), total)
+        new = _encoded(leaf, box, band.to(torch.float32), factor)
         same = torch.zeros(_grid(leaf, box), dtype=torch.bool)
         if before is not None and keeps:
             old = leaf.raw(box, before)
@@ -356,12 +379,26 @@ def _bands(leaf: QuantisedTensor) -> Iterator[Box]:
             yield (*((at, at + 1) for at in index), (start, min(start + step, rows)), (0, columns))
 
 
-def _total(leaf: QuantisedTensor, values: Tensor, before: Fetch | None) -> tuple[Tensor | None, bool]:
-    """Return the stored factor of the full tensor, for formats that have one, and whether it is the old one."""
+def _totals(leaves: Sequence[QuantisedTensor], values: Sequence[Tensor], before: Fetch | None) -> list[_Total]:
+    """Return the `_total` of tensors that share one: old ones are kept by all of them or by none."""
+    if before is not None:
+        found = [_total(leaf, [whole], before) for leaf, whole in zip(leaves, values, strict=True)]
+        if len(leaves) == 1 or all(is_old for _, is_old in found):
+            return found
+    return [_total(leaf, values, None) for leaf in leaves]
+
+
+def _total(leaf: QuantisedTensor, values: Sequence[Tensor], before: Fetch | None) -> _Total:
+    """Return the stored factor of the full tensor, for formats that have one, and whether it is the old one.
+
+    Args:
+        values: The tensors, of one shape, that share it.
+    """
     part, scalar = leaf.global_scale, math.prod(leaf.scale.shape) == 1
     if leaf.zero_point is not None or (part is None and not scalar):
         return None, True
-    largest = torch.stack([values[slices(box)].abs().amax() for box in _bands(leaf)]).amax().float().cpu()
+    largest = torch.stack([each[slices(box)].abs().amax() for each in values for box in _bands(leaf)])
+    largest = largest.amax().float().cpu()
     # The largest product of a code and a block's scale. The factor times this product must reach the largest value.
     code_max = LARGEST[leaf.code] * (1.0 if part is None else LARGEST["e4m3"])
     part = part or leaf.scale
@@ -395,7 +432,10 @@ def _encoded(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | No
         scale = total
     else:
         largest = largest_of_blocks(values, _block(leaf, box))
-        scale = scales_for(largest, leaf.code, leaf.scale.dtype, total, leaf.factor)
+        if leaf.powers_of_two:
+            scale = scale_values(scales_for(largest, leaf.code, torch.uint8)).to(leaf.scale.dtype)
+        else:
+            scale = scales_for(largest, leaf.code, leaf.scale.dtype, total, leaf.factor)
     factors = scale_values(scale).reshape((1,) * len(box) if scale.numel() == 1 else _grid(leaf, box))
     if leaf.global_scale is not None:
         assert total is not None

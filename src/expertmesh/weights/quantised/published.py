@@ -161,7 +161,7 @@ def _fine_grained_fp8(grouping: _Grouping) -> None:
 
     Also e8m0 scales, 4-bit experts, and Mistral's single scale.
     """
-    block = grouping.settings.get("weight_block_size")
+    block, powers = grouping.settings.get("weight_block_size"), grouping.settings.get("scale_fmt") == "ue8m0"
     for name, codes in list(grouping.having("", torch.float8_e4m3fn, torch.int8)):
         stem = name.removesuffix(".weight")
         names = [f"{name}_scale_inv", *([f"{stem}.scale", f"{stem}.qscale_weight"] if stem != name else [])]
@@ -171,7 +171,8 @@ def _fine_grained_fp8(grouping: _Grouping) -> None:
             tensor = _tensor(name, codes, scale, "e2m1", [_MX])
         else:
             blocks = [tuple(block)] if block else []
-            tensor = _tensor(name, codes, scale, "e4m3", [*blocks, *([_MX] if exponents else [])])
+            fits = [*blocks, *([_MX] if exponents else [])]
+            tensor = _tensor(name, codes, scale, "e4m3", fits, powers_of_two=powers and not exponents)
         grouping.add(name, tensor, [f"{stem}.{each}" for each in ("activation_scale", "input_scale", "qscale_act")])
 
 

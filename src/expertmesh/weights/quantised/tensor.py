@@ -60,6 +60,8 @@ class QuantisedTensor:
     """True if `global_scale` is a divisor."""
     zero_point: FileTensor | None = None
     """Packed along the rows."""
+    powers_of_two: bool = False
+    """True if scales that could be other numbers are powers of two (`scale_fmt` ue8m0), which readers rely on."""
     stored_shape: FileTensor | None = None
     """The shape of the values as the file itself records it."""
 
