@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -358,9 +359,8 @@ def test_a_job_that_has_used_up_its_time_is_not_started_again(tmp_path: Path, mo
         error_file.parent.mkdir(parents=True)
         places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         places |= {"TORCHELASTIC_RESTART_COUNT": attempt, "TORCHELASTIC_ERROR_FILE": str(error_file)}
-        for name, value in places.items():
-            monkeypatch.setenv(name, value)
-        assert torchrun.run_here(CONFIG, f"{FAKE}:succeed", Control()) == StopReason.MAX_TIME.exit_code
+        with mock.patch.dict(os.environ, places):
+            assert torchrun.run_here(CONFIG, f"{FAKE}:succeed", Control()) == StopReason.MAX_TIME.exit_code
     assert starts == ["0"]
 
 
