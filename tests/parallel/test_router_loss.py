@@ -244,7 +244,7 @@ def _figures_of_two_steps(family: str, moe: em.MoeConfig, order: str) -> list[li
     return found
 
 
-@pytest.mark.slow_cases(r"(jetmoe-moe0|deepseek_v4-moe2-(by_layer|in_rounds)).*", why="the z-loss alone is not counted before")
+@pytest.mark.slow_cases(r"(jetmoe-moe0|deepseek_v4-moe2-(by_layer|in_rounds)).*", why="the z-loss alone stays")
 @pytest.mark.parametrize("order", [order for order in ORDERS if order != "by_micro_batch"])
 @pytest.mark.parametrize(
     ("family", "moe"),
