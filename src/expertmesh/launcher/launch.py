@@ -37,6 +37,7 @@ from expertmesh.io.terminal import lasting_output, plural, print_log, tell
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, lost_peer, read_stack, timed_out
 from expertmesh.launcher.rank_files import (
     SHOW_STACK,
+    continued_run,
     failures_in,
     newest_checkpoint,
     progress_file,
@@ -136,7 +137,7 @@ def run(
             )
             return launch(config, ranks, function, options, deadline)
         except KeyboardInterrupt:  # outside of `launch`, which notes it
-            tell(stopped_sentence(signal.SIGINT, None, _run_of(config, options)), error=True)
+            tell(stopped_sentence(signal.SIGINT, None, continued_run(config, options.arguments)), error=True)
             raise
 
 
@@ -238,7 +239,7 @@ def launch(
                 if code and not all(rank.progress.stop_state is StopState.STOPPED for rank in started):
                     number = requests.forced or requests.requested
                     at = started[0].progress.status()
-                    tell(stopped_sentence(number, at, _run_of(config, options)), error=True)
+                    tell(stopped_sentence(number, at, continued_run(config, options.arguments)), error=True)
                 return code
             except DistributedFailure as failure:
                 late = deadline is not None and time.monotonic() >= deadline
@@ -249,17 +250,9 @@ def launch(
     raise AssertionError("every attempt returns or raises")
 
 
-def _run_of(config: Config, options: RunOptions) -> str | None:
-    """Return the directory of a run that the same command continues, or None.
-
-    A verb that passes its ranks more than a configuration has no run, and a named checkpoint is where a run starts.
-    """
-    return None if options.arguments or config.checkpoint.resume != "auto" else config.output_dir
-
-
 def _with_next_start(failure: DistributedFailure, config: Config, options: RunOptions) -> DistributedFailure:
     """Return `failure` with the sentence that the same command continues the run, if it does."""
-    run = _run_of(config, options)
+    run = continued_run(config, options.arguments)
     newest = None if run is None else newest_checkpoint(run)
     if newest is None:
         return failure

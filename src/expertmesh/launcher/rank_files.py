@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from expertmesh.config import Config
 from expertmesh.config.errors import (
     DistributedFailure,
     ExpertmeshError,
@@ -129,6 +130,14 @@ def stopped_sentence(number: int, at: RankStatus | None, output_dir: str | None)
         return sentence
     newest = newest_checkpoint(output_dir)
     return f"{sentence}; the same command {'starts again' if newest is None else f'continues from {newest}'}"
+
+
+def continued_run(config: Config, arguments: str) -> str | None:
+    """Return the directory of a run that the same command continues, or None.
+
+    A verb that passes its ranks `arguments` has no run, and a named checkpoint is where a run starts.
+    """
+    return None if arguments or config.checkpoint.resume != "auto" else config.output_dir
 
 
 def newest_checkpoint(output_dir: str) -> str | None:

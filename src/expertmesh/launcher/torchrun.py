@@ -25,7 +25,7 @@ from expertmesh.distributed.environment import Rank, find_place
 from expertmesh.io.parent import watch_parent
 from expertmesh.io.terminal import printable, tell
 from expertmesh.launcher.hangs import open_liveness
-from expertmesh.launcher.rank_files import UNEXPECTED, RankFailure, stopped_sentence
+from expertmesh.launcher.rank_files import UNEXPECTED, RankFailure, continued_run, stopped_sentence
 from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control, StopReason
 
@@ -119,8 +119,8 @@ def run_here(config: Config, function: str, control: Control) -> int:
         raise
     except KeyboardInterrupt:
         if os.environ["RANK"] == "0":
-            directory = None if control.arguments else config.output_dir
-            tell(stopped_sentence(signal.SIGINT, control.progress.status(), directory), error=True)
+            run = continued_run(config, control.arguments)
+            tell(stopped_sentence(signal.SIGINT, control.progress.status(), run), error=True)
         raise
     except (Exception, SystemExit) as error:
         if liveness is not None and (verdict := liveness.verdict_on(error)) is not None:

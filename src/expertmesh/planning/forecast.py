@@ -6,6 +6,7 @@ Training does not know the planner: `train_with_forecast` is what the command li
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -175,8 +176,8 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     size, optimizer = config.train.global_batch_size, config.optim.name
     order, dispatch = OrderWish.of(config.train), config.moe.dispatch
     teacher = figures_of_teacher(checked.objective.teacher, length=length, packed=packed, device=kind)
-    given = {"layers": layers, "offload": config.parallel.offload, "dispatch": dispatch, "order": order}
-    return Job(figures, devices, size, optimizer, **given, teacher=teacher)  # type: ignore[arg-type]
+    job = Job(figures, devices, size, optimizer, layers=layers, dispatch=dispatch, order=order, teacher=teacher)
+    return replace(job, offload=config.parallel.offload)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
